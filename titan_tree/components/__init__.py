@@ -1,0 +1,1 @@
+"""TreeTokenizer, TreeAttention, TreeLoss, the log-prob head: each importable alone."""

@@ -1,0 +1,1 @@
+"""Readers -> paths -> TokenTree -> TreeBatch. Knows files and NumPy; never torch.distributed."""

@@ -1,0 +1,43 @@
+"""TreeLayout: the one piece of metadata that attention and positions read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """Where N queries stand among M >= N keys of a packed forest in DFS order.
+
+    Query q sees key k iff ``k <= key_index[q] < subtree_end[k]``: one interval per key, no N x N mask.
+    Keys that are not queries are gateway context: rows that ancestors left for a later forward. Without
+    context M = N and ``key_index`` is 0 .. N-1.
+    """
+
+    positions: Tensor  # [N] int32: depth in the path, for RoPE
+    subtree_end: Tensor  # [M] int32: exclusive end of the subtree of each key, in key columns
+    key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
+    attention_plan: Any = None  # what an attention backend derived from the above, once per batch
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
+        """The layout on another device; a plan stays behind, its backend makes it anew."""
+        tensors = (
+            t.to(device, non_blocking=non_blocking)
+            for t in (self.positions, self.subtree_end, self.key_index)
+        )
+        return TreeLayout(*tensors)
+
+    def with_plan(self, plan: Any) -> TreeLayout:
+        """The same layout, carrying a backend's ``attention_plan``."""
+        return dataclasses.replace(self, attention_plan=plan)
+
+    def dense_mask(self) -> Tensor:
+        """[N, M] bool, the definition of the attention mask. For references and small trees only."""
+        key = torch.arange(len(self.subtree_end), device=self.subtree_end.device)
+        query = self.key_index[:, None]
+        return (key <= query) & (query < self.subtree_end)

@@ -1,0 +1,89 @@
+"""TokenPath: one training sample, the way the model saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_tree.errors import UserError
+
+PER_TOKEN = ("advantage", "old_logprobs", "ref_logprobs")
+
+
+@dataclass(slots=True)
+class TokenPath:
+    """One training sample of T >= 1 tokens. Arrays are per token: entry t speaks of tokens[t].
+
+    The first token of a path is predicted by nothing, so entry 0 of every per-token array is ignored.
+
+    Args:
+        tokens: [T] token ids, any integer sequence; kept as int32.
+        loss_mask: [T] finite and >= 0, usually 0 or 1: does the loss count this token? Default: all ones.
+        weight: w_p >= 0, the path's weight in the loss.
+        advantage: one number for the whole path, or [T]; kept as [T] float32.
+        old_logprobs: [T] log-probabilities (nats) under the policy that sampled the path.
+        ref_logprobs: [T] log-probabilities (nats) under a reference policy.
+        id: shown in error messages and reports.
+
+    Raises:
+        UserError: a field of the wrong shape, type or range; the message names path and field.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray = None  # type: ignore[assignment]  # filled in by __post_init__
+    weight: float = 1.0
+    advantage: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.tokens = self._token_array(self.tokens)
+        if self.loss_mask is None:
+            self.loss_mask = np.ones(len(self.tokens), np.float32)
+        else:
+            self.loss_mask = self._per_token("loss_mask", self.loss_mask)
+            if (self.loss_mask < 0).any():
+                raise self._error("loss_mask", "every entry >= 0", float(self.loss_mask.min()))
+        try:
+            self.weight = float(self.weight)
+        except (TypeError, ValueError):
+            raise self._error("weight", "a number", self.weight) from None
+        if not (np.isfinite(self.weight) and self.weight >= 0):
+            raise self._error("weight", "a finite number >= 0", self.weight)
+        for name in PER_TOKEN:
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, self._per_token(name, value, scalar=name == "advantage"))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _token_array(self, tokens: Any) -> np.ndarray:
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.size == 0:
+            raise self._error("tokens", "a non-empty list of token ids", f"shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise self._error("tokens", "integer token ids", f"dtype {array.dtype}")
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > np.iinfo(np.int32).max:
+            raise self._error("tokens", "ids from 0 to 2**31 - 1", low if low < 0 else high)
+        return array.astype(np.int32, copy=False)
+
+    def _per_token(self, name: str, value: Any, scalar: bool = False) -> np.ndarray:
+        try:
+            array = np.asarray(value, np.float32)
+        except (TypeError, ValueError):
+            raise self._error(name, "numbers", repr(value)[:40]) from None
+        if scalar and array.ndim == 0:
+            array = np.full(len(self.tokens), array)
+        if array.shape != self.tokens.shape:
+            raise self._error(name, f"{len(self.tokens)} entries, one per token", f"shape {array.shape}")
+        if not np.isfinite(array[1:]).all():
+            bad = 1 + int(np.flatnonzero(~np.isfinite(array[1:]))[0])
+            raise self._error(name, "finite numbers", f"{array[bad]} at token {bad}")
+        return array
+
+    def _error(self, field: str, expected: str, got: object) -> UserError:
+        return UserError(f"path {self.id or '?'}: {field}: expected {expected}, got {got}")

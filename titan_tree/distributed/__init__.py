@@ -1,0 +1,1 @@
+"""FSDP2, activation checkpointing, compilation; and the one file that imports torchtitan."""
