@@ -30,7 +30,7 @@ class PathPairs:
     loss_mask: Tensor  # [F] float32
     weight: Tensor  # [P] float32
     loss_tokens: Tensor  # [P] float32: sum of the path's loss mask
-    advantage: Tensor | None = None  # [F] float32
+    advantage: Tensor | None = None  # [F] float32; 0 where the mask is 0, like the two below
     old_logprobs: Tensor | None = None  # [F] float32, nats
     ref_logprobs: Tensor | None = None  # [F] float32, nats
 
@@ -104,7 +104,7 @@ class TreeBatch:
                     "give it to all paths or to none"
                 )
             if not missing:
-                optional[name] = torch.from_numpy(np.concatenate(values)[is_pair])
+                optional[name] = torch.from_numpy(np.where(mask > 0, np.concatenate(values), 0)[is_pair])
         pairs = PathPairs(
             edge=torch.from_numpy(edge_of[path_token[is_pair]]),
             path=torch.from_numpy(path_of[is_pair]),

@@ -1,0 +1,176 @@
+"""TreeAttention against its definition in float64, built from parent pointers alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.layouts import SMALL, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
+from titan_tree.components.tree_attention import TreeAttention, triton_kernels
+from titan_tree.errors import UserError
+
+
+def context_queries(n: int, kind: str) -> np.ndarray:
+    """Query columns among n keys: the gateway context is in front of them, between them, or nearly all."""
+    if kind == "front":
+        return np.arange(n - n // 3, n)
+    share = 0.4 if kind == "between" else 0.05
+    return np.flatnonzero(np.random.default_rng(0).random(n) < share)
+
+
+def assert_exact(nodes, queries=None, backend="triton", heads=(2, 1), dim=16, tolerance=1e-6, **factory):
+    """Output and all gradients: error norm against float64, relative to the norm of the cotangent."""
+    layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
+    q, k, v, do = random_qkv(*mask.shape, heads, dim, **factory)
+    attention = TreeAttention(backend)
+    out = attention(q, k, v, attention.prepare(layout))
+    expected = exact_attention(q, k, v, mask)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), do.double())
+    results = zip(["o", "dq", "dk", "dv"], (out, *grads), (expected, *expected_grads), strict=True)
+    for name, got, want in results:
+        assert got.shape == want.shape
+        error = ((got - want).norm() / do.norm()).item()
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_triton_equals_definition(name):
+    assert_exact(SMALL[name])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_reference_equals_definition(name):
+    assert_exact(SMALL[name], backend="reference", dtype=torch.float64, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=["MHA", "GQA 3"])
+def test_triton_heads(heads):
+    assert_exact(SMALL["star"], heads=heads)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_triton_head_dims(dim):
+    assert_exact([(-1, 40), (0, 30), (0, 20)], dim=dim)
+
+
+@pytest.mark.parametrize("kind", ["front", "between", "nearly all"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_gateway_context(kind, backend):
+    nodes = random_nodes(3, 25, 5, 25, roots=0.0)
+    n = sum(length for _, length in nodes)
+    assert_exact(nodes, context_queries(n, kind), backend=backend)
+
+
+@pytest.mark.parametrize("kind", ["all", "front", "between"])
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_covers_exactly_what_is_visible(seed, kind):
+    """Brute force: no visible pair outside the plan, no invisible pair in a block taken as full."""
+    nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
+    n = sum(length for _, length in nodes)
+    queries = None if kind == "all" else context_queries(n, kind)
+    layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
+    plan = triton_kernels.prepare(layout)
+    block_q, block_k = triton_kernels.LIST_Q, triton_kernels.LIST_K
+    listed = torch.zeros_like(mask)
+    counts = torch.stack([plan.n_partial, plan.n_visible], 1).tolist()
+    for i, (partial, visible) in enumerate(counts):
+        blocks = plan.key_blocks[i, :visible].tolist()
+        assert len(set(blocks)) == visible
+        for j, block in enumerate(blocks):
+            tile = np.s_[i * block_q : (i + 1) * block_q, block * block_k : (block + 1) * block_k]
+            listed[tile] = True
+            assert j < partial or mask[tile].all()
+    assert not (mask & ~listed).any()
+
+    ranged = torch.zeros_like(mask)
+    ranges = torch.stack([plan.first, plan.first_full, plan.end_full, plan.last], 1).tolist()
+    for i, (first, first_full, end_full, last) in enumerate(ranges):
+        assert first <= first_full <= end_full <= max(last, first)
+        keys = slice(i * triton_kernels.RANGE_K, (i + 1) * triton_kernels.RANGE_K)
+        ranged[first:last, keys] = True
+        assert mask[first_full:end_full, keys].all()
+    assert not (mask & ~ranged).any()
+    assert sorted(plan.query_order.tolist()) == list(range(len(counts)))
+    assert sorted(plan.range_order.tolist()) == list(range(len(ranges)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_siblings_do_not_leak(backend):
+    """Other keys and values on one branch: bit for bit the same output on the other, and no gradient."""
+    nodes = [(-1, 60), (0, 50), (0, 40)]
+    layout = make_layout(nodes)
+    q, k, v, do = random_qkv(150, 150, (2, 1), 16)
+    other_k, other_v = k.detach().clone(), v.detach().clone()
+    other_k[60:110], other_v[60:110] = torch.randn(50, 1, 16), torch.randn(50, 1, 16)
+    attention = TreeAttention(backend)
+    out, other = attention(q, k, v, layout), attention(q, other_k, other_v, layout)
+    assert torch.equal(out[110:], other[110:])
+    assert not torch.equal(out[60:110], other[60:110])
+    do[60:110] = 0
+    _, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    assert not dk[60:110].any()
+    assert not dv[60:110].any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_compiles_without_recompilation(backend, recompute):
+    """fullgraph, dynamic, checkpointed: the same gradients, and one graph for every tree and N."""
+    attention = TreeAttention(backend)
+    graphs = 0
+
+    def count_graphs(graph, inputs):
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def block(q, k, v, layout):  # heads and head dim are constants, as in a model
+        q, k, v = (x.view(len(x), -1, 16) for x in (q * 2, k, v))
+        return attention(q, k, v, layout).sin()
+
+    def maybe_recomputed(q, k, v, layout):
+        return (
+            checkpoint(block, q, k, v, layout, use_reentrant=False) if recompute else block(q, k, v, layout)
+        )
+
+    compiled = torch.compile(maybe_recomputed, fullgraph=True, dynamic=True, backend=count_graphs)
+    for nodes in (SMALL["star"], SMALL["branch at a block edge"], random_nodes(5, 30, 1, 40)):
+        layout = attention.prepare(make_layout(nodes))
+        n = len(layout.key_index)
+        q, k, v, do = random_qkv(n, n, (2, 1), 16)
+        q, k, v = (x.detach().flatten(1).clone().requires_grad_() for x in (q, k, v))
+        got = torch.autograd.grad(compiled(q, k, v, layout), (q, k, v), do)
+        want = torch.autograd.grad(block(q, k, v, layout), (q, k, v), do)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert graphs == 1
+
+
+def test_operator_is_sound():
+    layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
+    q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
+    arguments = (q, k, v, layout.subtree_end, layout.key_index, *layout.attention_plan)
+    torch.library.opcheck(triton_kernels.tree_attention, arguments)
+
+
+def test_refuses_what_it_cannot_do(monkeypatch):
+    layout = make_layout(SMALL["chain of 5"])
+    attention = TreeAttention("triton")
+
+    def qkv(dim=16, dtype=torch.float32, m=5):
+        return random_qkv(5, m, (2, 1), dim, dtype=dtype)[:3]
+
+    with pytest.raises(UserError, match=r"head dim 16, 32, 64, 128 or 256, got 48"):
+        attention(*qkv(dim=48), layout)
+    with pytest.raises(UserError, match=r"float64"):
+        attention(*qkv(dtype=torch.float64), layout)
+    with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
+        attention(*qkv(m=6), layout)
+    with pytest.raises(UserError, match=r"'flex' needs a CUDA device"):
+        TreeAttention("flex").prepare(layout)
+    with pytest.raises(UserError, match=r"expected one of auto, reference, flex, triton, got 'magic'"):
+        TreeAttention("magic")
+    monkeypatch.setattr(triton_kernels, "INTERPRET", False)
+    with pytest.raises(UserError, match=r"needs a CUDA device, got cpu"):
+        attention(*qkv(), layout)
