@@ -34,8 +34,9 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Finite, so that a row without a live key yet gives exp2(0), not NaN; its garbage is multiplied by
-# exp2(-1e30 - max) = 0 when the first live key arrives, and every query sees at least itself.
-MASKED = tl.constexpr(-1.0e30)
+# exp2(MASKED - max) = 0 when the first live key arrives, and every query sees at least itself. A power of
+# two, so that MASKED * scale is exact and the fused multiply-add of exp2(s * scale - peak) gives 0.
+MASKED = tl.constexpr(-(2.0**100))
 
 # Granularity of the plan. A kernel's tiles may be smaller, dividing these.
 LIST_Q, LIST_K, RANGE_K = 128, 128, 128
@@ -110,14 +111,14 @@ def _forward_block(
     BLOCK_K: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k = k_rows.load([row, head_column])
-    s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    s = tl.dot(q, k.T, input_precision=PRECISION)
     if MASK:
         key = row + tl.arange(0, BLOCK_K)
         end = tl.load(end_ptr + key, mask=key < M, other=0)
         visible = (key[None, :] <= column[:, None]) & (column[:, None] < end[None, :])
         s = tl.where(visible, s, MASKED)
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    p = tl.exp2(s - new_peak[:, None])
+    new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - new_peak[:, None])
     decay = tl.exp2(peak - new_peak)
     total = total * decay + tl.sum(p, 1)
     v = v_rows.load([row, head_column])
@@ -227,7 +228,7 @@ def _dkdv_kernel(
     first_full = tl.load(first_full_ptr + tile)
     end_full = tl.load(end_full_ptr + tile)
     last = tl.load(last_ptr + tile)
-    # Steps of BLOCK_Q queries from `first`: masked, full from step `full_from` to `full_to`, masked.
+    # Steps of BLOCK_Q queries from `first` on; those from full_from to full_to need no mask.
     n_steps = tl.cdiv(last - first, BLOCK_Q)
     full_from = tl.minimum(tl.cdiv(first_full - first, BLOCK_Q), n_steps)
     full_to = tl.maximum((end_full - first) // BLOCK_Q, full_from)
@@ -352,16 +353,16 @@ TILES_FP32 = {
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def _shared_memory(device: int) -> int:
     """Bytes of shared memory that one block can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def _tiles(q: Tensor) -> Tiles:
     if q.dtype == torch.float32:
         table = TILES_FP32
     else:
-        table = TILES_16BIT if _shared_memory(q.device) > 200 * 1024 else TILES_16BIT_99K
+        table = TILES_16BIT if _shared_memory(q.get_device()) > 200 * 1024 else TILES_16BIT_99K
     return table[max(q.shape[-1], 64)]
 
 
@@ -494,7 +495,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 
 def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    return *tree_attention_backward(do, *ctx.saved_tensors), *[None] * (len(ctx.saved_tensors) - 5)
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes at each access
+    return *tree_attention_backward(do, *saved), *[None] * (len(saved) - 5)
 
 
 tree_attention.register_autograd(_autograd, setup_context=_setup_context)

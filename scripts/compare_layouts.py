@@ -1,0 +1,154 @@
+"""One config trained twice, as token trees and path by path: equal losses, and what the trees save.
+
+    python scripts/compare_layouts.py CONFIG --steps 50 [key=value ...]
+    torchrun --nproc-per-node 2 scripts/compare_layouts.py CONFIG ...
+
+Both runs see the same groups in the same order from the same initial weights. data.layout = "flat" is the
+baseline that computes every path alone, packed into micro-batches of data.max_tokens without padding; all
+else is equal. The bound on the speed-up is N_flat / N_tree; times leave out the first ``--warmup`` steps and
+mean something on a GPU only: the CPU's reference attention costs data.max_tokens squared.
+
+Writes losses.csv, and losses.png where matplotlib is installed, into FOLDER beside the folders of both runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from titan_tree.config import load_config
+from titan_tree.errors import UserError
+from titan_tree.trainer import Trainer
+
+LAYOUTS = ("tree", "flat")
+Rows = list[dict[str, float]]  # one per step, as in metrics.csv
+
+
+def main() -> None:
+    args = parse_args()
+    first_rank = int(os.environ.get("RANK", 0)) == 0
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("titan_tree").setLevel(logging.INFO if first_rank else logging.WARNING)
+    rows = {layout: train(layout, args) for layout in LAYOUTS}
+    if first_rank:
+        write_losses(rows, args.folder / "losses.csv")
+        plot_losses(rows, args.folder / "losses.png")
+        print(summary(rows, args.warmup))
+
+
+def train(layout: str, args: argparse.Namespace) -> Rows:
+    """The rows of metrics.csv of a run with ``layout``."""
+    folder = args.folder / layout
+    config = load_config(
+        args.config,
+        [
+            *args.overrides,
+            f"data.layout={layout}",
+            f"folder={folder}",
+            f"training.steps={args.steps}",
+            "checkpoint.interval=0",
+            "checkpoint.resume=false",
+            "metrics.csv=true",
+            "metrics.log_interval=1",
+        ],
+    )
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(config)
+    trainer.train()
+    trainer.close()
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def relative_differences(rows: dict[str, Rows]) -> list[float]:
+    """|tree - flat| / |flat| of the loss, per step."""
+    pairs = zip(*(rows[layout] for layout in LAYOUTS), strict=True)
+    return [abs(tree["loss"] - flat["loss"]) / abs(flat["loss"]) for tree, flat in pairs]
+
+
+def write_losses(rows: dict[str, Rows], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *LAYOUTS, "relative difference"])
+        for tree, flat, difference in zip(
+            rows["tree"], rows["flat"], relative_differences(rows), strict=True
+        ):
+            writer.writerow([int(tree["step"]), tree["loss"], flat["loss"], f"{difference:.3e}"])
+
+
+def plot_losses(rows: dict[str, Rows], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path}: not drawn: matplotlib is not installed")
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for layout, style in zip(LAYOUTS, ("-", "--"), strict=True):
+        axes.plot([r["step"] for r in rows[layout]], [r["loss"] for r in rows[layout]], style, label=layout)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def summary(rows: dict[str, Rows], warmup: int) -> str:
+    """Both runs side by side, and the speed-up beside its bound."""
+    lines = [f"{'':24}{'tree':>14}{'flat':>14}"]
+    seconds, executed = {}, {}
+    for layout in LAYOUTS:
+        steady = rows[layout][warmup:]
+        seconds[layout] = sum(row["step_s"] for row in steady)
+        executed[layout] = sum(row["executed_tokens"] for row in steady)
+    logical = sum(row["logical_tokens"] for row in rows["tree"][warmup:])
+
+    def line(name: str, values: dict[str, float], form: str) -> None:
+        lines.append(f"{name:24}" + "".join(f"{values[layout]:>14{form}}" for layout in LAYOUTS))
+
+    line("first loss", {layout: rows[layout][0]["loss"] for layout in LAYOUTS}, ".5f")
+    line("last loss", {layout: rows[layout][-1]["loss"] for layout in LAYOUTS}, ".5f")
+    line("logical tokens/s", {layout: logical / seconds[layout] for layout in LAYOUTS}, ",.0f")
+    line("executed tokens/s", {layout: executed[layout] / seconds[layout] for layout in LAYOUTS}, ",.0f")
+    if "peak_memory_gib" in rows["tree"][0]:
+        peaks = {layout: max(row["peak_memory_gib"] for row in rows[layout]) for layout in LAYOUTS}
+        line("peak memory, GiB", peaks, ".1f")
+    speed_up, bound = seconds["flat"] / seconds["tree"], executed["flat"] / executed["tree"]
+    differences = relative_differences(rows)
+    lines += [
+        f"largest relative difference of the losses: {max(differences):.1e} "
+        f"(step {1 + differences.index(max(differences))} of {len(differences)})",
+        f"speed-up {speed_up:.2f}x of at most N_flat / N_tree = {bound:.2f}x ({speed_up / bound:.1%})",
+    ]
+    return "\n".join(lines)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3, help="steps left out of the times (default: 3)")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/compare_layouts"))
+    args = parser.parse_intermixed_args()
+    if args.steps <= args.warmup:
+        parser.error(f"--steps: expected more than --warmup = {args.warmup}, got {args.steps}")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

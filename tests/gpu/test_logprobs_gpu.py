@@ -1,0 +1,46 @@
+"""The vocabulary projection at full size on a GPU: exact, and bounded in memory."""
+
+import pytest
+import torch
+
+from titan_tree.components.logprobs import edge_logprobs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("d", [1024, 2048])
+def test_full_vocabulary_at_32k_edges(d):
+    """bf16, V = 151,936: peak memory beyond inputs and gradients < 1.5 GB, values as in float64."""
+    num_edges, vocab = 32_768, 151_936
+    hidden = torch.randn(num_edges, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.05 * torch.randn(vocab, d, device="cuda")).bfloat16().requires_grad_()
+    label = torch.randint(vocab, (num_edges,), device="cuda")
+    cotangent = torch.randn(num_edges, device="cuda")
+
+    def run():
+        logprobs, entropy = edge_logprobs(hidden, weight, label, entropy=True)
+        return logprobs, entropy, *torch.autograd.grad(logprobs, (hidden, weight), cotangent)
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs, entropy, grad_hidden, grad_weight = run()
+    torch.cuda.synchronize()
+    gradients = sum(x.numel() * x.element_size() for x in (grad_hidden, grad_weight))
+    extra = torch.cuda.max_memory_allocated() - before - gradients
+    print(f"d {d}: extra {extra / 1e9:.2f} GB")
+    assert extra < 1.5e9
+
+    rows = torch.randint(num_edges, (64,), device="cuda")
+    logits = hidden[rows].double() @ weight.double().t()
+    exact = logits.log_softmax(1)
+    torch.testing.assert_close(
+        logprobs[rows].double(), exact.gather(1, label[rows, None])[:, 0], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(entropy[rows].double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=1e-5)
+    p = exact.exp()
+    p[torch.arange(64), label[rows]] -= 1
+    grad = -cotangent[rows, None].double() * (p @ weight.double())
+    error = (grad_hidden[rows].double() - grad).norm() / grad.norm()
+    assert error < 4e-3  # one rounding of dlogits and one of the result to bf16

@@ -1,0 +1,88 @@
+"""Qwen3 on token trees on a GPU: exact in fp32, and in bf16 as close to fp32 as training path by path."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.oracle import (
+    KINDS,
+    assert_same,
+    hf_model,
+    in_one_pass,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_model,
+)
+
+pytestmark = pytest.mark.gpu
+# Nodes up to 90 tokens, so that trees span several blocks of the kernels and branches start inside them.
+FOREST = {"vocab_size": 300, "max_length": 90, "num_nodes": 10}
+MODEL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def flat(groups):
+    return [path for paths in groups for path in paths]
+
+
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fp32_equals_every_path_alone(backend, tied):
+    hf = hf_model(tied, device="cuda", max_position_embeddings=4096, **MODEL)
+    model = tree_model(hf, backend)
+    for seed in range(3 * len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=1e-5)
+
+
+def test_compiled_blocks_equal_eager_ones():
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    compiled = copy.deepcopy(model)
+    for block in compiled.layers:
+        block.compile(fullgraph=True, dynamic=True)
+    for seed in range(len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        assert_same(in_one_pass(compiled, groups), in_one_pass(model, groups), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_gradients_are_deterministic(backend):
+    hf = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    model, groups = tree_model(hf, backend), random_groups(2, **FOREST)
+    first, second = in_one_pass(model, groups), in_one_pass(model, groups)
+    assert first[1] == second[1]
+    for name, gradient in first[2].items():
+        assert torch.equal(gradient, second[2][name]), name
+
+
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_bf16_gradients_are_at_the_noise_floor(backend):
+    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+
+    Errors are summed over forests (squared norms), so that one lucky draw decides nothing.
+    """
+    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    exact = copy.deepcopy(noisy).float()  # the same bf16 numbers
+    model = tree_model(noisy, backend)
+    mine, theirs = {}, {}
+    for seed in range(4 * len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        want = per_path(exact, flat(groups))[2]
+        for errors, got in (
+            (mine, in_one_pass(model, groups)[2]),
+            (theirs, per_path(noisy, flat(groups))[2]),
+        ):
+            for name, gradient in want.items():
+                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
+    ratios = {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+    worst = max(ratios, key=ratios.__getitem__)
+    mean = sum(ratios.values()) / len(ratios)
+    print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
+    assert ratios[worst] <= 1.2, worst

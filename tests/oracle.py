@@ -1,0 +1,161 @@
+"""The oracle: transformers on every path alone, and random trees with every known trap.
+
+Nothing here uses titan_tree's trees, attention or losses: a path is a list of tokens, a model call is
+``Qwen3ForCausalLM`` on that list, a loss is a sum in a loop.
+"""
+
+import random
+
+import torch
+from transformers import Qwen3Config as HFConfig
+from transformers import Qwen3ForCausalLM
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.data.batch import TreeBatch
+from titan_tree.data.paths import TokenPath
+from titan_tree.data.tree import TokenTree
+from titan_tree.models.qwen3 import Qwen3, Qwen3Config
+
+KINDS = ("random", "chain", "star", "forest")
+
+
+def random_groups(seed, vocab_size=61, max_length=7, num_nodes=7):
+    """One list of TokenPaths per tree of a forest, drawn by ``seed``, whose rest by 4 picks the kind.
+
+    Kinds: any shape; a chain with a path ending at every node; a star of many leaves; several trees. Every
+    one has 1-token nodes, duplicate paths with other masks, paths that end inside the tree, a path whose
+    loss mask is empty, unequal weights with a 0 among them, and a path of one token.
+    """
+    r = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    return [
+        _random_paths(r, kind, vocab_size, max_length, num_nodes) for _ in range(3 if kind == "forest" else 1)
+    ]
+
+
+def _random_paths(r, kind, vocab_size, max_length, num_nodes):
+    prefixes = [[]]  # tokens from the root to the end of each node
+    for node in range(2 * num_nodes if kind in ("chain", "star") else num_nodes):
+        parent = {"chain": node, "star": min(node, 1)}.get(kind, r.randint(min(node, 1), node))
+        length = r.choice([1, 1, 2, 3, r.randint(1, max_length)])
+        prefixes.append(prefixes[parent] + [r.randrange(vocab_size) for _ in range(length)])
+    token_lists = prefixes[1:]
+    longest = max(token_lists, key=len)
+    token_lists += [r.choice(token_lists), longest, longest[: r.randint(1, len(longest))], longest[:1]]
+    r.shuffle(token_lists)
+    paths = []
+    for i, tokens in enumerate(token_lists):
+        mask = [0.0 if i == 0 else float(r.random() < 0.7) for _ in tokens]
+        paths.append(TokenPath(tokens, loss_mask=mask, weight=0.0 if i == 1 else r.uniform(0.2, 3)))
+    return paths
+
+
+def tree_batch(groups, device="cpu", edges="all"):
+    trees = [TokenTree.from_paths(paths) for paths in groups]
+    return TreeBatch.from_trees(trees, edges).to(device)
+
+
+def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
+    """A small random Qwen3ForCausalLM in which every parameter matters (norm weights are not 1)."""
+    config = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        HFConfig(**(config | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+    ).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(device, dtype)
+
+
+def tree_model(hf, attention="auto"):
+    """Our model with the weights of ``hf``, on its device, in its dtype."""
+    model = Qwen3(Qwen3Config.from_hf(hf.config.to_dict(), "test"), attention).to(hf.device, hf.dtype)
+    weights = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
+    if hf.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+def path_logprobs(hf, tokens):
+    """[len(tokens) - 1] log-probs of one path run alone, fp32."""
+    ids = torch.as_tensor(tokens, device=hf.device).long()
+    logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def path_coefficients(paths, reduction):
+    """[T - 1] of each path: what the loss multiplies -log p(tokens[t]) by, t = 1, 2, ..."""
+    masks = [torch.from_numpy(path.loss_mask[1:]).double() for path in paths]
+    weights = [path.weight for path in paths]
+    if reduction == "path_mean":
+        return [w * mask / sum(weights) for w, mask in zip(weights, masks, strict=True)]
+    if reduction == "token_mean":
+        total = sum(w * mask.sum() for w, mask in zip(weights, masks, strict=True))
+        return [w * mask / total for w, mask in zip(weights, masks, strict=True)]
+    assert reduction == "path_token_mean"
+    return [w * mask / max(mask.sum(), 1) / sum(weights) for w, mask in zip(weights, masks, strict=True)]
+
+
+def per_path(hf, paths, reduction="path_mean"):
+    """(log-probs of each path, SFT loss, gradients by our names), path after path.
+
+    Gradients of the paths are summed in fp32.
+    """
+    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in hf.named_parameters()}
+    logprobs, loss = [], 0.0
+    for path, coefficients in zip(paths, path_coefficients(paths, reduction), strict=True):
+        logprobs.append(path_logprobs(hf, path.tokens))
+        path_loss = -(coefficients.float().to(hf.device) * logprobs[-1]).sum()
+        hf.zero_grad(set_to_none=True)
+        path_loss.backward()
+        for name, parameter in hf.named_parameters():
+            gradients[name] += parameter.grad
+        loss += path_loss.item()
+    gradients = {name.removeprefix("model."): gradient for name, gradient in gradients.items()}
+    return [x.detach() for x in logprobs], loss, gradients
+
+
+def in_one_pass(model, groups, edges="all", reduction="path_mean"):
+    """The same three, from one pass of our model over the forest."""
+    batch = tree_batch(groups, model.embed_tokens.weight.device, edges)
+    tree_loss = TreeLoss("sft", reduction)
+    model.zero_grad(set_to_none=True)
+    logprobs = model(batch).logprobs
+    loss, _ = tree_loss(logprobs, batch, tree_loss.normalizer(path for group in groups for path in group))
+    loss.backward()
+    pairs = batch.pairs
+    counts = torch.bincount(pairs.path, minlength=len(pairs.weight)).tolist()
+    per_pair = logprobs.detach()[pairs.edge].split(counts)
+    return list(per_pair), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def relative_error(got, want):
+    """||got - want|| / ||want||; 0 where both are 0."""
+    error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    return error / norm if norm else error
+
+
+def assert_same(got, want, tolerance=1e-5):
+    """What ``in_one_pass`` got equals what ``per_path`` wants, each tensor relative to its norm."""
+    assert len(got[0]) == len(want[0])
+    for i, (mine, theirs) in enumerate(zip(got[0], want[0], strict=True)):
+        assert mine.shape == theirs.shape
+        assert relative_error(mine, theirs) <= tolerance, f"log-probs of path {i}"
+    assert abs(got[1] - want[1]) <= tolerance * abs(want[1]), "loss"
+    assert got[2].keys() == want[2].keys()
+    for name, gradient in want[2].items():
+        assert relative_error(got[2][name], gradient) <= tolerance, name

@@ -1,0 +1,72 @@
+"""Two ranks with different trees train as one process does."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.tiny_run import read_metrics, tiny_config, train
+from titan_tree.config import Config
+
+# Three groups a step: rank 0 has two, rank 1 one; one group a step leaves rank 1 with none. Trees of a
+# rank do not fit one micro-batch, so the ranks' numbers of micro-batches differ.
+CASES: dict[str, dict[str, object]] = {
+    "last": {"data__max_tokens": 70},
+    "every": {"data__max_tokens": 70, "parallel__reduce_gradients": "every"},
+    "merged": {"data__max_tokens": 90, "data__merge": "batch"},
+    "one_group": {"data__global_batch_groups": 1},
+}
+
+
+def configs(folder: Path, name: str) -> Config:
+    # A large eps keeps AdamW from turning the rounding of a gradient near 0 into a step of size lr.
+    return tiny_config(folder / name, checkpoint__interval=2, optimizer__eps=1e-3, **CASES[name])
+
+
+def worker(rank: int, folder: Path, ports: list[int]) -> None:
+    torch.set_num_threads(1)
+    for name, port in zip(CASES, ports, strict=True):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | address
+        train(configs(folder, name))
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases, trained by two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    for name in CASES:
+        configs(folder, name)  # writes the data before two processes want it
+    mp.spawn(worker, (folder, free_ports(len(CASES))), nprocs=2)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
+    one = train(configs(tmp_path, name))
+    two = configs(two_ranks, name)
+    for ours, theirs in zip(read_metrics(two), read_metrics(one.config), strict=True):
+        for column, value in theirs.items():
+            assert float(ours[column]) == pytest.approx(float(value), rel=1e-5), (ours["step"], column)
+
+    # The checkpoint of two ranks, loaded by one: nothing is left to train, so these are its weights.
+    resumed = train(two)
+    assert resumed.progress.step == 4
+    assert not resumed.history
+    for (parameter, ours), theirs in zip(
+        resumed.model.state_dict().items(), one.model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.full_tensor(), theirs.full_tensor(), rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}"
+        )

@@ -1,0 +1,147 @@
+"""edge_logprobs against log_softmax in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_tree.components import logprobs as module
+from titan_tree.components.logprobs import edge_logprobs
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def case(E, V, d, dtype, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(E, d, generator=generator).to(device, dtype).requires_grad_()
+    weight = (torch.randn(V, d, generator=generator) * 2 / d**0.5).to(device, dtype).requires_grad_()
+    label = torch.randint(V, (E,), generator=generator).to(device)
+    upstream = torch.randn(2, E, generator=generator).to(device)
+    return hidden, weight, label, upstream
+
+
+def oracle(hidden, weight, label):
+    """Log-probs and entropy, the textbook way."""
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def results(function, hidden, weight, label, upstream):
+    """Values and gradients of ``function`` for given gradients of both outputs."""
+    logprobs, entropy = function(hidden, weight, label)
+    grads = torch.autograd.grad([logprobs, entropy], [hidden, weight], list(upstream.to(logprobs.dtype)))
+    return [x.detach() for x in (logprobs, entropy, *grads)]
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(("E", "V", "columns"), [(1, 5, 128), (17, 300, 128), (40, 1000, 256), (3, 256, 128)])
+def test_values_and_gradients_are_log_softmaxs(E, V, columns, dtype, tolerance, device):
+    inputs = case(E, V, 24, dtype, device)
+    blocked = results(lambda h, w, y: edge_logprobs(h, w, y, True, E * columns), *inputs)
+    exact = results(
+        oracle, *(x.detach().double().requires_grad_(i < 2) for i, x in enumerate(inputs[:2])), *inputs[2:]
+    )
+    for got, want in zip(blocked, exact, strict=True):
+        assert got.dtype == dtype
+        assert relative(got, want) < tolerance
+
+
+def test_no_block_exceeds_the_budget(monkeypatch):
+    seen = []
+    matmul = module._matmul
+    monkeypatch.setattr(module, "_matmul", lambda a, b: seen.append(len(a) * b.shape[1]) or matmul(a, b))
+    hidden, weight, label, _ = case(7, 1000, 8, torch.float32)
+    edge_logprobs(hidden, weight, label, block_elements=7 * 300)[0].sum().backward()
+    assert seen == [7 * 256] * 3 + [7 * 232] + [7 * 256] * 3 + [7 * 232]
+
+
+def test_gradcheck_over_two_blocks():
+    hidden, weight, label, _ = case(3, 140, 4, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: edge_logprobs(h, w, label, True, 1), (hidden, weight))
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, label, _ = case(3, 7, 4, torch.float64)
+    loss = edge_logprobs(hidden, weight, label)[0].square().sum()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_edges_give_zero_gradients(dtype, device):
+    hidden, weight, label, _ = case(0, 300, 8, dtype, device)
+    logprobs, entropy = edge_logprobs(hidden, weight, label, entropy=True, block_elements=1)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, 8)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    hidden, weight, label, _ = case(5, 30, 8, torch.float32)
+    edge_logprobs(hidden.detach(), weight, label)[0].sum().backward()
+    want = torch.autograd.grad(oracle(hidden, weight, label)[0].sum(), [weight, hidden])
+    assert relative(weight.grad, want[0]) < 1e-6
+    edge_logprobs(hidden, weight.detach(), label)[0].sum().backward()
+    assert relative(hidden.grad, want[1]) < 1e-6
+    assert not edge_logprobs(hidden.detach(), weight.detach(), label)[0].requires_grad
+
+
+def test_a_tied_embedding_gets_both_gradients():
+    _, weight, label, _ = case(6, 30, 8, torch.float64)
+    tokens = torch.tensor([3, 3, 0, 29, 7, 7])
+    edge_logprobs(F.embedding(tokens, weight), weight, label)[0].sum().backward()
+    (want,) = torch.autograd.grad(oracle(F.embedding(tokens, weight), weight, label)[0].sum(), weight)
+    assert relative(weight.grad, want) < 1e-13
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
+    weight = torch.linspace(-1, 1, 300)[:, None].requires_grad_()
+    logprobs, entropy = edge_logprobs(hidden, weight, torch.tensor([299, 299]), True, 1)
+    want, want_entropy = oracle(hidden.double(), weight.double(), torch.tensor([299, 299]))
+    torch.testing.assert_close(logprobs.double(), want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-4, atol=1e-4)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_is_no_worse_than_the_plain_bf16_path(device):
+    """Error against fp32 arithmetic on the same bf16 numbers, beside that of materialised bf16 logits."""
+    inputs = case(200, 3000, 64, torch.bfloat16, device)
+
+    def plain(hidden, weight, label):
+        log_p = (hidden @ weight.t()).float().log_softmax(-1)
+        return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    exact = results(oracle, *(x.detach().double().requires_grad_() for x in inputs[:2]), *inputs[2:])
+    ours = results(lambda h, w, y: edge_logprobs(h, w, y, True, 200 * 512), *inputs)
+    theirs = results(plain, *inputs)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+    for name, mine, other, want in zip(
+        ("logprobs", "entropy", "hidden", "weight"), ours, theirs, exact, strict=True
+    ):
+        assert relative(mine, want) <= relative(other, want) * 1.01, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [1024, 2048])
+def test_extra_memory_at_32k_edges(d):
+    E, V = 32_768, 151_936
+    hidden = torch.randn(E, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(V, d, device="cuda")).bfloat16().requires_grad_()
+    label = torch.randint(V, (E,), device="cuda")
+    for _ in range(2):  # the first round compiles
+        hidden.grad = weight.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        edge_logprobs(hidden, weight, label)[0].sum().backward()
+    gradients = 2 * (hidden.numel() + weight.numel())
+    assert torch.cuda.max_memory_allocated() - before - gradients < 1.5e9

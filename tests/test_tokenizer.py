@@ -1,0 +1,301 @@
+"""Ids equal to the `tokenizers` library, the rank file of Qwen, and errors that say what to do."""
+
+import base64
+import gzip
+import json
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from titan_tree.components.tree_tokenizer import TreeTokenizer, bpe
+from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN
+from titan_tree.errors import UserError
+
+RANKS = Path(__file__).parents[2] / "shared/data/qwen.tiktoken.gz"
+# Qwen3.5 lets combining marks belong to words.
+QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"\s\p{L}\p{N}]+[", r"\s\p{L}\p{M}\p{N}]+["
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+WORDS = ("<think>", "</think>", "<tool_call>")  # added, not special: as in Qwen3
+CORPUS = [
+    "The quick brown fox don't jump; def f(x):\n    return x + 1\n\n  # comment 'quoted' \"text\"\r\n" * 20,
+    "日本語のテキスト。中文文本处理。Ünïcödé café naïve 한국어 텍스트 हिन्दी पाठ العربية 😀😃🤖 ñandú 1234 "
+    * 20,
+    Path(__file__).read_text(encoding="utf-8"),
+]
+POOL = [
+    *map(chr, range(32, 127)),
+    *"\t\n\r\x00\x0b\x0c\x1c\x7f\x85\xa0\u2028\u3000\ufeff\u200d",
+    *"\u0300\u0301\u0323\u0338\u0338\u0338",  # combining marks: '>' + U+0338 composes to U+226F
+    *"\u1100\u1161\u11a8\u212b\u2126\ufb01\xe9\u093f\u0915\u064b\u0627\u4e2d\u017f\U0001f600\U0001f1e6",
+    *SPECIAL, *WORDS, "<|im_", "'LL", "'s", "'\u017f", " the", "  ", "\n\n", "caf\u00e9", "cafe\u0301",
+]  # fmt: skip
+
+
+def hf_tokenizer(pattern: str | None, normalizer: normalizers.Normalizer | None) -> Tokenizer:
+    """A small byte-level BPE. ``pattern`` None: the pattern built into the ByteLevel pre-tokenizer."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+        if pattern
+        else byte_level
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in WORDS])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def qwen_like() -> Tokenizer:
+    return hf_tokenizer(QWEN_PATTERN, normalizers.NFC())
+
+
+def save(tokenizer: Tokenizer, folder: Path) -> dict:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return json.loads((folder / "tokenizer.json").read_text())
+
+
+def fuzz(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choice(POOL) for _ in range(rng.randint(0, 30))) for _ in range(count)] + CORPUS
+
+
+def assert_same_ids(ours: TreeTokenizer, theirs: Tokenizer, texts: list[str]) -> None:
+    for text in texts:
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "normalizer"),
+    [
+        (QWEN_PATTERN, normalizers.NFC()),
+        (QWEN35_PATTERN, normalizers.NFC()),
+        (None, None),
+        (QWEN_PATTERN, normalizers.Sequence([normalizers.NFD(), normalizers.NFKC()])),
+    ],
+    ids=["qwen3", "qwen3.5", "gpt2", "two normal forms"],
+)
+def test_ids_equal_those_of_tokenizers(pattern, normalizer, tmp_path):
+    theirs = hf_tokenizer(pattern, normalizer)
+    save(theirs, tmp_path)
+    ours = TreeTokenizer.from_hf(tmp_path)
+    assert ours.vocab_size == theirs.get_vocab_size() == 900 + len(SPECIAL + WORDS)
+    texts = fuzz(2000)
+    assert_same_ids(ours, theirs, texts)
+    for text in texts:
+        assert ours.decode(ours.encode(text)) == theirs.decode(
+            theirs.encode(text).ids, skip_special_tokens=False
+        )
+
+
+def test_fuzz_strings_need_nfc_and_added_tokens_first(qwen_like):
+    """The fuzz would notice: NFC before cutting out added tokens, and no NFC, both give other ids."""
+    assert qwen_like.encode("<think>\u0338").ids != qwen_like.encode("<think\u226f").ids
+    assert qwen_like.encode("cafe\u0301").ids == qwen_like.encode("caf\u00e9").ids
+    assert any(">\u0338" in text for text in fuzz(2000))
+
+
+def test_ids_out_of_merge_order(qwen_like, tmp_path):
+    """Ids may be any permutation of the ranks (GPT-2's are), with gaps; added tokens may stand among them."""
+    spec = save(qwen_like, tmp_path)
+    vocab = spec["model"]["vocab"]
+    shuffled = random.Random(1).sample(range(2000), len(vocab))
+    spec["model"]["vocab"] = dict(zip(vocab, shuffled, strict=True))
+    for token, id in zip(spec["added_tokens"], range(2000, 2100), strict=False):
+        token["id"] = spec["model"]["vocab"][token["content"]] = id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours = TreeTokenizer.from_hf(tmp_path)
+    assert ours.vocab_size == 2000 + len(SPECIAL + WORDS)
+    assert_same_ids(ours, theirs, fuzz(500))
+
+
+def test_added_tokens_matched_after_normalisation(tmp_path):
+    """What `tokenizer.add_tokens(["..."])` of transformers adds is marked normalized."""
+    theirs = hf_tokenizer(QWEN_PATTERN, normalizers.NFC())
+    theirs.add_tokens(
+        [AddedToken(t, normalized=True) for t in ("<cafe\u0301>", "\u212b", "<think", "k>a", "k>ab")]
+    )
+    save(theirs, tmp_path)
+    extra = ["<caf\u00e9>", "<cafe\u0301>", "\u212b", "\u00c5", "<think", "<think>a", "<thi", "k>a", "k>ab"]
+    rng = random.Random(2)
+    texts = ["".join(rng.choice(extra + POOL[:40] + POOL[-20:]) for _ in range(12)) for _ in range(1000)]
+    assert_same_ids(TreeTokenizer.from_hf(tmp_path), theirs, texts)
+
+
+def test_added_tokens_of_tokenizer_config(qwen_like, tmp_path):
+    save(qwen_like, tmp_path)
+    config = {"added_tokens_decoder": {"906": {"content": "<late>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = TreeTokenizer.from_hf(tmp_path)
+    assert ours.encode("a<late>") == [*ours.encode("a"), 906]
+    assert ours.vocab_size == 907
+
+
+def test_special_false_reads_control_tokens_as_text(qwen_like, tmp_path):
+    spec = save(qwen_like, tmp_path)
+    ours = TreeTokenizer.from_hf(tmp_path)
+    spec["added_tokens"] = []
+    bare = Tokenizer.from_str(json.dumps(spec))
+    for text in fuzz(300):
+        assert ours.encode(text, special=False) == bare.encode(text).ids
+
+
+MALFORMED = {
+    "not BPE": ({"model.type": "Unigram"}, "model: type: expected BPE"),
+    "no vocabulary": ({"model.vocab": None}, "model: vocab: missing"),
+    "merges are numbers": ({"model.merges": [1, 2]}, "merges [left, right]"),
+    "unknown merge": ({"model.merges": [["a", "ĠĠĠĠĠĠĠĠa"]]}, "'aĠĠĠĠĠĠĠĠa' is not in model.vocab"),
+    "byte fallback": ({"model.byte_fallback": True}, "byte_fallback: expected none, got True"),
+    "lowercase": ({"normalizer": {"type": "Lowercase"}}, "normalizer: expected NFC, NFD, NFKC, NFKD"),
+    "prefix space": (
+        {"pre_tokenizer.pretokenizers.1.add_prefix_space": True},
+        "add_prefix_space: expected false",
+    ),
+    "two patterns": ({"pre_tokenizer.pretokenizers.1.use_regex": True}, "use_regex: expected"),
+    "removed matches": ({"pre_tokenizer.pretokenizers.0.behavior": "Removed"}, "behavior: expected Isolated"),
+    "bad pattern": ({"pre_tokenizer.pretokenizers.0.pattern": {"Regex": "("}}, "split pattern '('"),
+    "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer: expected [Split,] ByteLevel"),
+    "lstrip": ({"added_tokens.0.lstrip": True}, "'<|endoftext|>': lstrip: expected false"),
+    "empty token": ({"added_tokens.0.content": ""}, "added_tokens: expected objects with id and content"),
+    "added tokens": ({"added_tokens": 5}, "added_tokens: expected a list, got 5"),
+    "steps": ({"pre_tokenizer.pretokenizers": 5}, "pretokenizers: expected a list, got 5"),
+    "token without id": ({"added_tokens.0": {"content": "x"}}, "added_tokens: expected objects with id"),
+    "byte missing": ({"model.vocab": {"a": 0}, "model.merges": []}, "none for byte 0"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_what_cannot_be_honoured_is_refused(changes, message, qwen_like, tmp_path):
+    spec = save(qwen_like, tmp_path)
+    for field, value in changes.items():
+        *parents, last = [int(key) if key.isdigit() else key for key in field.split(".")]
+        place = spec
+        for key in parents:
+            place = place[key]
+        place[last] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(UserError) as error:
+        TreeTokenizer.from_hf(tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "split pattern" in message or str(tmp_path / "tokenizer.json") in str(error.value)
+
+
+def test_missing_or_broken_files(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read: No such file"):
+        TreeTokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json: broken JSON"):
+        TreeTokenizer.from_hf(tmp_path)
+
+
+def write_ranks(path: Path, tokens: list[bytes]) -> Path:
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(tokens)))
+    return path
+
+
+def test_rank_file(tmp_path):
+    """Merges by rank: worked by hand. Control tokens follow the ranks."""
+    path = write_ranks(tmp_path / "a.tiktoken", [*(bytes([b]) for b in range(256)), b"ab", b"bc", b"abc"])
+    ours = TreeTokenizer.from_tiktoken(path)
+    assert ours.encode("abc") == [258]
+    assert ours.encode("bcab") == [257, 256]
+    assert ours.encode("abb<|im_end|>") == [256, 98, 259 + 2]
+    assert ours.vocab_size == 259 + 26
+    mine = TreeTokenizer.from_tiktoken(path, special_tokens={"<s>": 300}, normal_form=None)
+    assert (mine.encode("<s>e\u0301"), mine.vocab_size) == ([300, 101, 0xCC, 0x81], 301)
+    assert ours.encode("e\u0301") == list("\u00e9".encode())  # NFC
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"YQ== 0\nYg== one\n", ":2: expected a base64 token and its rank"),
+        (b"YQ== 0\n\nY 1\n", ":3: expected a base64 token"),
+        (b"YQ== 0\nYg== 0\n", "expected every rank once"),
+        (b"YQ== 0\n", "none for byte 0"),
+        (gzip.compress(b"YQ== 0\n" * 99)[:-9], "damaged gzip file"),
+    ],
+)
+def test_malformed_rank_file(content, message, tmp_path):
+    (tmp_path / "a.tiktoken").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        TreeTokenizer.from_tiktoken(tmp_path / "a.tiktoken")
+    assert str(error.value).startswith(str(tmp_path))
+    assert message in str(error.value)
+
+
+def test_control_token_with_the_id_of_a_rank(tmp_path):
+    path = write_ranks(tmp_path / "a.tiktoken", [bytes([b]) for b in range(256)])
+    with pytest.raises(UserError, match=r"special_tokens: expected ids that no rank .* has, got 7"):
+        TreeTokenizer.from_tiktoken(path, special_tokens={"<s>": 7})
+
+
+@pytest.mark.skipif(not RANKS.is_file(), reason="needs Qwen's rank file")
+def test_qwen_ranks():
+    """The known ids of Qwen's tokenizer; the built-in defaults need no more than the file's name."""
+    qwen = TreeTokenizer.from_tiktoken(RANKS)
+    assert qwen.encode("Hello world") == [9707, 1879]
+    assert [qwen.encode(word) for word in ("assistant", "user", "system", "\n")] == [
+        [77091],
+        [872],
+        [8948],
+        [198],
+    ]
+    known = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<tool_call>": 151657,
+             "</tool_call>": 151658, "<tool_response>": 151665, "</tool_response>": 151666, "<think>": 151667,
+             "</think>": 151668}  # fmt: skip
+    assert known.items() <= qwen.special_tokens.items()
+    assert qwen.encode("".join(known)) == list(known.values())
+    assert (len(qwen.special_tokens), qwen.vocab_size) == (26, 151669)
+
+
+def test_byte_level_round_trip():
+    tokenizer = TreeTokenizer.byte_level()
+    assert tokenizer.vocab_size == 256 + 26
+    assert tokenizer.encode("é\n<|im_end|>") == [0xC3, 0xA9, 10, 258]
+    assert tokenizer.encode("<|im_end|>", special=False) == list(b"<|im_end|>")
+    for text in fuzz(300):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode(text, special=False) == list(text.encode())
+
+
+def test_what_is_no_text_and_no_id():
+    tokenizer = TreeTokenizer.byte_level()
+    with pytest.raises(UserError, match=r"lone surrogate in '.ud83d!'"):
+        tokenizer.encode("a\ud83d!")
+    with pytest.raises(UserError, match="expected ids of this vocabulary, got 282"):
+        tokenizer.decode([65, 282])
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+def test_forgetting_changes_nothing(monkeypatch):
+    """Pieces are encoded once and remembered, up to a limit."""
+    monkeypatch.setattr(bpe, "CACHE_CHARACTERS", 300)
+    tokenizer = TreeTokenizer.byte_level()
+    for text in fuzz(300) * 2:
+        assert tokenizer.encode(text, special=False) == list(text.encode())
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer._encoder._cache) < 6
+
+
+def test_survives_pickling(qwen_like, tmp_path):
+    """Data workers get a copy."""
+    save(qwen_like, tmp_path)
+    ours = TreeTokenizer.from_hf(tmp_path, template="qwen3")
+    copy = pickle.loads(pickle.dumps(ours))
+    messages = [{"role": "user", "content": "a<think>\u0338"}]
+    assert copy.render(messages) == ours.render(messages)
+    assert copy.encode(ours.render(messages)) == ours.encode(ours.render(messages))

@@ -1,0 +1,178 @@
+"""The trainer: gradients of a step, tree against flat training, and runs that must stop."""
+
+import errno
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny_run import VOCAB, read_metrics, tiny_config, train, write_groups
+from titan_tree import checkpoint
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.config import ModelConfig
+from titan_tree.data.batch import TreeBatch
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.paths import TokenPath
+from titan_tree.data.tree import TokenTree
+from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
+from titan_tree.errors import UserError
+from titan_tree.models.hf import load_pretrained
+from titan_tree.models.registry import build_model
+from titan_tree.tree_step import TreeStep
+
+
+@pytest.mark.parametrize("reduction", ["path_mean", "token_mean"])
+def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: str) -> None:
+    model = build_model("qwen3", "debug", vocab_size=VOCAB).double()
+    data = TreeDataset(write_groups(tmp_path / "x.jsonl"), max_tokens=120, global_batch_groups=6)
+    micro_batches = next(iter(data))
+    paths = [path for trees in micro_batches for tree in trees for path in tree.paths]
+    assert len(micro_batches) >= 2
+
+    # By definition: one forward per path, plain sums.
+    total, counted = torch.zeros((), dtype=torch.float64), 0.0
+    for path in paths:
+        logprobs = model(TreeBatch.from_trees([TokenTree.from_paths([path])])).logprobs
+        total = total - path.weight * (torch.from_numpy(path.loss_mask[1:]) * logprobs).sum()
+        counted += path.weight * (1.0 if reduction == "path_mean" else float(path.loss_mask[1:].sum()))
+    expected = total / counted
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    step = TreeStep(model, TreeLoss("sft", reduction))
+    result = step.run(step.prepare(micro_batches))
+    # The loss itself is kept in fp32; gradients never leave fp64.
+    torch.testing.assert_close(result.loss, expected.float())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-9, msg=name)
+    assert result.counts.num_paths == len(paths)
+    assert result.counts.logical_tokens == sum(len(path) for path in paths)
+    assert result.counts.executed_tokens == sum(len(tree) for trees in micro_batches for tree in trees)
+
+
+def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path) -> None:
+    runs = {}
+    for layout in ("tree", "flat"):
+        config = tiny_config(tmp_path / layout, data__layout=layout, training__steps=50)
+        train(config)
+        runs[layout] = read_metrics(config)
+    for tree, flat in zip(runs["tree"], runs["flat"], strict=True):
+        assert float(tree["loss"]) == pytest.approx(float(flat["loss"]), rel=1e-5), tree["step"]
+        assert (
+            float(tree["executed_tokens"]) < float(flat["executed_tokens"]) == float(flat["logical_tokens"])
+        )
+        assert float(flat["por"]) == 0.0
+    assert len(runs["tree"]) == 50
+    first, last = (float(runs["tree"][i]["nll"]) for i in (0, -1))
+    assert last < first - 0.3
+
+
+@pytest.mark.parametrize("activation_checkpoint", ["selective", "full"])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, activation_checkpoint: str) -> None:
+    plain = tiny_config(tmp_path / "a")
+    recomputed = tiny_config(tmp_path / "b", training__activation_checkpoint=activation_checkpoint)
+    train(plain)
+    train(recomputed)
+    assert read_metrics(recomputed) == read_metrics(plain)
+
+
+@pytest.mark.parametrize(("policy", "attention_calls"), [(TreeSelectiveAC, 1), (FullAC, 2)])
+def test_selective_checkpointing_keeps_attention(policy: type[SelectiveAC], attention_calls: int) -> None:
+    model = build_model("qwen3", "debug", attention="triton", num_hidden_layers=1)
+    policy(policy.Config()).apply(model)
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 4])])])
+    with CountCalls(torch.ops.titan_tree.tree_attention.default) as calls:
+        model(batch).logprobs.sum().backward()
+    assert calls.count == attention_calls
+
+
+class CountCalls(TorchDispatchMode):
+    """Calls of one operator."""
+
+    def __init__(self, operator: object) -> None:
+        super().__init__()
+        self.operator, self.count = operator, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.operator
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, optimizer__lr=1e30, checkpoint__interval=1)
+    with pytest.raises(UserError, match=r"step 2: .* is nan.*step-1"):
+        train(config)
+    assert [row["step"] for row in read_metrics(config)] == ["1"]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_batch_without_loss_tokens_stops_the_run(tmp_path: Path, weight: float) -> None:
+    data = tmp_path / "masked.jsonl"
+    data.write_text(f'{{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0], "weight": {weight}}}\n')
+    with pytest.raises(UserError, match="counts no token"):
+        train(tiny_config(tmp_path, data__files=data))
+
+
+def test_a_full_disk_costs_only_the_checkpoint_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=2, training__steps=6)
+    write, calls = FileSystemWriter.write_data, []
+
+    def refuse_the_second(self: FileSystemWriter, plan: object, planner: object) -> object:
+        calls.append(self.path)
+        if len(calls) == 2:
+            (self.path / "__0_0.distcp").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", refuse_the_second)
+    with pytest.raises(UserError, match=r"step-4: .*No space left on device.*disk full"):
+        train(config)
+    folder = Path(config.folder) / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-2"]
+    assert train(config).progress.step == 6  # and step-2 does resume
+
+
+@pytest.mark.parametrize("bytes_written", [1000, 200_000])
+def test_a_real_write_error_is_reported_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
+) -> None:
+    """The operating system refuses, at the start of a file and inside of a tensor: torch words these
+    differently."""
+    save = checkpoint.CheckpointManager.save
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited_save(*args: object) -> object:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_written, limit[1]))
+        try:
+            return save(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    monkeypatch.setattr(checkpoint.CheckpointManager, "save", limited_save)
+    config = tiny_config(tmp_path, checkpoint__interval=2, model__overrides__hidden_size=256)
+    with pytest.raises(UserError, match=r"step-2: writing the checkpoint failed"):
+        train(config)
+    assert not list((Path(config.folder) / "checkpoints").glob("step-*"))
+
+
+def test_the_exported_snapshot_is_the_trained_model(tmp_path: Path) -> None:
+    trained = train(tiny_config(tmp_path, checkpoint__export_hf=True))
+    exported = load_pretrained(Path(trained.config.folder) / "hf", dtype=torch.float32).state_dict()
+    for name, value in trained.model.state_dict().items():
+        assert torch.equal(value.full_tensor(), exported[name]), name
+
+
+def test_a_run_starts_from_a_snapshots_weights(tmp_path: Path) -> None:
+    first = train(tiny_config(tmp_path / "a", checkpoint__export_hf=True))
+    weights = {name: value.full_tensor() for name, value in first.model.state_dict().items()}
+    config = tiny_config(tmp_path / "b", optimizer__lr=0.0, training__steps=1, training__seed=1)
+    config.model = ModelConfig(hf_path=f"{first.config.folder}/hf")
+    for name, value in train(config).model.state_dict().items():
+        assert torch.equal(value.full_tensor(), weights[name]), name

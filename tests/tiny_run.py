@@ -1,0 +1,98 @@
+"""What the tests of the trainer share: a small data file and a configuration that trains on it in seconds."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_tree.config import Config, load_config
+from titan_tree.trainer import Trainer
+
+VOCAB = 64
+SECONDS = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s")  # the columns that no two runs share
+
+
+def write_groups(path: Path, num_groups: int = 9, seed: int = 0) -> Path:
+    """Groups of token-id samples that branch twice; weights, masks and lengths differ. Group 4 is masked."""
+    draw = random.Random(seed)
+
+    def tokens(low: int, high: int) -> list[int]:
+        # Few distinct successors, so that there is something to learn.
+        start = draw.randrange(VOCAB)
+        return [(start + 7 * i + draw.randrange(2)) % VOCAB for i in range(draw.randint(low, high))]
+
+    with path.open("w") as file:
+        for group in range(num_groups):
+            prompt = tokens(8, 16)
+            for _ in range(draw.randint(1, 3)):
+                turn = prompt + tokens(3, 9)
+                for _ in range(draw.randint(1, 3)):
+                    sample = turn + tokens(1, 9)
+                    record = {
+                        "group_id": f"g{group}",
+                        "tokens": sample,
+                        "loss_mask": [0] * len(prompt) + [int(group != 4)] * (len(sample) - len(prompt)),
+                        "weight": draw.choice([0.5, 1.0, 2.0]),
+                    }
+                    file.write(json.dumps(record) + "\n")
+    return path
+
+
+def write_config(folder: Path) -> Path:
+    """A TOML file for a run in ``folder``/run on data in ``folder``."""
+    data = folder / "data.jsonl"
+    if not data.exists():
+        write_groups(data)
+    path = folder / "config.toml"
+    path.write_text(
+        f"""
+folder = "{folder}/run"
+[model]
+flavor = "debug"
+overrides = {{ vocab_size = {VOCAB}, hidden_size = 32, intermediate_size = 64, head_dim = 16 }}
+[data]
+files = "{data}"
+global_batch_groups = 3
+max_tokens = 160
+shuffle_buffer = 4
+[optimizer]
+lr = 1e-3
+[training]
+steps = 4
+dtype = "float32"
+[checkpoint]
+interval = 0
+[metrics]
+tensorboard = false
+"""
+    )
+    return path
+
+
+def tiny_config(folder: Path, **options: Any) -> Config:
+    """Options as ``training__steps=3``."""
+    folder.mkdir(exist_ok=True, parents=True)
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
+    return load_config(write_config(folder), overrides)
+
+
+def train(config: Config) -> Trainer:
+    """A whole run in this process."""
+    try:
+        trainer = Trainer(config)
+        trainer.train()
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    trainer.close()
+    return trainer
+
+
+def read_metrics(config: Config) -> list[dict[str, str]]:
+    """The rows of metrics.csv as they stand there, without what was timed."""
+    with (Path(config.folder) / "metrics.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if k not in SECONDS} for row in csv.DictReader(file)]

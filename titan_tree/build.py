@@ -1,0 +1,149 @@
+"""From configuration to components: the one place that knows both."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import (
+    DataConfig,
+    LossConfig,
+    LRSchedulerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfilerConfig,
+    TrainingConfig,
+)
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.distributed import titan
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.errors import UserError
+from titan_tree.models.hf import model_from_config, read_weights
+from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.registry import build_model
+
+
+def build_parallel_model(
+    model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
+) -> Qwen3:
+    """The model with fp32 weights, sharded over ``mesh``.
+
+    A snapshot's weights go tensor by tensor to every rank's shards, so no rank ever holds the model.
+    Random weights are drawn whole on every rank (4 bytes per parameter, once), which makes them
+    independent of the number of ranks.
+    """
+    if model.hf_path:
+        if model.overrides:
+            raise UserError("model.overrides: a snapshot's configuration stands; overrides are for flavors")
+        with torch.device("meta"):
+            built = model_from_config(model.hf_path, model.attention)
+    else:
+        assert model.flavor is not None
+        torch.manual_seed(training.seed)
+        with torch.device(mesh.device_type):
+            built = build_model(model.name, model.flavor, model.attention, **model.overrides)
+    parallelize(
+        built,
+        mesh,
+        dtype=getattr(torch, training.dtype),
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+        reshard_after_forward=parallel.reshard_after_forward,
+    )
+    if model.hf_path:
+        built.to_empty(device=mesh.device_type)
+        parameters = built.state_dict()
+        for name, tensor in read_weights(model.hf_path, built):
+            shard = parameters[name]
+            whole = tensor.to(mesh.device_type, torch.float32)
+            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None))
+    return built
+
+
+def build_optimizers(config: OptimizerConfig, model: Qwen3) -> titan.OptimizersContainer:
+    """AdamW, without weight decay on vectors (norm weights)."""
+    vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
+    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    return titan.OptimizersContainer.Config(
+        param_groups=[
+            titan.ParamGroupConfig(
+                pattern=f"^({vectors})$",
+                optimizer_name="AdamW",
+                optimizer_kwargs=options | {"weight_decay": 0.0},
+            ),
+            titan.ParamGroupConfig(
+                pattern=".*",
+                optimizer_name="AdamW",
+                optimizer_kwargs=options | {"weight_decay": config.weight_decay},
+            ),
+        ],
+        implementation="fused" if torch.cuda.is_available() else "foreach",
+    ).build(model_parts=[model])
+
+
+def build_lr_schedulers(
+    config: LRSchedulerConfig, optimizers: titan.OptimizersContainer, steps: int
+) -> titan.LRSchedulersContainer:
+    return titan.LRSchedulersContainer.Config(
+        warmup_steps=config.warmup_steps, decay_type=config.decay_type, min_lr_factor=config.min_lr_factor
+    ).build(optimizers=optimizers, training_steps=steps)
+
+
+def build_loss(config: LossConfig) -> TreeLoss:
+    return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
+
+
+def build_dataset(
+    config: DataConfig, tokenizer: TreeTokenizer | None, model: Qwen3, mesh: DeviceMesh
+) -> TreeDataset:
+    return TreeDataset(
+        config.files,
+        tokenizer,
+        merge=config.merge,
+        layout=config.layout,
+        global_batch_groups=config.global_batch_groups,
+        max_tokens=config.max_tokens,
+        max_positions=model.config.max_position_embeddings,
+        vocab_size=model.config.vocab_size,
+        shuffle_buffer=config.shuffle_buffer,
+        seed=config.seed,
+        rank=mesh.get_rank(),
+        world_size=mesh.size(),
+        sample_options=config.sample,
+    )
+
+
+def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:
+    """None where neither is there: files of token ids need no tokenizer, the reader refuses any others."""
+    name, template = config.tokenizer or tokenizer_folder(hf_path), config.template
+    if name is None:
+        return None
+    if name == "byte":
+        return TreeTokenizer.byte_level(template or "chatml")
+    if name.endswith((".tiktoken", ".tiktoken.gz")):
+        return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
+    return TreeTokenizer.from_hf(name, template)
+
+
+def tokenizer_folder(hf_path: str | None) -> str | None:
+    """The snapshot, if it brings a tokenizer."""
+    return hf_path if hf_path and (Path(hf_path) / "tokenizer.json").is_file() else None
+
+
+def build_profiler(config: ProfilerConfig, folder: str, step: int) -> titan.Profiler:
+    return titan.Profiler(
+        titan.Profiler.Config(
+            enable_profiling=config.enable,
+            profile_freq=config.interval,
+            enable_memory_snapshot=config.memory_snapshot,
+        ),
+        global_step=step,
+        base_folder=folder,
+    )

@@ -1,0 +1,275 @@
+"""Readers of byte-level BPE vocabularies: tokenizer.json, .tiktoken rank files, plain bytes.
+
+tokenizer.json can describe any pipeline. The models titan_tree trains use one shape of it: added tokens cut
+out, a Unicode normal form, one split pattern, byte-level BPE. ``read_hf`` reads that shape exactly and
+refuses everything else, for a tokenizer that is nearly right trains on tokens the model never saw.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from titan_tree.errors import UserError
+
+# How Qwen (1 to 3) and GPT-2 split text into the pieces that BPE encodes one by one.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+_QWEN3 = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
+<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
+<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
+<tool_response> </tool_response> <think> </think>
+"""
+QWEN3_CONTROL_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
+
+NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token cut out of the text before BPE: a control token, or a word that a user added."""
+
+    content: str
+    id: int
+    normalized: bool = False  # looked for after normalisation instead of before
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What encoding and decoding need. Ids of merges need not be in merge order, hence two tables."""
+
+    tokens: Mapping[bytes, int]  # token -> id
+    ranks: Mapping[bytes, int]  # mergeable token -> rank: the 256 bytes, then the merges, best first
+    added: tuple[AddedToken, ...]
+    pattern: str
+    normal_forms: tuple[NormalForm, ...]  # Unicode's, applied in turn
+
+
+def byte_vocabulary() -> Vocabulary:
+    """Every byte is a token, 0 to 255; Qwen3's control tokens follow from 256 on."""
+    tokens = {bytes([b]): b for b in range(256)}
+    added = tuple(AddedToken(token, 256 + index) for index, token in enumerate(QWEN3_CONTROL_TOKENS))
+    return Vocabulary(tokens, tokens, added, GPT2_PATTERN, ())
+
+
+def read_tiktoken(
+    path: Path, special_tokens: Mapping[str, int] | None, pattern: str, normal_form: NormalForm | None
+) -> Vocabulary:
+    """A rank file, plain or gzip: a line is a base64 token and its rank, which is its id.
+
+    ``special_tokens`` None: Qwen3's, from the first id after the ranks on.
+    Raises UserError naming file and line.
+    """
+    if normal_form not in (None, *get_args(NormalForm)):
+        raise UserError(
+            f"normal_form: expected one of {', '.join(get_args(NormalForm))}, got {normal_form!r}"
+        )
+    tokens: dict[bytes, int] = {}
+    for number, line in enumerate(_read_bytes(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            tokens[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise UserError(
+                f"{path}:{number}: expected a base64 token and its rank, got {line!r:.60}"
+            ) from None
+    if len(set(tokens.values())) != len(tokens):
+        raise UserError(f"{path}: expected every rank once, got some twice")
+    _require_all_bytes(tokens, str(path))
+    if special_tokens is None:
+        first = max(tokens.values()) + 1
+        special_tokens = {token: first + index for index, token in enumerate(QWEN3_CONTROL_TOKENS)}
+    if taken := set(special_tokens.values()) & set(tokens.values()):
+        raise UserError(f"special_tokens: expected ids that no rank of {path} has, got {min(taken)}")
+    added = tuple(AddedToken(content, id) for content, id in special_tokens.items())
+    return Vocabulary(tokens, tokens, added, pattern, (normal_form,) if normal_form else ())
+
+
+def read_hf(folder: Path) -> Vocabulary:
+    """``tokenizer.json`` of a Hugging Face folder, with the added tokens of ``tokenizer_config.json``.
+
+    Exact for merges as BPE training or a conversion from tiktoken writes them: best merge first.
+    Raises UserError naming file and field for whatever is malformed or could not be honoured.
+    """
+    path = folder / "tokenizer.json"
+    spec = _Field(read_json(path), str(path))
+    model = spec["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise model.refused("type", "BPE")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
+        if model.get(name):
+            raise model.refused(name, "none")
+    added = {a.content: a for a in _added_tokens(spec.get("added_tokens") or [], f"{path}: added_tokens")}
+    if (config := folder / "tokenizer_config.json").is_file():
+        by_id = read_json(config).get("added_tokens_decoder") or {}
+        for added_token in _added_tokens(by_id, f"{config}: added_tokens_decoder"):
+            added.setdefault(added_token.content, added_token)
+
+    vocab = model.mapping("vocab")
+    try:
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"].value]
+        singles = sorted((t for t in vocab if len(t) == 1 and t in _BYTE_OF), key=vocab.__getitem__)
+        ordered = dict.fromkeys([*singles, *(left + right for left, right in merges)])
+        ranks = {_token_bytes(token): rank for rank, token in enumerate(ordered)}
+        # Added tokens may stand in the vocabulary too, spelled as text instead of as bytes.
+        tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in ordered or t not in added}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{path}: model: expected vocab {{token: id}} and merges [left, right] in byte-level spelling"
+        ) from None
+    if lost := [token for token in ordered if token not in vocab]:
+        raise UserError(f"{path}: model.merges: the merged token {lost[0]!r} is not in model.vocab")
+    _require_all_bytes(ranks, f"{path}: model.vocab")
+    if model.get("ignore_merges") and (lone := [token for token in tokens if token not in ranks]):
+        raise UserError(f"{path}: model.ignore_merges: not supported with tokens no merge makes: {lone[0]!r}")
+    return Vocabulary(tokens, ranks, tuple(added.values()), _pattern(spec), _normal_forms(spec))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError naming the file where there is none."""
+    try:
+        data = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise UserError(f"{path}: broken JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+class _Field:
+    """A JSON object with its name in the file, for errors that say where."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.value = value
+        self.where = where
+
+    def __getitem__(self, name: str) -> _Field:
+        if not isinstance(self.value, dict) or self.value.get(name) is None:
+            raise UserError(f"{self.where}: {name}: missing; is this a fast tokenizer of Hugging Face?")
+        return _Field(self.value[name], f"{self.where}: {name}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if not isinstance(self.value, dict):
+            raise UserError(f"{self.where}: expected an object, got {type(self.value).__name__}")
+        return self.value.get(name, default)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        field = self[name]
+        if not isinstance(field.value, dict):
+            raise UserError(f"{field.where}: expected an object, got {type(field.value).__name__}")
+        return field.value
+
+    def refused(self, name: str, supported: str) -> UserError:
+        return UserError(
+            f"{self.where}: {name}: expected {supported}, got {self.get(name)!r:.60}; not supported"
+        )
+
+    def steps(self, name: str, children: str) -> list[_Field]:
+        """The steps of a pipeline: none, one, or a Sequence of several (which may nest)."""
+        if self.get(name) is None:
+            return []
+        step = self[name]
+        if step.get("type") != "Sequence":
+            return [step]
+        nested = step[children]
+        if not isinstance(nested.value, list):
+            raise UserError(f"{nested.where}: expected a list, got {nested.value!r:.60}")
+        return [s for item in nested.value for s in _Field({name: item}, nested.where).steps(name, children)]
+
+
+def _pattern(spec: _Field) -> str:
+    """The split pattern: [ByteLevel], or [Split, ByteLevel without its own pattern]."""
+    steps = spec.steps("pre_tokenizer", "pretokenizers")
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise UserError(
+            f"{spec.where}: pre_tokenizer: expected [Split,] ByteLevel, got {kinds}; not supported"
+        )
+    byte_level = steps[-1]
+    if byte_level.get("add_prefix_space", True):
+        raise byte_level.refused("add_prefix_space", "false")
+    if byte_level.get("use_regex", True) != (len(steps) == 1):
+        raise byte_level.refused("use_regex", "true without a Split before it, else false")
+    if len(steps) == 1:
+        return GPT2_PATTERN
+    split = steps[0]
+    if split.get("behavior") != "Isolated" or split.get("invert"):
+        raise split.refused("behavior", "Isolated, not inverted")
+    pattern = split["pattern"].get("Regex")
+    if not isinstance(pattern, str):
+        raise split.refused("pattern", "a Regex")
+    return pattern
+
+
+def _normal_forms(spec: _Field) -> tuple[NormalForm, ...]:
+    forms = [step.get("type") for step in spec.steps("normalizer", "normalizers")]
+    if unknown := [form for form in forms if form not in get_args(NormalForm)]:
+        raise UserError(
+            f"{spec.where}: normalizer: expected {', '.join(get_args(NormalForm))}, got {unknown[0]!r}"
+        )
+    return tuple(forms)
+
+
+def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
+    """From a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
+    if not isinstance(entries, list | dict):
+        raise UserError(f"{where}: expected a list, got {entries!r:.60}")
+    added = []
+    for id, entry in entries.items() if isinstance(entries, dict) else ((None, entry) for entry in entries):
+        try:
+            id = int(entry["id"] if id is None else id)
+            token = AddedToken(entry["content"], id, bool(entry.get("normalized")))
+            if not isinstance(token.content, str) or not token.content:
+                raise ValueError("an empty string would be found everywhere")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(f"{where}: expected objects with id and content, got {entry!r:.60}") from None
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if entry.get(flag):
+                raise UserError(
+                    f"{where}: {token.content!r}: {flag}: expected false, got true; not supported"
+                )
+        added.append(token)
+    return added
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 and on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + index): b for index, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    return bytes([_BYTE_OF[char] for char in token])
+
+
+def _require_all_bytes(tokens: Mapping[bytes, int], where: str) -> None:
+    if missing := [b for b in range(256) if bytes([b]) not in tokens]:
+        raise UserError(f"{where}: expected a token for each byte, 0 to 255, got none for byte {missing[0]}")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip file ({error}); copy it again") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None

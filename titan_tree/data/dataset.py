@@ -1,0 +1,231 @@
+"""TreeDataset: files -> per optimizer step, this rank's micro-batches of token trees.
+
+    read groups -> shuffle whole groups -> global batch -> merge into trees -> share out -> pack
+
+Streaming, endless and resumable. The stream of groups is the same on every rank, and a position in it is
+all the state there is: resuming reads the files up to there again, without tokenising.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from titan_tree.data.paths import TokenPath
+from titan_tree.data.readers import Group, PathReader, SampleTokenizer, find_files, read_groups
+from titan_tree.data.tree import TokenTree, common_prefix
+from titan_tree.errors import UserError
+
+MicroBatches = list[list[TokenTree]]
+
+
+class TreeDataset:
+    """Yields, per optimizer step, this rank's micro-batches: lists of trees of at most ``max_tokens`` in all.
+
+    A step's global batch is the next ``global_batch_groups`` groups of an endless stream: epoch after
+    epoch, each shuffled anew. Nothing is dropped at the end of an epoch: its last groups fill a global
+    batch together with the first of the next, and a file of fewer groups simply comes round more often.
+    A rank for which nothing is left gets an empty list.
+
+    Args:
+        files: a path, a glob pattern, or a list of those; "demo" is the embedded sample (data/demo.py).
+        tokenizer: renders conversations; None will do for files of token ids.
+        merge: "group" makes one tree of each group; group j of a global batch goes to rank j % world_size.
+            "batch" finds shared prefixes across all groups of a global batch (common system prompts): every
+            rank reads all of it, builds the same trees, and takes a share balanced by tokens.
+        layout: "tree", or "flat": every path a tree of its own, the baseline that computes shared
+            prefixes again and again.
+        global_batch_groups: groups per optimizer step, over all ranks.
+        max_tokens: tokens of a micro-batch; a larger tree is an error.
+        max_positions: the model's longest path; None: not checked.
+        vocab_size: the model's; None: not checked.
+        shuffle_buffer: groups held to draw the next one from; 0 keeps the order of the files.
+        seed: of the shuffle.
+        sample_options: keyword arguments of ``tokenizer.samples``.
+
+    Raises:
+        UserError: bad input, naming file, line and field; a tree larger than ``max_tokens``.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: SampleTokenizer | None = None,
+        *,
+        merge: Literal["group", "batch"] = "group",
+        layout: Literal["tree", "flat"] = "tree",
+        global_batch_groups: int = 8,
+        max_tokens: int = 32_768,
+        max_positions: int | None = None,
+        vocab_size: int | None = None,
+        shuffle_buffer: int = 256,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        sample_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value, allowed in (
+            ("merge", merge, ("group", "batch")),
+            ("layout", layout, ("tree", "flat")),
+        ):
+            if value not in allowed:
+                raise UserError(f"data.{name}: expected one of {', '.join(allowed)}; got {value!r}")
+        for name, number, least in (
+            ("global_batch_groups", global_batch_groups, 1),
+            ("max_tokens", max_tokens, 1),
+            ("shuffle_buffer", shuffle_buffer, 0),
+        ):
+            if number < least:
+                raise UserError(f"data.{name}: expected at least {least}, got {number}")
+        assert 0 <= rank < world_size, (rank, world_size)
+        self.files = find_files(files)
+        self.reader = PathReader(tokenizer, sample_options or {}, vocab_size, max_positions)
+        self.merge, self.layout = merge, layout
+        self.global_batch_groups, self.max_tokens = global_batch_groups, max_tokens
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        """Endless, from the current position on; ``state_dict`` speaks of the last item yielded."""
+        stream = self._stream(self.epoch, self.group)
+        while True:
+            batch = list(islice(stream, self.global_batch_groups))
+            micro_batches = pack(self._trees([group for *_, group in batch]), self.max_tokens)
+            self.epoch, self.group, _ = batch[-1]
+            yield micro_batches
+
+    def state_dict(self) -> dict[str, int]:
+        """The position after the last item yielded, and what the order of the groups depends on.
+
+        The same on every rank, and valid for any number of ranks.
+        """
+        return {
+            "epoch": self.epoch,
+            "group": self.group,
+            "seed": self.seed,
+            "shuffle_buffer": self.shuffle_buffer,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where ``state_dict`` was taken. Raises UserError where the order would be another."""
+        for name in ("seed", "shuffle_buffer"):
+            if state[name] != (now := getattr(self, name)):
+                raise UserError(
+                    f"data.{name}: the checkpoint was written with {state[name]}, now it is {now}; "
+                    "set it back, or the data would come in another order"
+                )
+        self.epoch, self.group = state["epoch"], state["group"]
+
+    def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
+        """(epoch, groups of it up to and with this one, group), endless, ``skip`` groups into ``epoch``."""
+        while True:
+            count = 0
+            order = random.Random(f"{self.seed}/{epoch}")
+            for count, group in enumerate(
+                shuffled(read_groups(self.files), self.shuffle_buffer, order), start=1
+            ):
+                if count > skip:
+                    yield epoch, count, group
+            if count < skip:
+                raise UserError(
+                    f"{', '.join(self.files)}: {count} groups, but the checkpoint was written after {skip} "
+                    "of them; resume with the same data"
+                )
+            epoch, skip = epoch + 1, 0
+
+    def _trees(self, batch: list[Group]) -> list[TokenTree]:
+        """This rank's trees of a global batch."""
+        if self.merge == "batch":
+            paths = [path for group in batch for path in self.reader.paths(group)]
+            trees = (merged_trees if self.layout == "tree" else flat_trees)(paths, self.max_tokens)
+            return balanced(trees, self.world_size)[self.rank]
+        trees = []
+        for group in batch[self.rank :: self.world_size]:
+            paths = self.reader.paths(group)
+            if self.layout == "flat":
+                trees += flat_trees(paths, self.max_tokens)
+            else:
+                trees.append(TokenTree.from_paths(paths))
+                what = f"group {group.id}: its tree of {len(paths)} paths"
+                _check_fits(what, len(trees[-1]), self.max_tokens)
+        return trees
+
+
+def shuffled(groups: Iterable[Group], buffer_size: int, order: random.Random) -> Iterator[Group]:
+    """All groups, each drawn from the next ``buffer_size`` ones (0 or 1: in the order given)."""
+    buffer: list[Group] = []
+    for group in groups:
+        if len(buffer) < max(buffer_size, 1):
+            buffer.append(group)
+        else:
+            slot = order.randrange(len(buffer))
+            yield buffer[slot]
+            buffer[slot] = group
+    order.shuffle(buffer)
+    yield from buffer
+
+
+def flat_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]:
+    """Every path a tree of its own."""
+    for path in paths:
+        _check_fits(f"path {path.id}", len(path), max_tokens)
+    return [TokenTree.from_paths([path]) for path in paths]
+
+
+def merged_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]:
+    """Trees of at most ``max_tokens`` tokens that share what neighbours in lexicographic order share.
+
+    In that order a path adds to the trie what it does not share with the path before it, so the sorted
+    list is cut, greedily, into runs whose tries fit.
+    """
+    runs: list[list[TokenPath]] = []
+    size, before = 0, np.empty(0, np.int32)
+    # Big-endian bytes compare like the tokens they hold.
+    for path in sorted(paths, key=lambda path: path.tokens.astype(">i4").tobytes()):
+        _check_fits(f"path {path.id}", len(path), max_tokens)
+        new = len(path) - common_prefix(before, path.tokens)
+        if runs and size + new <= max_tokens:
+            runs[-1].append(path)
+            size += new
+        else:
+            runs.append([path])
+            size = len(path)
+        before = path.tokens
+    return [TokenTree.from_paths(run) for run in runs]
+
+
+def balanced(trees: Sequence[TokenTree], shares: int) -> list[list[TokenTree]]:
+    """``shares`` lists of nearly equal tokens: largest tree first, each to the lightest list so far."""
+    parts: list[list[TokenTree]] = [[] for _ in range(shares)]
+    load = [0] * shares
+    for tree in sorted(trees, key=len, reverse=True):
+        lightest = load.index(min(load))
+        parts[lightest].append(tree)
+        load[lightest] += len(tree)
+    return parts
+
+
+def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
+    """Micro-batches of at most ``max_tokens`` tokens: first-fit decreasing. Each tree must fit by itself."""
+    micro_batches: MicroBatches = []
+    room: list[int] = []
+    for tree in sorted(trees, key=len, reverse=True):
+        fitting = next((i for i, free in enumerate(room) if free >= len(tree)), None)
+        if fitting is None:
+            fitting = len(room)
+            micro_batches.append([])
+            room.append(max_tokens)
+        micro_batches[fitting].append(tree)
+        room[fitting] -= len(tree)
+    return micro_batches
+
+
+def _check_fits(what: str, tokens: int, max_tokens: int) -> None:
+    if tokens > max_tokens:
+        raise UserError(f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; raise it")

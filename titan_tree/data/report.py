@@ -1,0 +1,179 @@
+"""Merge report: where the paths of a token tree part, and why.
+
+Two samples that were meant to share more than they do usually part over one of three things: one of them
+ends, their texts differ, or the same text was tokenized differently (retokenization: text decoded and
+encoded again, a whitespace more, a prompt cut inside a word). The last one is waste that can be repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+from rich.text import Text
+from rich.tree import Tree
+
+from titan_tree.data.tree import TokenTree
+
+Decode = Callable[[list[int]], str]
+ENDS = "path ends here"
+RETOKENIZED = "same text, other tokens (retokenization)"
+OTHER_TEXT = "other text"
+OTHER_TOKENS = "other tokens"  # without a decode function
+CONTEXT = 24  # tokens read and compared around a branch point
+SHOWN = 50  # characters of those in a rendering
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One way on from a branch point."""
+
+    node: int
+    token: int  # its first token id
+    text: str  # the first tokens of it, along its heaviest path
+    n_paths: int
+    n_tokens: int  # distinct tokens from here on
+    reason: str  # why it does not go with its heavier siblings; "" for the heaviest
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """A place where the paths of a tree part: behind ``depth`` shared tokens."""
+
+    node: int  # the node that ends here; -1: the paths do not even share their first token
+    depth: int  # tokens before this point on each of the paths
+    n_paths: int
+    n_ending: int  # paths that end here, while others go on
+    before: str  # the last tokens before this point
+    children: tuple[Child, ...]  # heaviest first
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why paths part here, each reason once."""
+        reasons = [ENDS] if self.n_ending else []
+        return reasons + sorted({child.reason for child in self.children if child.reason})
+
+
+def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchPoint]:
+    """All places of ``tree`` where paths part or end inside it, in DFS order.
+
+    decode: token ids -> text, of the tokenizer that made them. Without it ids stand for text, and
+        retokenization cannot be told from other text.
+    """
+    return list(_branch_points(tree, decode))
+
+
+def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoint]:
+    ending = np.bincount(tree.path_node, minlength=len(tree.node_parent))
+    children: list[list[int]] = [[] for _ in range(len(tree.node_parent) + 1)]  # the last: the roots
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        children[parent].append(node)
+    for node in range(-1, len(tree.node_parent)):
+        below = children[node]
+        if not below or (len(below) == 1 and (node < 0 or not ending[node])):
+            continue
+        end = int(tree.node_offsets[node + 1]) if node >= 0 else 0
+        yield BranchPoint(
+            node=node,
+            depth=int(tree.node_depth[node] + tree.node_length[node]) if node >= 0 else 0,
+            n_paths=int(tree.node_paths[node]) if node >= 0 else len(tree.paths),
+            n_ending=int(ending[node]) if node >= 0 else 0,
+            before=_text(_tokens_before(tree, end), decode),
+            children=tuple(_children(tree, below, decode)),
+        )
+
+
+def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Iterator[Child]:
+    """Heaviest child first, as DFS order has it: it goes on with the first of its own children."""
+    elder: list[list[int]] = []
+    for node in nodes:
+        start, end = int(tree.node_offsets[node]), int(tree.node_subtree_end[node])
+        ahead = tree.tokens[start : start + min(CONTEXT, _heavy_length(tree, node))].tolist()
+        if not elder:
+            reason = ""
+        elif decode is None:
+            reason = OTHER_TOKENS
+        else:
+            reason = RETOKENIZED if any(_same_text(ahead, e, decode) for e in elder) else OTHER_TEXT
+        elder.append(ahead)
+        yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
+
+
+def _heavy_length(tree: TokenTree, node: int) -> int:
+    """Tokens of the path from ``node`` that always takes the first child: contiguous in DFS order."""
+    first = node
+    while node + 1 < len(tree.node_parent) and tree.node_parent[node + 1] == node:
+        node += 1
+    return int(tree.node_offsets[node + 1] - tree.node_offsets[first])
+
+
+def _tokens_before(tree: TokenTree, end: int) -> list[int]:
+    """The last tokens of the path that ends before DFS index ``end``."""
+    before: list[int] = []
+    token = end - 1
+    while token >= 0 and len(before) < CONTEXT:
+        before.append(int(tree.tokens[token]))
+        token = int(tree.predecessor[token])
+    return before[::-1]
+
+
+def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
+    """Do two continuations begin with the same text, at least as long as either's first token?"""
+    shared = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decode(a), decode(b), strict=False))
+    )
+    return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)
+
+
+def _text(tokens: list[int], decode: Decode | None) -> str:
+    return decode(tokens) if decode else " ".join(map(str, tokens))
+
+
+def render_report(tree: TokenTree, decode: Decode | None = None) -> Text:
+    """The branch points of ``tree``, for people: what stands before each, its ways on, and why they part."""
+    points = branch_points(tree, decode)
+    tally = Counter(reason for point in points for reason in point.reasons)
+    out = Text(f"{_count(len(tree.paths), 'path')}, {_count(len(points), 'branch point')}\n")
+    for reason, number in tally.most_common():
+        out.append(f"{number:8,} x {reason}\n")
+    for point in points:
+        out.append(f"\n{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}", style="bold")
+        out.append(f"  {_quoted(point.before, last=True)}\n", style="dim")
+        if point.n_ending:
+            out.append(f"{_count(point.n_ending, 'path'):>12} ending here\n", style="yellow")
+        for child in point.children:
+            out.append(f"{_count(child.n_paths, 'path'):>12}, {_count(child.n_tokens, 'token'):>14}  ")
+            out.append(_quoted(child.text), style="cyan")
+            out.append(f"  token {child.token}", style="dim")
+            style = "bold red" if child.reason == RETOKENIZED else "yellow"
+            out.append(f"  {child.reason}\n", style=style)
+    return out
+
+
+def render_picture(tree: TokenTree, decode: Decode | None = None) -> Tree:
+    """The nodes of ``tree`` as an indented drawing: length, paths, and how the text of each begins."""
+    ending = np.bincount(tree.path_node, minlength=len(tree.node_parent)).tolist()
+    picture = Tree(f"{_count(len(tree), 'token')}, {_count(len(tree.paths), 'path')}")
+    drawn: list[Tree] = []
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        tokens = tree.tokens[tree.node_offsets[node] : tree.node_offsets[node + 1]]
+        label = Text(f"{_count(len(tokens), 'token')}, {_count(int(tree.node_paths[node]), 'path')}  ")
+        label.append(_quoted(_text(tokens[:CONTEXT].tolist(), decode)), style="cyan")
+        if ending[node]:
+            label.append(f"  {_count(ending[node], 'path')} ending here", style="yellow")
+        drawn.append((drawn[parent] if parent >= 0 else picture).add(label))
+    return picture
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _quoted(text: str, last: bool = False) -> str:
+    """``text`` on one line, the first or last SHOWN characters of it."""
+    text = text[-SHOWN:] if last else text[:SHOWN]
+    return json.dumps(text, ensure_ascii=False)

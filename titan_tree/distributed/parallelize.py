@@ -1,0 +1,79 @@
+"""From one plain model to one that trains on any number of ranks: checkpointing, compile, FSDP2.
+
+The model does not know where it runs. One process is one rank of FSDP2 too, so that a laptop, one GPU and
+N GPUs share every line of code.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_tree.distributed import titan
+
+ActivationCheckpoint = Literal["none", "selective", "full"]
+
+
+def init_distributed() -> tuple[DeviceMesh, torch.device]:
+    """Join the process group that torchrun describes, or form one of a single process.
+
+    Tensors on a GPU travel over NCCL, host numbers over gloo: agreeing on counts never waits for the GPU.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    activation_checkpoint: ActivationCheckpoint = "none",
+    compile: bool = False,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Apply activation checkpointing, torch.compile and FSDP2 to ``model.layers`` in place; also on meta.
+
+    The order matters. Checkpointing wraps a block first, so that compile sees what is recomputed and fuses
+    across it. Compile comes before FSDP, whose hooks then stay outside of the graphs, around each block.
+    One graph serves all blocks and all batch sizes (dynamic), and a graph break is an error (fullgraph).
+
+    Weights and gradients stay fp32; ``dtype`` is that of the computation. Gradients are summed over ranks,
+    not averaged: the loss is already divided by the normalizer of the global batch.
+    """
+    if activation_checkpoint != "none":
+        policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
+        # Nothing in a block draws random numbers.
+        policy(policy.Config(preserve_rng_state=False)).apply(model)
+    blocks = list(model.get_submodule("layers").children())
+    if compile:
+        for block in blocks:
+            block.compile(fullgraph=True, dynamic=True)
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # rotary tables and the like keep the precision the model gave them
+    )
+    reshard = reshard_after_forward and mesh.size() > 1  # alone, a rank would free its cast only to redo it
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum: no scaling pass, and gloo has none
+    return model

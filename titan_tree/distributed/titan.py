@@ -1,0 +1,38 @@
+"""The parts of torchtitan that titan_tree is built on. No other file imports torchtitan.
+
+torchtitan's releases follow PyTorch's nightlies, so the version is pinned and the surface kept small: these
+names run on every supported torch, with and without a GPU; its Trainer, ParallelDims and MetricsProcessor
+do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.tools.profiler import Profiler
+from torchtitan.tools.utils import get_peak_flops
+
+from titan_tree.components import tree_attention  # noqa: F401  # registers the operator saved below
+
+__all__ = [
+    "CheckpointManager",
+    "FullAC",
+    "LRSchedulersContainer",
+    "OptimizersContainer",
+    "ParamGroupConfig",
+    "Profiler",
+    "SelectiveAC",
+    "TreeSelectiveAC",
+    "clip_grad_norm_",
+    "get_peak_flops",
+]
+
+
+class TreeSelectiveAC(SelectiveAC):
+    """torchtitan's selective activation checkpointing that keeps the outputs of tree attention too."""
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() | {torch.ops.titan_tree.tree_attention.default}

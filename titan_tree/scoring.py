@@ -1,0 +1,53 @@
+"""tree_logprobs: log-probabilities of many token lists, shared prefixes computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from titan_tree.data.batch import TreeBatch
+from titan_tree.data.paths import TokenPath
+from titan_tree.data.tree import TokenTree
+from titan_tree.errors import UserError
+from titan_tree.models.qwen3 import Qwen3
+
+
+def tree_logprobs(model: Qwen3, token_lists: Sequence[Sequence[int]]) -> list[Tensor]:
+    """log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list, in one pass over their token tree.
+
+    Duplicates and prefixes of one another are welcome; differentiable under ``torch.enable_grad``.
+
+    Args:
+        model: on the device to compute on.
+        token_lists: each of one token at least.
+    Returns:
+        One fp32 tensor [len(tokens) - 1] per list, in nats, in the order given.
+    Raises:
+        UserError: a list, named by its index, that is empty, longer than the model's positions, or
+            beyond its vocabulary.
+    """
+    paths = [TokenPath(np.asarray(tokens), id=str(i)) for i, tokens in enumerate(token_lists)]
+    if not paths:
+        return []
+    for path in paths:
+        check_path(model, path)
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+    batch = batch.to(next(model.parameters()).device)
+    logprobs = model(batch).logprobs[batch.pairs.edge]
+    return list(logprobs.split([len(path) - 1 for path in paths]))
+
+
+def check_path(model: Qwen3, path: TokenPath) -> None:
+    """Raises UserError where ``path`` is longer than the model's positions or beyond its vocabulary."""
+    config = model.config
+    if len(path) > config.max_position_embeddings:
+        raise UserError(
+            f"path {path.id or '?'}: expected at most max_position_embeddings = "
+            f"{config.max_position_embeddings} tokens, got {len(path)}"
+        )
+    if (largest := int(path.tokens.max())) >= config.vocab_size:
+        raise UserError(
+            f"path {path.id or '?'}: expected token ids below vocab_size = {config.vocab_size}, got {largest}"
+        )

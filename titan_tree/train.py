@@ -1,0 +1,64 @@
+"""Train: one process, or as many as torchrun starts.
+
+    python -m titan_tree.train --config train_configs/demo.toml training.steps=20
+    torchrun --nproc-per-node 8 -m titan_tree.train --config train_configs/qwen3_8b.toml model.hf_path=DIR
+
+Starting the same command again continues from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from titan_tree.config import load_config
+from titan_tree.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the training; returns the exit status: 0, or 2 where the input is at fault."""
+    parser = argparse.ArgumentParser(prog="titan_tree.train", description="Train a model on token trees.")
+    parser.add_argument("--config", required=True, metavar="FILE.toml", help="see train_configs/")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides, as in training.steps=10"
+    )
+    args, dashed = parser.parse_known_args(argv)
+    rank = int(os.environ.get("RANK", 0))
+    _log_to_stdout(rank)
+    try:
+        config = load_config(args.config, [*args.overrides, *dashed])
+        from titan_tree.trainer import Trainer  # takes seconds to import: after the cheap checks
+
+        trainer = Trainer(config)
+        trainer.train()
+        trainer.close()
+    except UserError as error:
+        if rank > 0:
+            time.sleep(2)  # rank 0 has most likely met the same error, and torchrun ends this process
+        print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+class _Stdout(logging.Handler):
+    """Prints, so that lines land above a progress bar that has taken over stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
+
+
+def _log_to_stdout(rank: int) -> None:
+    """titan_tree's own log lines, from rank 0; other packages keep Python's default, warnings and up."""
+    logger = logging.getLogger("titan_tree")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.addHandler(_Stdout())
+    logger.propagate = False
+
+
+if __name__ == "__main__":
+    if status := main():
+        os._exit(status)  # a regular exit tears NCCL down, which waits for ranks that may not come

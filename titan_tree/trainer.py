@@ -1,0 +1,236 @@
+"""The training loop: data -> TreeStep -> clip -> optimizer -> schedule -> log -> checkpoint.
+
+The same code runs on a laptop, one GPU and N GPUs. A run writes into one folder: config.toml (as resolved),
+metrics.csv, tensorboard/, checkpoints/, and on request hf/ and profiling/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan_tree.build import (
+    build_dataset,
+    build_loss,
+    build_lr_schedulers,
+    build_optimizers,
+    build_parallel_model,
+    build_profiler,
+    build_tokenizer,
+    tokenizer_folder,
+)
+from titan_tree.checkpoint import Checkpoints, Progress
+from titan_tree.config import Config, dump_config
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.distributed import titan
+from titan_tree.distributed.parallelize import init_distributed
+from titan_tree.errors import UserError
+from titan_tree.metrics import MetricsLogger, cost_metrics
+from titan_tree.models.hf import save_pretrained
+from titan_tree.models.qwen3 import Qwen3
+from titan_tree.tree_step import StepCounts, StepInput, TreeStep
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains what ``config`` describes, from the newest checkpoint on if there is one.
+
+    Makes the process group, as torchrun describes it; ``close`` ends it.
+    """
+
+    # where it runs
+    config: Config
+    mesh: DeviceMesh
+    device: torch.device
+
+    # what is trained, and how
+    model: Qwen3
+    optimizers: titan.OptimizersContainer
+    lr_schedulers: titan.LRSchedulersContainer
+    tree_step: TreeStep
+
+    # how far it is
+    dataset: TreeDataset
+    progress: Progress
+    checkpoints: Checkpoints
+    history: list[StepCounts]  # of this process's steps
+    metrics: MetricsLogger | None  # rank 0's
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.mesh, self.device = init_distributed()
+        if config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+            torch.use_deterministic_algorithms(True)
+
+        loss = build_loss(config.loss)
+        self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
+        self.optimizers = build_optimizers(config.optimizer, self.model)
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, config.training.steps)
+        self.tree_step = TreeStep(self.model, loss, self.device, config.parallel.reduce_gradients)
+
+        tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        self.dataset = build_dataset(config.data, tokenizer, self.model, self.mesh)
+        self.progress, self.history = Progress(), []
+        folder = Path(config.folder)
+        self.checkpoints = Checkpoints(
+            config.checkpoint,
+            folder / config.checkpoint.folder,
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            progress=self.progress,
+            architecture={"name": config.model.name, **vars(self.model.config)},
+        )
+        self.checkpoints.resume()
+        if self.progress.step:
+            self.dataset.load_state_dict(self.progress.data)
+
+        self.metrics = None
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(dump_config(config))
+            self.metrics = MetricsLogger(config.metrics, folder, self.progress.step, config.training.steps)
+
+    def train(self) -> None:
+        """All steps that are left, then the last checkpoint, the export and a summary."""
+        steps = self.config.training.steps
+        self._log_introduction()
+        inputs = self._inputs()
+        with build_profiler(self.config.profiler, self.config.folder, self.progress.step) as profiler:
+            while self.progress.step < steps:
+                self.train_step(inputs)
+                self.checkpoints.save(last=self.progress.step == steps)
+                profiler.step()
+        self.checkpoints.close()
+        self._log_summary()
+        if self.config.checkpoint.export_hf:
+            self.export(Path(self.config.folder) / "hf")
+
+    def close(self) -> None:
+        """After training: ends log files and the process group."""
+        if self.metrics:
+            self.metrics.close()
+        dist.destroy_process_group()
+
+    def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
+        """One optimizer step."""
+        started = time.perf_counter()
+        step_input, position = next(inputs)
+        step = self.progress.step + 1
+        # A step's random numbers depend on nothing before it: no generator's state to save and restore.
+        torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
+
+        result = self.tree_step.run(step_input)
+        max_norm = self.config.optimizer.max_grad_norm
+        grad_norm = titan.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
+        values = {"loss": result.loss.item(), "grad_norm": grad_norm.item()}
+        self._check_finite(step, values)
+
+        values["lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.lr_schedulers.step()
+        self.progress.step, self.progress.data = step, position
+
+        seconds = time.perf_counter() - started
+        self.history.append(result.counts)
+        if self.metrics:
+            self.metrics.advance(step)
+            if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
+                values |= {name: value.item() for name, value in result.metrics.items()}
+                values |= cost_metrics(result.counts, seconds, dist.get_world_size(), self.device)
+                self.metrics.log(step, values)
+
+    def _inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
+        """The input of each step left, and the dataset's state after it.
+
+        Made one step ahead in a thread: reading, tokenising and packing hide behind the device's work. The
+        state travels with its step, so a checkpoint counts no data that was not trained on.
+        """
+        stream = iter(self.dataset)
+
+        def produce() -> tuple[StepInput, dict[str, Any]]:
+            return self.tree_step.prepare(next(stream)), self.dataset.state_dict()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="data") as ahead:
+            upcoming = ahead.submit(produce)
+            for steps_left in range(self.config.training.steps - self.progress.step, 0, -1):
+                current = upcoming.result()
+                if steps_left > 1:
+                    upcoming = ahead.submit(produce)
+                yield current
+
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        """All ranks see the same values, so all stop. The weights are still those before the step."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self.checkpoints.wait()
+                newest = self.checkpoints.newest()
+                raise UserError(
+                    f"step {step}: {name} is {value}; stopped before it reached the weights (newest "
+                    f"checkpoint: {newest or 'none'}); lower optimizer.lr, or look for bad values in the data"
+                )
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face snapshot in the dtype of the computation. Collective."""
+        dtype = getattr(torch, self.config.training.dtype)
+        weights: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict().items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if dist.get_rank() == 0:
+                weights[name] = full.to("cpu", dtype)
+        if dist.get_rank() == 0:
+            if folder.exists():
+                shutil.rmtree(folder)  # of an earlier run in this run's folder
+            save_pretrained(self.model, folder, weights, source=tokenizer_folder(self.config.model.hf_path))
+            logger.info("wrote %s", folder)
+        dist.barrier()
+
+    def _log_introduction(self) -> None:
+        c = self.config
+        done = f", {self.progress.step} of them done" if self.progress.step else ""
+        logger.info(
+            "%s, %s parameters, on %d x %s in %s; %d steps%s; %s",
+            f"{c.model.name} {c.model.flavor or c.model.hf_path}",
+            f"{self.model.num_parameters():,}",
+            dist.get_world_size(),
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            c.training.dtype,
+            c.training.steps,
+            done,
+            c.folder,
+        )
+
+    def _log_summary(self) -> None:
+        """What this process has trained on, and where its last checkpoint is."""
+        if self.history:
+            total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, self.history), strict=True)))
+            logger.info(
+                "trained %d steps, %s trees of %s paths: %s logical tokens, %s run; POR %.1f%%, %.2fx less",
+                len(self.history),
+                f"{total.num_trees:,}",
+                f"{total.num_paths:,}",
+                f"{total.logical_tokens:,}",
+                f"{total.executed_tokens:,}",
+                100 * total.por,
+                total.logical_tokens / total.executed_tokens,
+            )
+        else:
+            logger.info("nothing left to train: raise training.steps to go on")
+        logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
