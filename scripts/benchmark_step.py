@@ -201,7 +201,7 @@ def result(contender: Contender, peer: Contender | None, device: torch.device) -
         "TFLOP/s": round(contender.flops / seconds / 1e12, 2),
     }
     if device.type == "cuda":
-        peak = titan.get_peak_flops(torch.cuda.get_device_name(device))
+        peak = titan.peak_flops(torch.cuda.get_device_name(device))
         row["MFU"] = f"{contender.flops / seconds / peak:.1%}"
         row["peak GiB"] = round(contender.peak_memory / 2**30, 1)
     if peer:

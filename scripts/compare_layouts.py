@@ -1,7 +1,6 @@
 """One config trained twice, as token trees and path by path: equal losses, and what the trees save.
 
     python scripts/compare_layouts.py CONFIG --steps 50 [key=value ...]
-    torchrun --nproc-per-node 2 scripts/compare_layouts.py CONFIG ...
 
 Both runs see the same groups in the same order from the same initial weights. data.layout = "flat" is the
 baseline that computes every path alone, packed into micro-batches of data.max_tokens without padding; all
@@ -15,17 +14,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gc
-import logging
-import os
+import subprocess
 import sys
 from pathlib import Path
-
-import torch
-
-from titan_tree.config import load_config
-from titan_tree.errors import UserError
-from titan_tree.trainer import Trainer
 
 LAYOUTS = ("tree", "flat")
 Rows = list[dict[str, float]]  # one per step, as in metrics.csv
@@ -33,40 +24,28 @@ Rows = list[dict[str, float]]  # one per step, as in metrics.csv
 
 def main() -> None:
     args = parse_args()
-    first_rank = int(os.environ.get("RANK", 0)) == 0
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("titan_tree").setLevel(logging.INFO if first_rank else logging.WARNING)
     rows = {layout: train(layout, args) for layout in LAYOUTS}
-    if first_rank:
-        write_losses(rows, args.folder / "losses.csv")
-        plot_losses(rows, args.folder / "losses.png")
-        print(summary(rows, args.warmup))
+    write_losses(rows, args.folder / "losses.csv")
+    plot_losses(rows, args.folder / "losses.png")
+    print(summary(rows, args.warmup))
 
 
 def train(layout: str, args: argparse.Namespace) -> Rows:
-    """The rows of metrics.csv of a run with ``layout``."""
+    """The rows of metrics.csv of a run with ``layout``, in processes of its own."""
     folder = args.folder / layout
-    config = load_config(
-        args.config,
-        [
-            *args.overrides,
-            f"data.layout={layout}",
-            f"folder={folder}",
-            f"training.steps={args.steps}",
-            "checkpoint.interval=0",
-            "checkpoint.resume=false",
-            "metrics.csv=true",
-            "metrics.log_interval=1",
-        ],
-    )
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(config)
-    trainer.train()
-    trainer.close()
-    del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
+    command = [
+        sys.executable,
+        *(launcher if args.nproc_per_node > 1 else []),
+        *("-m", "titan_tree.train", "--config", str(args.config)),
+        *args.overrides,
+        f"data.layout={layout}",
+        f"folder={folder}",
+        f"training.steps={args.steps}",
+        *("checkpoint.interval=0", "checkpoint.resume=false", "metrics.csv=true", "metrics.log_interval=1"),
+    ]
+    if status := subprocess.run(command, check=False).returncode:
+        sys.exit(status)
     with (folder / "metrics.csv").open(newline="") as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
@@ -140,6 +119,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="steps left out of the times (default: 3)")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="GPUs, as of torchrun (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("outputs/compare_layouts"))
     args = parser.parse_intermixed_args()
     if args.steps <= args.warmup:
@@ -148,7 +128,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    main()

@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.dataset import TreeDataset, balanced, merged_trees, pack, shuffled
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
@@ -205,6 +206,17 @@ def test_flat_layout_makes_a_tree_of_every_path(file):
         assert tokens(trees) == Counter(tuple(r["tokens"]) for r in records(file))
 
 
+@pytest.mark.parametrize("options", [{}, {"merge": "batch"}, {"layout": "flat"}])
+def test_group_advantages_do_not_depend_on_how_trees_are_made(options):
+    """Three of the demo's four trials earn 1: mean 0.75, standard deviation 0.5."""
+    dataset = TreeDataset("demo", TreeTokenizer.byte_level(), advantage="group", **options)
+    paths = [path for tree in steps(dataset, 1)[0] for path in tree.paths]
+    assert len({path.id.split("/")[0] for path in paths}) == 8
+    for path in paths:
+        expected = (-0.75 if "trial3" in path.id else 0.25) / (0.5 + 1e-6)
+        assert path.advantage.tolist() == pytest.approx([expected] * len(path))
+
+
 def trees_of(*sizes):
     return [TokenTree.from_paths([TokenPath([1] * size)]) for size in sizes]
 
@@ -249,6 +261,8 @@ def test_balanced_gives_the_largest_to_the_lightest():
         ({"vocab_size": 105}, "expected ids below"),
         ({"max_positions": 3}, "more than the model's 3 positions"),
         ({"merge": "all"}, "data.merge: expected one of group, batch; got 'all'"),
+        ({"advantage": "grpo"}, "data.advantage: expected one of given, group; got 'grpo'"),
+        ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
         ({"layout": "chain"}, "data.layout: expected one of tree, flat"),
         ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),
     ],

@@ -130,6 +130,54 @@ def test_gzip_globs_and_lists(tmp_path):
     assert [name for name, _ in read(tmp_path / "b.jsonl.gz")] == ["0", "1"]
 
 
+def rewarded(*rewards, **fields):
+    return [{"reward": reward, "messages": chat("q", str(i)), **fields} for i, reward in enumerate(rewards)]
+
+
+def test_group_advantages_compare_the_samples_of_a_group(tmp_path):
+    """By hand: rewards 1, 0, 0.5 have mean 0.5 and standard deviation 0.5 (of n - 1 = 2)."""
+    task, longer = rewarded(1, 0, 0.5), chat("q", "a", "b", "c")
+    task[0]["messages"] = longer  # two paths, but one trajectory: it counts once
+    file = write(
+        tmp_path / "f",
+        {"id": "task", "trajectories": task},
+        *rewarded(2, 0, 1, group_id="lines"),
+        *({"group_id": "rows", "tokens": [5, 6], "reward": reward} for reward in (True, 0, 0.5)),
+        {"id": "equal", "trajectories": rewarded(0.1, 0.1, 0.1)},
+        *rewarded(3),
+    )
+    found = {
+        name: [path.advantage.tolist() for path in paths] for name, paths in read(file, advantage="group")
+    }
+    up, down = 0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6)
+    assert found["task"] == [pytest.approx([a] * n) for a, n in ((up, 2), (up, 4), (down, 2), (0, 2))]
+    assert found["lines"] == [pytest.approx([a] * 2) for a in (1 / (1 + 1e-6), -1 / (1 + 1e-6), 0)]
+    assert found["rows"] == [pytest.approx([a] * 2) for a in (up, down, 0)]
+    assert found["equal"] == [[0, 0]] * 3
+    assert found[f"{file}:9"] == [[0, 0]]
+    assert all(path.advantage is None for _, paths in read(file) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({}, "reward: expected a finite number, which data.advantage = 'group' needs .* got None; give it"),
+        ({"reward": None}, "reward: .* got None"),
+        ({"reward": "good"}, "reward: .* got 'good'"),
+        ({"reward": float("nan")}, "reward: .* got nan"),
+        ({"reward": 1, "advantage": 0.0}, "advantage: expected none, .* remove the field, or set"),
+    ],
+)
+def test_group_advantages_need_rewards_alone(tmp_path, sample, message):
+    task = write(tmp_path / "task", {"trajectories": [*rewarded(1), {"tokens": [1], **sample}]})
+    rows = write(tmp_path / "rows", *({"group_id": 1, "tokens": [1], **s} for s in ({"reward": 1}, sample)))
+    for file, where in ((task, r":1: trajectories\[1\]: "), (rows, ":2: ")):
+        with pytest.raises(UserError, match=f"^{file}{where}{message}"):
+            read(file, advantage="group")
+    with pytest.raises(UserError, match="advantage: expected none"):
+        read(write(tmp_path / "all", {"advantage": 1, "trajectories": rewarded(1)}), advantage="group")
+
+
 def test_sample_options_reach_the_tokenizer(tmp_path):
     file = write(tmp_path / "f", {"messages": chat("a", "b")})
     assert text(read(file, sample_options={"loud": True})[0][1][0]) == "AB"
@@ -155,7 +203,8 @@ BAD_LINES = {
     "odd group id": ({"tokens": [1], "group_id": [1]}, "group_id: expected a string or an integer"),
     "empty tokens": ({"tokens": []}, "tokens: expected a non-empty list"),
     "floats": ({"tokens": [1.5]}, "tokens: expected integer token ids"),
-    "nested": ({"tokens": [1, [2]]}, "tokens: expected a flat list"),
+    "nested": ({"tokens": [1, [2]]}, "path .*: tokens: expected a flat list"),
+    "nested in input_ids": ({"input_ids": [[1], [2, 3]]}, "tokens: expected a flat list of token ids"),
     "negative id": ({"tokens": [1, -2]}, "tokens: expected ids from 0 to .*got -2"),
     "id too large": (
         {"tokens": [1, 300, 2], "id": "x"},

@@ -262,6 +262,30 @@ def test_qwen_ranks():
     assert (len(qwen.special_tokens), qwen.vocab_size) == (26, 151669)
 
 
+def test_load_by_name(qwen_like, tmp_path):
+    """Each kind by its name, with the template asked for, or the kind's own."""
+    ranks = write_ranks(tmp_path / "a.tiktoken", [*(bytes([b]) for b in range(256)), b"ab"])
+    zipped = tmp_path / "a.tiktoken.gz"
+    zipped.write_bytes(gzip.compress(ranks.read_bytes()))
+    save(qwen_like, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("the folder's own")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab"}]
+    chatml, qwen3 = (TreeTokenizer.byte_level(t).render(messages) for t in ("chatml", "qwen3"))
+    assert chatml != qwen3
+    for name, ids, own in (
+        ("byte", [97, 98], chatml),
+        (ranks, [256], chatml),
+        (str(zipped), [256], chatml),
+        (tmp_path, qwen_like.encode("ab").ids, "the folder's own"),
+    ):
+        assert TreeTokenizer.load(name).encode("ab") == ids
+        assert TreeTokenizer.load(name).render(messages) == own
+        assert TreeTokenizer.load(name, "qwen3").render(messages) == qwen3
+    assert qwen_like.encode("ab").ids not in ([97, 98], [256])
+    with pytest.raises(UserError, match=r"nowhere/tokenizer\.json: cannot be read"):
+        TreeTokenizer.load("nowhere")
+
+
 def test_byte_level_round_trip():
     tokenizer = TreeTokenizer.byte_level()
     assert tokenizer.vocab_size == 256 + 26

@@ -22,6 +22,7 @@ from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.errors import UserError
 from titan_tree.models.hf import load_pretrained
 from titan_tree.models.registry import build_model
+from titan_tree.scoring import tree_logprobs
 from titan_tree.tree_step import TreeStep
 
 
@@ -53,6 +54,35 @@ def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: 
     assert result.counts.num_paths == len(paths)
     assert result.counts.logical_tokens == sum(len(path) for path in paths)
     assert result.counts.executed_tokens == sum(len(tree) for trees in micro_batches for tree in trees)
+
+
+def test_batches_are_pinned_for_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[TreeBatch] = []
+    monkeypatch.setattr(TreeBatch, "pin_memory", lambda batch: pinned.append(batch) or f"pinned {len(batch)}")
+    model = build_model("qwen3", "debug", vocab_size=VOCAB)
+    micro_batches = next(iter(TreeDataset(write_groups(tmp_path / "x.jsonl"), max_tokens=160)))
+    on_cpu = TreeStep(model, TreeLoss(), "cpu").prepare(micro_batches)
+    assert not pinned
+    on_gpu = TreeStep(model, TreeLoss(), "cuda").prepare(micro_batches)
+    assert on_gpu.batches == [f"pinned {len(batch)}" for batch in on_cpu.batches]
+    assert on_gpu.counts == on_cpu.counts
+
+
+def test_rewards_become_advantages(tmp_path: Path) -> None:
+    """Path 5 7 earns more than path 5 9: a step makes the first more likely, the second less."""
+    data = tmp_path / "rewards.jsonl"
+    rows = ((7, 1.0), (9, 0.0))
+    data.write_text("".join(f'{{"group_id": 0, "tokens": [5, {last}], "reward": {r}}}\n' for last, r in rows))
+    options: dict[str, Any] = {"data__files": data, "loss__name": "reinforce", "training__steps": 1}
+    with pytest.raises(UserError, match="the paths have no advantage"):
+        train(tiny_config(tmp_path / "a", **options))
+    before, after = (
+        train(tiny_config(tmp_path / f"lr{lr}", data__advantage="group", optimizer__lr=lr, **options))
+        for lr in (0.0, 1e-3)
+    )
+    a, b = (torch.cat(tree_logprobs(trainer.model, [[5, 7], [5, 9]])) for trainer in (before, after))
+    assert b[0] > a[0] + 1e-3
+    assert b[1] < a[1] - 1e-3
 
 
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """TokenTree and TreeBatch against a trie of prefix tuples in plain Python: no numbering, no sorting."""
 
+import dataclasses
 import random
 import time
 
@@ -9,7 +10,7 @@ import torch
 
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.paths import TokenPath
-from titan_tree.data.tree import TokenTree, TreeStats, common_prefix
+from titan_tree.data.tree import TokenTree, TreeStats, common_prefix, lexicographic_order
 from titan_tree.errors import UserError
 
 HAND_MADE = {
@@ -230,11 +231,57 @@ def test_common_prefix():
         assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
 
 
+def test_lexicographic_order_is_that_of_lists():
+    r = random.Random(0)
+    ids = (
+        0,
+        1,
+        255,
+        256,
+        65_536,
+        2**31 - 1,
+    )  # bytes in another order than the numbers, were they little-endian
+    lists = [[r.choice(ids) for _ in range(r.randint(1, 4))] for _ in range(300)]
+    assert lexicographic_order([TokenPath(tokens) for tokens in lists]) == sorted(
+        range(300), key=lambda i: (lists[i], i)
+    )
+
+
+def test_pinning_reaches_every_tensor(monkeypatch):
+    """Without a GPU nothing can be pinned: a copy stands in for it."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.clone()) or pinned[-1])
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3], advantage=0.5), TokenPath([1, 4], advantage=1.0)])
+    batch = TreeBatch.from_trees([tree])
+    batch = dataclasses.replace(batch, layout=batch.layout.with_plan("of this device"))
+    result = batch.pin_memory()
+
+    def tensors(record):
+        for name, value in vars(record).items():
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif hasattr(value, "__dataclass_fields__"):
+                yield from tensors(value)
+
+    before, after = list(tensors(batch)), list(tensors(result))
+    assert len(after) == len(pinned) == 3 + 3 + 6
+    for (name, old), (same_name, new) in zip(before, after, strict=True):
+        assert name == same_name
+        assert any(new is tensor for tensor in pinned), name
+        assert torch.equal(old, new), name
+    assert result.n_logical == 5
+    assert result.layout.attention_plan is batch.to("cpu").layout.attention_plan is None
+
+
 def test_errors_name_what_is_wrong():
     with pytest.raises(UserError, match="at least one path"):
         TokenTree.from_paths([])
     with pytest.raises(UserError, match="at least one tree"):
         TreeBatch.from_trees([])
+    with pytest.raises(
+        UserError, match="path a: tokens: expected a flat list of token ids, got a nested one"
+    ):
+        TokenPath([1, [2]], id="a")
     some = TokenTree.from_paths([TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="bare")])
     with pytest.raises(UserError, match="path bare: advantage: missing"):
         TreeBatch.from_trees([some])

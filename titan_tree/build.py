@@ -108,6 +108,7 @@ def build_dataset(
         tokenizer,
         merge=config.merge,
         layout=config.layout,
+        advantage=config.advantage,
         global_batch_groups=config.global_batch_groups,
         max_tokens=config.max_tokens,
         max_positions=model.config.max_position_embeddings,
@@ -122,14 +123,8 @@ def build_dataset(
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:
     """None where neither is there: files of token ids need no tokenizer, the reader refuses any others."""
-    name, template = config.tokenizer or tokenizer_folder(hf_path), config.template
-    if name is None:
-        return None
-    if name == "byte":
-        return TreeTokenizer.byte_level(template or "chatml")
-    if name.endswith((".tiktoken", ".tiktoken.gz")):
-        return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
-    return TreeTokenizer.from_hf(name, template)
+    name = config.tokenizer or tokenizer_folder(hf_path)
+    return None if name is None else TreeTokenizer.load(name, config.template)
 
 
 def tokenizer_folder(hf_path: str | None) -> str | None:

@@ -103,7 +103,10 @@ def _positive(text: str) -> int:
 
 def _inspect(args: argparse.Namespace) -> None:
     files = find_files(args.files)
-    tokenizer = _tokenizer(args, files[0])
+    name = args.tokenizer
+    if name is None and holds_conversations(files[0]):
+        name = "byte"
+    tokenizer = None if name is None else TreeTokenizer.load(name, args.template)
     trees = _trees(args, files, tokenizer)
     # Numbers are never cut: a narrower terminal wraps lines.
     console = Console(width=max(100, Console().width) if sys.stdout.isatty() else 160)
@@ -121,17 +124,6 @@ def _inspect(args: argparse.Namespace) -> None:
         if args.picture:
             console.print(render_picture(tree, decode))
         console.print(render_report(tree, decode))
-
-
-def _tokenizer(args: argparse.Namespace, file: str) -> TreeTokenizer | None:
-    name = args.tokenizer
-    if name is None and not holds_conversations(file):
-        return None
-    if name in (None, "byte"):
-        return TreeTokenizer.byte_level(args.template or "chatml")
-    if name.endswith((".tiktoken", ".tiktoken.gz")):
-        return TreeTokenizer.from_tiktoken(name, template=args.template or "chatml")
-    return TreeTokenizer.from_hf(name, args.template)
 
 
 def _trees(

@@ -48,6 +48,7 @@ class DataConfig:
     sample: dict[str, Any] = field(default_factory=dict)  # how conversations become training samples
     merge: Literal["group", "batch"] = "group"  # one tree per group, or merge groups that share a prefix too
     layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path alone: the baseline
+    advantage: Literal["given", "group"] = "given"  # by the data, or made of the rewards of each group
     max_tokens: int = 32_768  # distinct tokens per micro-batch and rank
     global_batch_groups: int = 8  # groups per optimizer step, over all ranks
     shuffle_buffer: int = 256  # groups to draw the next one from; 0 keeps the files' order
@@ -215,13 +216,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         except yaml.YAMLError:
             raise UserError(f"argument {argument!r}: the value is not valid YAML") from None
         config = _merged(config, parsed, where=f"argument {argument!r}")
-    source = " ".join([str(path), *overrides])
     try:
         return OmegaConf.to_object(config)  # type: ignore[return-value]  # runs every __post_init__
     except MissingMandatoryValue as error:
-        raise UserError(f"{source}: {error.full_key}: required, but not set") from None
+        raise UserError(f"{path}: {error.full_key}: required, but not set") from None
     except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def dump_config(config: Config) -> str:

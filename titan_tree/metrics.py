@@ -38,7 +38,7 @@ def cost_metrics(
         "step_s": seconds,
     }
     if device.type == "cuda":
-        peak = titan.get_peak_flops(torch.cuda.get_device_name(device)) * world_size
+        peak = titan.peak_flops(torch.cuda.get_device_name(device)) * world_size
         metrics["mfu"] = counts.flops / seconds / peak
         metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     return metrics

@@ -99,6 +99,8 @@ class TreeStep:
             scored_edges=sum(len(batch.edge_label) for batch in batches),
             flops=sum(self.model.training_flops(batch) for batch in batches),
         )
+        if self.device.type == "cuda":
+            batches = [batch.pin_memory() for batch in batches]  # so that ``run`` copies without waiting
         return StepInput(batches, counts)
 
     def run(self, step: StepInput) -> StepResult:

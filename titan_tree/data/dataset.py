@@ -18,7 +18,7 @@ import numpy as np
 
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.readers import Group, PathReader, SampleTokenizer, find_files, read_groups
-from titan_tree.data.tree import TokenTree, common_prefix
+from titan_tree.data.tree import TokenTree, common_prefix, lexicographic_order
 from titan_tree.errors import UserError
 
 MicroBatches = list[list[TokenTree]]
@@ -40,6 +40,7 @@ class TreeDataset:
             rank reads all of it, builds the same trees, and takes a share balanced by tokens.
         layout: "tree", or "flat": every path a tree of its own, the baseline that computes shared
             prefixes again and again.
+        advantage: "given" by the data, or made of the rewards within each "group": see ``PathReader``.
         global_batch_groups: groups per optimizer step, over all ranks.
         max_tokens: tokens of a micro-batch; a larger tree is an error.
         max_positions: the model's longest path; None: not checked.
@@ -59,6 +60,7 @@ class TreeDataset:
         *,
         merge: Literal["group", "batch"] = "group",
         layout: Literal["tree", "flat"] = "tree",
+        advantage: Literal["given", "group"] = "given",
         global_batch_groups: int = 8,
         max_tokens: int = 32_768,
         max_positions: int | None = None,
@@ -84,7 +86,7 @@ class TreeDataset:
                 raise UserError(f"data.{name}: expected at least {least}, got {number}")
         assert 0 <= rank < world_size, (rank, world_size)
         self.files = find_files(files)
-        self.reader = PathReader(tokenizer, sample_options or {}, vocab_size, max_positions)
+        self.reader = PathReader(tokenizer, sample_options or {}, vocab_size, max_positions, advantage)
         self.merge, self.layout = merge, layout
         self.global_batch_groups, self.max_tokens = global_batch_groups, max_tokens
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
@@ -186,8 +188,7 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]
     """
     runs: list[list[TokenPath]] = []
     size, before = 0, np.empty(0, np.int32)
-    # Big-endian bytes compare like the tokens they hold.
-    for path in sorted(paths, key=lambda path: path.tokens.astype(">i4").tobytes()):
+    for path in (paths[p] for p in lexicographic_order(paths)):
         _check_fits(f"path {path.id}", len(path), max_tokens)
         new = len(path) - common_prefix(before, path.tokens)
         if runs and size + new <= max_tokens:

@@ -45,12 +45,11 @@ def records() -> Iterator[dict[str, Any]]:
         # Half of the trials call tools in parallel, one in four answers wrongly.
         trials = [_trial(items, count, parallel=t % 2 == 0, draw=draw, slip=t == 3) for t in range(TRIALS)]
         rewards = [0.0 if t == 3 else 1.0 for t in range(TRIALS)]
-        mean = sum(rewards) / TRIALS
         yield {
             "id": f"shop-{task}",
             "tools": TOOLS,
             "trajectories": [
-                {"id": f"trial{t}", "reward": reward, "advantage": reward - mean, "messages": messages}
+                {"id": f"trial{t}", "reward": reward, "messages": messages}
                 for t, (reward, messages) in enumerate(zip(rewards, trials, strict=True))
             ],
         }

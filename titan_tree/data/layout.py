@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,14 @@ class TreeLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         """The layout on another device; a plan stays behind, its backend makes it anew."""
-        tensors = (
-            t.to(device, non_blocking=non_blocking)
-            for t in (self.positions, self.subtree_end, self.key_index)
-        )
-        return TreeLayout(*tensors)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TreeLayout:
+        """The layout in page-locked host memory, without a plan."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
+        return TreeLayout(*map(function, (self.positions, self.subtree_end, self.key_index)))
 
     def with_plan(self, plan: Any) -> TreeLayout:
         """The same layout, carrying a backend's ``attention_plan``."""

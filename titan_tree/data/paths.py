@@ -61,7 +61,10 @@ class TokenPath:
         return len(self.tokens)
 
     def _token_array(self, tokens: Any) -> np.ndarray:
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError:  # lists of unequal lengths
+            raise self._error("tokens", "a flat list of token ids", "a nested one") from None
         if array.ndim != 1 or array.size == 0:
             raise self._error("tokens", "a non-empty list of token ids", f"shape {array.shape}")
         if array.dtype.kind not in "iu":

@@ -8,8 +8,9 @@ A line is one sample, or one task with several:
     {"trajectories": [samples of either kind], "tools"?, "group_id"?, "id"?, ...}           a task
 
 ``tools``, ``weight`` and ``advantage`` of a task hold for all its trajectories that do not say otherwise;
-other fields (task, reward, source, ...) are the user's own. Lines of one group_id stand next to each other
-and form one group; a line without one is a group of its own. ``id`` only names things in messages.
+``reward``, of each sample, is read where advantages are made of rewards (``PathReader``); other fields (task,
+source, ...) are the user's own. Lines of one group_id stand next to each other and form one group; a line
+without one is a group of its own. ``id`` only names things in messages.
 
 Reading and tokenising are two steps, so that a resumed run replays the file cheaply: ``read_groups`` only
 parses JSON, ``PathReader`` makes the samples.
@@ -21,21 +22,22 @@ import dataclasses
 import glob
 import gzip
 import json
+import math
+import statistics
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
-
-import numpy as np
+from typing import Any, BinaryIO, Literal, Protocol
 
 from titan_tree.data import demo
 from titan_tree.data.paths import PER_TOKEN, TokenPath
 from titan_tree.errors import UserError
 
 Record = dict[str, Any]
+Sample = tuple[str, str, Record]  # ("file:line", name, record)
 OpenFile = Callable[[str], BinaryIO]
 DEMO = "demo"  # the name of the embedded sample, where a file is expected
 SAMPLE_KINDS = ("messages", "tokens", "input_ids")
@@ -157,12 +159,19 @@ class PathReader:
         sample_options: keyword arguments of ``tokenizer.samples``.
         vocab_size: the model's; larger token ids are an error. None: not checked.
         max_positions: the model's longest path in tokens. None: not checked.
+        advantage: "given" by the data, or "group": made of ``reward`` by ``group_advantages``. A line, or a
+            trajectory of a task, counts once, however many paths its turns make: all get its advantage.
     """
 
     tokenizer: SampleTokenizer | None = None
     sample_options: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     max_positions: int | None = None
+    advantage: Literal["given", "group"] = "given"
+
+    def __post_init__(self) -> None:
+        if self.advantage not in ("given", "group"):
+            raise UserError(f"data.advantage: expected one of given, group; got {self.advantage!r}")
 
     def paths(self, group: Group) -> list[TokenPath]:
         """All samples of the group, in file order.
@@ -170,7 +179,8 @@ class PathReader:
         Raises UserError naming file, line, field and what was expected.
         """
         paths = []
-        for where, name, sample in _samples(group):
+        samples = list(_samples(group))
+        for where, name, sample in samples if self.advantage == "given" else _with_advantages(samples):
             with _errors_at(where):
                 kinds = [kind for kind in SAMPLE_KINDS if kind in sample]
                 if len(kinds) != 1:
@@ -221,8 +231,36 @@ def holds_conversations(file: str) -> bool:
     return any("messages" in sample for _, _, sample in _samples(first))
 
 
-def _samples(group: Group) -> Iterator[tuple[str, str, Record]]:
-    """(where, name, sample) for each sample of a group."""
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """(r - mean) / (std + 1e-6) for each reward of a group, std with n - 1 (GRPO, arXiv:2402.03300).
+
+    Zeros where all rewards are equal: such a group says nothing about what is better.
+    """
+    mean = statistics.mean(rewards)
+    std = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return [(reward - mean) / (std + 1e-6) for reward in rewards]
+
+
+def _with_advantages(samples: list[Sample]) -> list[Sample]:
+    """The samples of one group, each with the advantage that its reward makes."""
+    for where, _, sample in samples:
+        reward = sample.get("reward")
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise UserError(
+                f"{where}: reward: expected a finite number, which data.advantage = 'group' needs of every "
+                f"sample, got {reward!r:.40}; give it one, or leave the sample out"
+            )
+        if sample.get("advantage") is not None:
+            raise UserError(
+                f"{where}: advantage: expected none, as data.advantage = 'group' makes it of the rewards; "
+                "remove the field, or set data.advantage = 'given'"
+            )
+    advantages = group_advantages([float(sample["reward"]) for *_, sample in samples])
+    return [(at, name, s | {"advantage": a}) for (at, name, s), a in zip(samples, advantages, strict=True)]
+
+
+def _samples(group: Group) -> Iterator[Sample]:
+    """The samples of a group, one by one."""
     for where, record in group.lines:
         if "trajectories" not in record:
             shared, _ = _group_key(where, record)
@@ -244,11 +282,7 @@ def _token_path(name: str, field: str, sample: Record) -> TokenPath:
     for foreign in ("labels", "attention_mask"):
         if foreign in sample:
             raise UserError(f"{foreign}: not read; give unpadded tokens and a loss_mask (0: not trained on)")
-    try:
-        tokens = np.asarray(sample[field])
-    except ValueError:  # a ragged nested list
-        raise UserError(f"{field}: expected a flat list of token ids, got a nested one") from None
-    return TokenPath(tokens, id=name, **_given(sample, ("loss_mask", "weight", *PER_TOKEN)))
+    return TokenPath(sample[field], id=name, **_given(sample, ("loss_mask", "weight", *PER_TOKEN)))
 
 
 def _given(record: Record, names: Iterable[str]) -> Record:

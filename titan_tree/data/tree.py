@@ -186,13 +186,11 @@ def _lexicographic_trie(paths: Sequence[TokenPath]) -> tuple[list[np.ndarray], n
 
     Trie tokens are numbered in lexicographic pre-order.
     """
-    # Big-endian, so that comparing bytes compares tokens and a prefix sorts first.
-    order = sorted(range(len(paths)), key=lambda p: paths[p].tokens.astype(">i4").tobytes())
     index: list[np.ndarray] = [np.empty(0, np.int32)] * len(paths)
     predecessors: list[np.ndarray] = []
     n = 0
     tokens, trie = np.empty(0, np.int32), np.empty(0, np.int32)
-    for p in order:
+    for p in lexicographic_order(paths):
         shared = common_prefix(tokens, paths[p].tokens)
         tokens = paths[p].tokens
         new = np.arange(n, n + len(tokens) - shared, dtype=np.int32)
@@ -202,6 +200,12 @@ def _lexicographic_trie(paths: Sequence[TokenPath]) -> tuple[list[np.ndarray], n
         index[p] = trie = np.concatenate([trie[:shared], new])
         n += len(new)
     return index, np.concatenate(predecessors)
+
+
+def lexicographic_order(paths: Sequence[TokenPath]) -> list[int]:
+    """Indices of ``paths``, sorted by tokens; a prefix comes first, equal paths keep their order."""
+    # Big-endian, so that comparing bytes compares tokens.
+    return sorted(range(len(paths)), key=lambda p: paths[p].tokens.astype(">i4").tobytes())
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

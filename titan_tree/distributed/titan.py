@@ -7,6 +7,9 @@ do not.
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -27,8 +30,18 @@ __all__ = [
     "SelectiveAC",
     "TreeSelectiveAC",
     "clip_grad_norm_",
-    "get_peak_flops",
+    "peak_flops",
 ]
+
+
+@functools.cache
+def peak_flops(device_name: str) -> float:
+    """Peak dense bf16 FLOP/s of a GPU by its name; that of an A100 where torchtitan does not know it."""
+    logging.disable(logging.WARNING)  # it complains where the tool lspci is missing, and does without
+    try:
+        return get_peak_flops(device_name)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class TreeSelectiveAC(SelectiveAC):

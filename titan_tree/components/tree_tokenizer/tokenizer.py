@@ -32,8 +32,9 @@ TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 class TreeTokenizer:
     """Text and conversations -> token ids and training samples.
 
-    Made by ``from_hf``, ``from_tiktoken`` or ``byte_level``. ``template``, there, is the name of a built-in
-    chat template ("chatml", "qwen3"), a .jinja file, or Jinja text.
+    Made by ``load``, or by ``from_hf``, ``from_tiktoken`` or ``byte_level``, among which it chooses.
+    ``template``, there, is the name of a built-in chat template ("chatml", "qwen3"), a .jinja file, or Jinja
+    text.
 
     Control tokens inside messages: with the template of a published model (or "qwen3") they act as control
     tokens, for so they do in Hugging Face, whose ids these are. Under "chatml" they are plain text, and so
@@ -49,6 +50,22 @@ class TreeTokenizer:
         self._template = template
         self.special_tokens: dict[str, int] = self._encoder.special_tokens
         self.vocab_size: int = self._encoder.vocab_size
+
+    @staticmethod
+    def load(name: str | Path, template: str | Path | None = None) -> TreeTokenizer:
+        """``byte_level`` for "byte", ``from_tiktoken`` for a .tiktoken[.gz] file, ``from_hf`` for a folder.
+
+        Args:
+            template: None: the folder's own; "chatml" for the other two.
+
+        Raises:
+            UserError: as those.
+        """
+        if name == "byte":
+            return TreeTokenizer.byte_level(template or "chatml")
+        if str(name).endswith((".tiktoken", ".tiktoken.gz")):
+            return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
+        return TreeTokenizer.from_hf(name, template)
 
     @staticmethod
     def from_hf(folder: str | Path, template: str | Path | None = None) -> TreeTokenizer:
