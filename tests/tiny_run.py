@@ -47,6 +47,8 @@ def write_config(folder: Path) -> Path:
     if not data.exists():
         write_groups(data)
     path = folder / "config.toml"
+    if path.exists():  # another rank may be reading it
+        return path
     path.write_text(
         f"""
 folder = "{folder}/run"
