@@ -11,6 +11,7 @@ cuDNN's causal kernel. Needs a GPU.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -30,6 +31,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def main() -> None:
     args = parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: the kernels need a CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"bfloat16, {args.heads[0]} query and {args.heads[1]} key heads, head dim {args.head_dim}")
     print(

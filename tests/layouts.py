@@ -34,6 +34,7 @@ SMALL: dict[str, Nodes] = {
     "roots of 1": [(-1, 1)] * 150,
     "two of 140": [(-1, 140), (-1, 140)],
     "deep": random_nodes(2, 40, 1, 14, roots=0.0),
+    "root in the last row of a block": [(-1, 255), (-1, 1)],
     "branch at a block edge": [(-1, 128), (0, 64), (1, 64), (0, 1), (0, 127)],
 }
 

@@ -254,7 +254,7 @@ def test_balanced_gives_the_largest_to_the_lightest():
     [
         (
             {"max_tokens": 8},
-            r"group \d+: its tree of \d+ paths has \d+ tokens, more than data.max_tokens = 8",
+            r":\d+: the tree of group \d+, \d+ paths, has \d+ tokens, more than data.max_tokens = 8",
         ),
         ({"max_tokens": 3, "layout": "flat"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),
         ({"max_tokens": 3, "merge": "batch"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),

@@ -159,6 +159,7 @@ def test_a_tied_models_second_embedding_must_be_equal(tmp_path):
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
         ({"vocab_size": "61"}, "vocab_size: expected int > 0, got '61'"),
+        ({"rms_norm_eps": True}, "rms_norm_eps: expected float > 0, got True"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
         ({"num_hidden_layers": 3}, r"missing tensors: model.layers.2.* and \d+ more"),
@@ -172,6 +173,20 @@ def test_what_cannot_be_honoured_is_refused(snapshot, changes, message):
         load_pretrained(snapshot)
     assert "\n" not in str(error.value)
     assert str(snapshot) in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Cast to a float without their scales they would be other weights."""
+    hf_model(tied=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=rf"model.safetensors: {name}: expected unquantised weights .* got (I8|F8)"
+    ):
+        load_pretrained(tmp_path)
 
 
 def test_a_window_that_no_layer_uses_is_accepted(snapshot):

@@ -216,11 +216,33 @@ BAD_LINES = {
         '{"tokens": [1, 2], "old_logprobs": [0, -Infinity]}',
         "old_logprobs: expected finite",
     ),
+    "misspelt mask": (
+        {"tokens": [1, 2], "loss_masks": [0, 1]},
+        "loss_masks: numbers for every token, but not read; known are loss_mask",
+    ),
     "labels": ({"input_ids": [1], "labels": [-100]}, "labels: not read.*loss_mask"),
     "advantage per token of a chat": (
         {"messages": chat("a", "b"), "advantage": [1]},
         "advantage: expected one number",
     ),
+    "mask of a chat": (
+        {"messages": chat("a", "b"), "loss_mask": [1, 0]},
+        "loss_mask: not read beside messages",
+    ),
+    "log-probs of a chat": (
+        {"trajectories": [{"messages": chat("a", "b"), "old_logprobs": [0, -1]}]},
+        r"trajectories\[0\]: old_logprobs: not read beside messages",
+    ),
+    "mask of a task": (
+        {"trajectories": [{"tokens": [1, 2]}], "loss_mask": [0, 1]},
+        "loss_mask: not read beside trajectories",
+    ),
+    "sample beside trajectories": (
+        {"trajectories": [{"tokens": [1, 2]}], "tokens": [3, 4]},
+        "tokens: not read beside trajectories",
+    ),
+    "deep": ('{"tokens": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON"),
+    "thousands of digits": ('{"tokens": [' + "9" * 5000 + "]}", "broken JSON"),
     "too long": ({"tokens": [1] * 11, "id": "long"}, "long: 11 tokens, more than the model's 10 positions"),
 }
 
@@ -282,5 +304,5 @@ def test_damaged_gzip(tmp_path, damage):
 
 def test_messages_need_a_tokenizer(tmp_path):
     file = write(tmp_path / "f", {"messages": chat("a", "b")})
-    with pytest.raises(UserError, match="f:1: messages: a tokenizer is needed"):
+    with pytest.raises(UserError, match="f:1: messages: conversations need a tokenizer"):
         [PathReader().paths(group) for group in read_groups([file])]

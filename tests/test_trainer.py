@@ -49,6 +49,8 @@ def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: 
     result = step.run(step.prepare(micro_batches))
     # The loss itself is kept in fp32; gradients never leave fp64.
     torch.testing.assert_close(result.loss, expected.float())
+    tokens = sum(path.weight * float(path.loss_mask[1:].sum()) for path in paths)
+    assert result.metrics["nll"].item() == pytest.approx(total.item() / tokens, rel=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-9, msg=name)
     assert result.counts.num_paths == len(paths)
@@ -140,10 +142,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(config)] == ["1"]
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_a_batch_without_loss_tokens_stops_the_run(tmp_path: Path, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("weight", "other"), [(0.0, ""), (1.0, ""), (1.0, '{"tokens": [1, 2], "weight": 0}')]
+)
+def test_a_batch_without_loss_tokens_stops_the_run(tmp_path: Path, weight: float, other: str) -> None:
     data = tmp_path / "masked.jsonl"
-    data.write_text(f'{{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0], "weight": {weight}}}\n')
+    data.write_text(f'{{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0], "weight": {weight}}}\n{other}')
     with pytest.raises(UserError, match="counts no token"):
         train(tiny_config(tmp_path, data__files=data))
 

@@ -282,6 +282,8 @@ def test_errors_name_what_is_wrong():
         UserError, match="path a: tokens: expected a flat list of token ids, got a nested one"
     ):
         TokenPath([1, [2]], id="a")
+    with pytest.raises(UserError, match=r"path a: loss_mask: expected every entry >= 0, got -1.0"):
+        TokenPath([1, 2], loss_mask=[0, -1], id="a")
     some = TokenTree.from_paths([TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="bare")])
     with pytest.raises(UserError, match="path bare: advantage: missing"):
         TreeBatch.from_trees([some])

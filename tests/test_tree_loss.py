@@ -23,7 +23,8 @@ def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
         paths.append(
             TokenPath(
                 rng.integers(0, 2, n),
-                loss_mask=(rng.random(n) < 0.7) if i else np.zeros(n),  # the first trains on nothing
+                # The first trains on nothing; in the others, tokens count in full, in part or not.
+                loss_mask=rng.choice([0, 1, 1, 0.5, 0.01], n) if i else np.zeros(n),
                 weight=float(rng.uniform(0.2, 2)),
                 advantage=float(rng.normal()) if i % 2 else rng.normal(size=n),
                 old_logprobs=rng.normal(-1, 0.5, n),
@@ -80,6 +81,7 @@ def test_equals_the_loss_of_every_path_alone(name, reduction):
         logprobs = (torch.randn(len(batch.edge_label), dtype=torch.float64) - 1).requires_grad_()
 
         total, weights = torch.zeros((), dtype=torch.float64), 0.0
+        counted, nll = 0.0, 0.0
         for i, path in enumerate(paths):
             tokens = path.tokens.tolist()
             table = tables[i >= 5]
@@ -92,6 +94,8 @@ def test_equals_the_loss_of_every_path_alone(name, reduction):
                 summed = summed / sum(mask) if sum(mask) else summed
             total = total + path.weight * summed
             weights += path.weight * (sum(mask) if reduction == "token_mean" else 1)
+            counted += path.weight * sum(mask)
+            nll -= path.weight * sum(m * x.item() for m, x in zip(mask, logprobs[found], strict=True))
         expected = total / weights
         (expected_grad,) = torch.autograd.grad(expected, logprobs)
 
@@ -107,7 +111,9 @@ def test_equals_the_loss_of_every_path_alone(name, reduction):
             scored = logprobs[kept]
             assert torch.equal(full.edge_label[kept], batch.edge_label)
             assert torch.equal(full.edge_source[kept], batch.edge_source)
-        got, _ = loss(scored, batch, normalizer)
+        got, metrics = loss(scored, batch, normalizer)
+        assert metrics["nll"].item() == pytest.approx(nll, rel=1e-6)  # over tokens, whatever the reduction
+        assert metrics["token_weight"].item() == pytest.approx(counted, rel=1e-6)
         (got_grad,) = torch.autograd.grad(got, logprobs)
         torch.testing.assert_close(got, expected, rtol=2e-7, atol=1e-8)  # weights and fields are fp32
         torch.testing.assert_close(got_grad, expected_grad, rtol=2e-6, atol=1e-7)
@@ -180,7 +186,7 @@ def test_errors_say_what_is_wrong():
         TreeLoss("sft", "mean")
     with pytest.raises(UserError, match=r"'ppo': has no option 'clip'; it has: clip_low, clip_high"):
         TreeLoss("ppo", clip=0.1)
-    with pytest.raises(UserError, match=r"'reinforce': the paths have no advantage"):
+    with pytest.raises(UserError, match="loss: the paths have no advantage"):
         TreeLoss("reinforce")(torch.zeros(1), batch, 1.0)
     with pytest.raises(UserError, match=r"nothing to train on"):
         TreeLoss()(torch.zeros(1), batch, 0.0)

@@ -105,9 +105,8 @@ class Checkpoints:
         self._check_architecture()
         hyperparameters = self._hyperparameters()
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="To get the last learning rate"
-            )  # torchtitan's scheduler
+            # Torch warns of what torchtitan's scheduler does when it is loaded.
+            warnings.filterwarnings("ignore", message="To get the last learning rate")
             self.manager.load()
         self._set_hyperparameters(hyperparameters)
         logger.info("resumed from %s", self._path(self.progress.step))

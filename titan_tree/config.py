@@ -32,9 +32,7 @@ class ModelConfig:
     name: str = "qwen3"  # the family, see titan_tree/models
     flavor: str | None = None  # a named size; not needed with hf_path, which carries its own configuration
     hf_path: str | None = None  # local Hugging Face snapshot: configuration and initial weights
-    attention: Literal["auto", "triton", "flex", "reference"] = (
-        "auto"  # TreeAttention's backend; one that cannot run is refused, never swapped
-    )
+    attention: Literal["auto", "triton", "flex", "reference"] = "auto"  # TreeAttention's backend
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the model's own configuration
 
 
@@ -73,6 +71,13 @@ class LossConfig:
     entropy: float = 0.0  # coefficient of an entropy bonus
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.entropy), "loss.entropy", "a finite number", self.entropy)
+        for name, value in self.options.items():
+            _require(name not in vars(self), f"loss.options.{name}", f"it as loss.{name}", value)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            _require(number, f"loss.options.{name}", "a finite number", repr(value))
+
 
 @dataclass
 class OptimizerConfig:
@@ -85,7 +90,9 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # gradients are scaled down to this 2-norm; inf never clips
 
     def __post_init__(self) -> None:
-        _require(self.lr >= 0, "optimizer.lr", "a number >= 0", self.lr)
+        for name in ("lr", "weight_decay", "eps"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"optimizer.{name}", "a finite number >= 0", value)
         good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         _require(good, "optimizer.betas", "two numbers from 0 to below 1", self.betas)
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", "a number > 0", self.max_grad_norm)
@@ -123,9 +130,7 @@ class ParallelConfig:
     """FSDP2 over all ranks. Both options trade memory for communication and change no result."""
 
     reshard_after_forward: bool = True  # free a block's gathered weights between its forward and backward
-    reduce_gradients: Literal["last", "every"] = (
-        "last"  # micro-batch; "last" keeps 4 bytes/parameter per rank
-    )
+    reduce_gradients: Literal["last", "every"] = "last"  # micro-batch; "last" keeps 4 bytes a parameter
 
 
 @dataclass

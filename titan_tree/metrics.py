@@ -50,6 +50,8 @@ class MetricsLogger:
     Args:
         start_step: steps already done. What a run that was cut off had logged beyond them is removed,
             because those steps come again.
+    Attributes:
+        progress: a bar below the log lines while it is entered (``with``), on a terminal.
     """
 
     def __init__(self, config: MetricsConfig, folder: Path, start_step: int, steps: int) -> None:
@@ -71,7 +73,6 @@ class MetricsLogger:
             transient=True,
         )
         self.bar = self.progress.add_task("training", total=steps, completed=start_step)
-        self.progress.start()
 
     def advance(self, step: int) -> None:
         self.progress.update(self.bar, completed=step)
@@ -91,8 +92,7 @@ class MetricsLogger:
             f"grad {m['grad_norm']:.3f}",
             f"lr {m['lr']:.2e}",
             f"POR {m['por']:.1%}",
-            f"{m['logical_tokens_per_s']:,.0f} logical tok/s",
-            f"{m['executed_tokens_per_s']:,.0f} executed tok/s",
+            f"{m['logical_tokens_per_s']:,.0f} logical, {m['executed_tokens_per_s']:,.0f} executed tok/s",
             f"{m['step_s']:.2f} s",
         ]
         if "mfu" in m:
@@ -100,7 +100,6 @@ class MetricsLogger:
         return "  ".join(parts)
 
     def close(self) -> None:
-        self.progress.stop()
         if self.tensorboard:
             self.tensorboard.close()
 

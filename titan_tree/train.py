@@ -20,7 +20,7 @@ from titan_tree.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the training; returns the exit status: 0, or 2 where the input is at fault."""
+    """Runs the training; returns the exit status: 0, 2 where the input is at fault, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="titan_tree.train", description="Train a model on token trees.")
     parser.add_argument("--config", required=True, metavar="FILE.toml", help="see train_configs/")
     parser.add_argument(
@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(2)  # rank 0 has most likely met the same error, and torchrun ends this process
         print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("titan_tree.train: interrupted; the same command goes on from the newest checkpoint")
+        return 130
     return 0
 
 
@@ -61,4 +65,5 @@ def _log_to_stdout(rank: int) -> None:
 
 if __name__ == "__main__":
     if status := main():
+        sys.stdout.flush()
         os._exit(status)  # a regular exit tears NCCL down, which waits for ranks that may not come

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,11 @@ class Trainer:
 
         self.metrics = None
         if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(dump_config(config))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "config.toml").write_text(dump_config(config))
+            except OSError as error:
+                raise UserError(f"folder = {config.folder}: cannot be written: {error.strerror}") from None
             self.metrics = MetricsLogger(config.metrics, folder, self.progress.step, config.training.steps)
 
     def train(self) -> None:
@@ -112,7 +116,8 @@ class Trainer:
         steps = self.config.training.steps
         self._log_introduction()
         inputs = self._inputs()
-        with build_profiler(self.config.profiler, self.config.folder, self.progress.step) as profiler:
+        bar = self.metrics.progress if self.metrics else nullcontext()
+        with bar, build_profiler(self.config.profiler, self.config.folder, self.progress.step) as profiler:
             while self.progress.step < steps:
                 self.train_step(inputs)
                 self.checkpoints.save(last=self.progress.step == steps)
@@ -199,7 +204,7 @@ class Trainer:
             if folder.exists():
                 shutil.rmtree(folder)  # of an earlier run in this run's folder
             save_pretrained(self.model, folder, weights, source=tokenizer_folder(self.config.model.hf_path))
-            logger.info("wrote %s", folder)
+            logger.info("Hugging Face snapshot: %s", folder)
         dist.barrier()
 
     def _log_introduction(self) -> None:
@@ -222,7 +227,7 @@ class Trainer:
         if self.history:
             total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, self.history), strict=True)))
             logger.info(
-                "trained %d steps, %s trees of %s paths: %s logical tokens, %s run; POR %.1f%%, %.2fx less",
+                "trained %d steps on %s trees of %s paths: %s logical tokens, %s executed (POR %.1f%%, %.2fx fewer)",
                 len(self.history),
                 f"{total.num_trees:,}",
                 f"{total.num_paths:,}",
@@ -232,5 +237,7 @@ class Trainer:
                 total.logical_tokens / total.executed_tokens,
             )
         else:
-            logger.info("nothing left to train: raise training.steps to go on")
+            logger.info(
+                "nothing left to train: raise training.steps to go on, or name a new folder to start anew"
+            )
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")

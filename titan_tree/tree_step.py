@@ -30,6 +30,7 @@ class StepCounts:
     """Sizes of an optimizer step: of one rank's share in ``StepInput``, of all ranks in ``StepResult``."""
 
     normalizer: float  # Z, the loss's divisor
+    loss_weight: float  # sum of w_p m_{p,t}; 0: nothing to learn, though Z of path_mean may be positive
     num_trees: int
     num_paths: int
     logical_tokens: int  # training every path alone would run
@@ -92,6 +93,7 @@ class TreeStep:
         paths = [path for trees in micro_batches for tree in trees for path in tree.paths]
         counts = StepCounts(
             normalizer=self.loss.normalizer(paths),
+            loss_weight=float(sum(path.weight * path.loss_mask[1:].sum(dtype="float64") for path in paths)),
             num_trees=sum(len(trees) for trees in micro_batches),
             num_paths=len(paths),
             logical_tokens=sum(batch.n_logical for batch in batches),
@@ -109,7 +111,7 @@ class TreeStep:
         Raises UserError where the loss counts no token of the global batch.
         """
         counts, num_micro_batches = _agree(step)
-        if counts.normalizer <= 0 or counts.scored_edges == 0:
+        if counts.loss_weight <= 0:
             raise UserError(
                 "the loss counts no token of this step's global batch (all loss masks or weights are 0); "
                 "check the data, or raise data.global_batch_groups"
@@ -165,8 +167,8 @@ def _agree(step: StepInput) -> tuple[StepCounts, int]:
     if _world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    normalizer, trees, paths, logical, executed, edges, flops = counts.tolist()
-    sizes = StepCounts(normalizer, int(trees), int(paths), int(logical), int(executed), int(edges), flops)
+    z, weight, trees, paths, logical, executed, edges, flops = counts.tolist()
+    sizes = StepCounts(z, weight, int(trees), int(paths), int(logical), int(executed), int(edges), flops)
     return sizes, int(most)
 
 

@@ -54,7 +54,7 @@ def sft(logprobs: Tensor, pairs: PathPairs) -> Tensor:
 @register_loss("reinforce")
 def reinforce(logprobs: Tensor, pairs: PathPairs) -> Tensor:
     """-A log p, the policy gradient (Williams, 1992), on-policy."""
-    return -_field(pairs, "advantage", "reinforce") * logprobs
+    return -_field(pairs, "advantage") * logprobs
 
 
 @register_loss("ppo")
@@ -62,8 +62,8 @@ def ppo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate (PPO, arXiv:1707.06347) with the ratio kept in [1 - clip_low, 1 + clip_high]."""
-    advantage = _field(pairs, "advantage", "ppo")
-    log_ratio = logprobs - _field(pairs, "old_logprobs", "ppo")
+    advantage = _field(pairs, "advantage")
+    log_ratio = logprobs - _field(pairs, "old_logprobs")
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantage, clipped * advantage)
@@ -78,21 +78,25 @@ def grpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's surrogate plus ``kl`` times the k3 estimate of KL(new || reference) (GRPO, arXiv:2402.03300).
 
-    Advantages come with the paths: normalise rewards within a group where the group is known.
+    Advantages come with the paths; ``data.advantage = "group"`` makes them of rewards as GRPO does.
     """
     loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
     if kl:
-        log_ratio = _field(pairs, "ref_logprobs", "grpo") - logprobs
+        log_ratio = _field(pairs, "ref_logprobs") - logprobs
         metrics["ref_kl"] = log_ratio.exp() - 1 - log_ratio
         loss = loss + kl * metrics["ref_kl"]
     return loss, metrics
 
 
-def _field(pairs: PathPairs, name: str, loss: str) -> Tensor:
+_INSTEAD = {
+    "advantage": ", or data.advantage = 'group' with rewards",
+    "old_logprobs": ", or take loss.name = 'reinforce' if the model as it is now sampled them",
+}
+
+
+def _field(pairs: PathPairs, name: str) -> Tensor:
     if (value := getattr(pairs, name)) is None:
-        raise UserError(
-            f"loss {loss!r}: the paths have no {name}; give every path one, or choose another loss"
-        )
+        raise UserError(f"loss: the paths have no {name}; give it to every path{_INSTEAD.get(name, '')}")
     return value
 
 

@@ -154,8 +154,9 @@ class TreeDataset:
                 trees += flat_trees(paths, self.max_tokens)
             else:
                 trees.append(TokenTree.from_paths(paths))
-                what = f"group {group.id}: its tree of {len(paths)} paths"
-                _check_fits(what, len(trees[-1]), self.max_tokens)
+                where, _ = group.lines[0]
+                what = f"{where}: the tree of group {group.id}, {len(paths)} paths,"
+                _check_fits(what, len(trees[-1]), self.max_tokens, "or cut it with data.merge = 'batch'")
         return trees
 
 
@@ -227,6 +228,8 @@ def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
     return micro_batches
 
 
-def _check_fits(what: str, tokens: int, max_tokens: int) -> None:
+def _check_fits(what: str, tokens: int, max_tokens: int, otherwise: str = "or leave it out") -> None:
     if tokens > max_tokens:
-        raise UserError(f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; raise it")
+        raise UserError(
+            f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; raise that, {otherwise}"
+        )

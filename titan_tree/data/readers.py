@@ -41,6 +41,7 @@ Sample = tuple[str, str, Record]  # ("file:line", name, record)
 OpenFile = Callable[[str], BinaryIO]
 DEMO = "demo"  # the name of the embedded sample, where a file is expected
 SAMPLE_KINDS = ("messages", "tokens", "input_ids")
+TOKEN_FIELDS = ("loss_mask", "old_logprobs", "ref_logprobs")
 TASK_FIELDS = ("tools", "weight", "advantage")  # a task's trajectories inherit them
 
 
@@ -112,9 +113,11 @@ def _parse(line: bytes, where: str) -> Record:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: broken JSON: {error.msg} at character {error.pos + 1}") from None
+        raise UserError(f"{where}: broken JSON at character {error.pos + 1}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: expected UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+    except (RecursionError, ValueError) as error:  # brackets or digits by the thousand
+        raise UserError(f"{where}: broken JSON: {error}") from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
     return record
@@ -199,7 +202,10 @@ class PathReader:
 
     def _render(self, name: str, sample: Record) -> list[TokenPath]:
         if self.tokenizer is None:
-            raise UserError("messages: a tokenizer is needed to read conversations")
+            raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
+        _refuse(
+            sample, TOKEN_FIELDS, "not read beside messages, whose samples the chat template makes; remove it"
+        )
         paths = self.tokenizer.samples(sample["messages"], sample.get("tools"), **self.sample_options)
         if not paths:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
@@ -270,6 +276,12 @@ def _samples(group: Group) -> Iterator[Sample]:
         trajectories = record["trajectories"]
         if not isinstance(trajectories, list) or not trajectories:
             raise UserError(f"{where}: trajectories: expected a non-empty list, got {trajectories!r:.40}")
+        with _errors_at(where):
+            _refuse(
+                record,
+                (*SAMPLE_KINDS, *TOKEN_FIELDS),
+                "not read beside trajectories; move it into one of them",
+            )
         for index, trajectory in enumerate(trajectories):
             here = f"{where}: trajectories[{index}]"
             if not isinstance(trajectory, dict):
@@ -279,10 +291,22 @@ def _samples(group: Group) -> Iterator[Sample]:
 
 
 def _token_path(name: str, field: str, sample: Record) -> TokenPath:
-    for foreign in ("labels", "attention_mask"):
-        if foreign in sample:
-            raise UserError(f"{foreign}: not read; give unpadded tokens and a loss_mask (0: not trained on)")
-    return TokenPath(sample[field], id=name, **_given(sample, ("loss_mask", "weight", *PER_TOKEN)))
+    foreign = ("labels", "attention_mask")
+    _refuse(sample, foreign, "not read; give unpadded tokens and a loss_mask (0: not trained on)")
+    path = TokenPath(sample[field], id=name, **_given(sample, ("loss_mask", "weight", *PER_TOKEN)))
+    known = ("loss_mask", *PER_TOKEN)
+    for other in sample.keys() - {field, *known}:  # a misspelt mask would train on the prompt
+        value = sample[other]
+        if isinstance(value, list) and len(value) == len(path) and isinstance(value[0], int | float):
+            raise UserError(f"{other}: numbers for every token, but not read; known are {', '.join(known)}")
+    return path
+
+
+def _refuse(record: Record, names: Iterable[str], why: str) -> None:
+    """UserError for a field that would be dropped in silence."""
+    for name in names:
+        if record.get(name) is not None:
+            raise UserError(f"{name}: {why}")
 
 
 def _given(record: Record, names: Iterable[str]) -> Record:
@@ -295,4 +319,5 @@ def _errors_at(where: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        message = str(error).removeprefix(f"path {where}: ")  # a path without an id is named after its place
+        raise UserError(f"{where}: {message}") from None

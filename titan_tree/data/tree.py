@@ -79,9 +79,7 @@ class TokenTree:
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node at whose end the path ends
     path_offsets: np.ndarray  # [P + 1] int64
-    path_index: (
-        np.ndarray
-    )  # [N_flat] int32: path p is tokens[path_index[path_offsets[p]:path_offsets[p + 1]]]
+    path_index: np.ndarray  # [N_flat] int32: DFS indices of path p in path_offsets[p]:path_offsets[p + 1]
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath]) -> TokenTree:

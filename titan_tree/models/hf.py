@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -73,8 +74,8 @@ def model_from_config(folder: str | Path, attention: Backend = "auto") -> Qwen3:
 def read_weights(folder: str | Path, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of ``model``, by its own names, as stored, one at a time on CPU.
 
-    ``model`` only says what is expected, so it may lie on the meta device or be sharded. Names and shapes
-    of all files are checked before the first tensor comes.
+    ``model`` only says what is expected, so it may lie on the meta device or be sharded. Names, shapes
+    and dtypes of all files are checked before the first tensor comes.
     """
     folder = Path(folder)
     expected = {_hf_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
@@ -82,7 +83,13 @@ def read_weights(folder: str | Path, model: nn.Module) -> Iterator[tuple[str, Te
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with _open(file) as shard:
-            shapes |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+            for name in shard.keys():  # noqa: SIM118
+                stored = shard.get_slice(name)
+                shapes[name] = tuple(stored.get_shape())
+                if (dtype := stored.get_dtype()) not in DTYPES:
+                    raise UserError(
+                        f"{file}: {name}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
+                    )
 
     # A tied model's file may hold the embedding a second time, as the published Qwen3-0.6B does.
     embedding, copy = _hf_name("embed_tokens.weight"), "lm_head.weight"

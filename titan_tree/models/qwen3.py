@@ -11,6 +11,7 @@ N tokens, E edges, d hidden size, H query heads, K key-value heads, D head dim.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +52,8 @@ class Qwen3Config:
                 ok, expected = isinstance(value, bool), "true or false"
             else:
                 kinds = (int,) if field.type == "int" else (int, float)
-                ok, expected = isinstance(value, kinds) and value > 0, f"{field.type} > 0"
+                number = isinstance(value, kinds) and not isinstance(value, bool)
+                ok, expected = number and 0 < value < math.inf, f"{field.type} > 0"
             if not ok:
                 raise UserError(f"{field.name}: expected {expected}, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -141,8 +141,9 @@ def read_hf(folder: Path) -> Vocabulary:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; UserError naming the file where there is none."""
+    content = _read_bytes(path)
     try:
-        data = json.loads(_read_bytes(path))
+        data = json.loads(content)
     except ValueError as error:
         raise UserError(f"{path}: broken JSON: {error}") from None
     if not isinstance(data, dict):
