@@ -186,7 +186,7 @@ def test_sample_options_reach_the_tokenizer(tmp_path):
 GOOD = {"tokens": [1, 2], "group_id": "good"}
 BAD_LINES = {
     "broken json": ('{"tokens": [1,', "broken JSON"),
-    "no object": ([1, 2], "expected a JSON object, got list"),
+    "no object": ([1, 2], "expected one JSON object per line, got list"),
     "no sample": (
         {"text": "hi"},
         "expected one of the fields trajectories, messages, tokens, input_ids; got text",
@@ -203,7 +203,7 @@ BAD_LINES = {
     "odd group id": ({"tokens": [1], "group_id": [1]}, "group_id: expected a string or an integer"),
     "empty tokens": ({"tokens": []}, "tokens: expected a non-empty list"),
     "floats": ({"tokens": [1.5]}, "tokens: expected integer token ids"),
-    "nested": ({"tokens": [1, [2]]}, "path .*: tokens: expected a flat list"),
+    "nested": ({"tokens": [1, [2]]}, ":2: tokens: expected a flat list"),
     "nested in input_ids": ({"input_ids": [[1], [2, 3]]}, "tokens: expected a flat list of token ids"),
     "negative id": ({"tokens": [1, -2]}, "tokens: expected ids from 0 to .*got -2"),
     "id too large": (

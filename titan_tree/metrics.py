@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -86,9 +87,10 @@ class MetricsLogger:
                 self.tensorboard.add_scalar(name, value, step)
 
     def _line(self, step: int, m: Mapping[str, float]) -> str:
-        parts = [
-            f"step {step:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {m['loss']:.4f}",
+        parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {m['loss']:.4f}"]
+        if not math.isclose(m["loss"], m["nll"], rel_tol=1e-3):
+            parts.append(f"nll {m['nll']:.4f}")  # nats per token, whatever the loss and its reduction
+        parts += [
             f"grad {m['grad_norm']:.3f}",
             f"lr {m['lr']:.2e}",
             f"POR {m['por']:.1%}",

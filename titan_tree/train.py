@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if rank == 0:
-            print("titan_tree.train: interrupted; the same command goes on from the newest checkpoint")
+            print("interrupted: the same command goes on from the newest checkpoint", flush=True)
         return 130
     return 0
 
@@ -65,5 +65,4 @@ def _log_to_stdout(rank: int) -> None:
 
 if __name__ == "__main__":
     if status := main():
-        sys.stdout.flush()
         os._exit(status)  # a regular exit tears NCCL down, which waits for ranks that may not come

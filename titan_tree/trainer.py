@@ -227,7 +227,8 @@ class Trainer:
         if self.history:
             total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, self.history), strict=True)))
             logger.info(
-                "trained %d steps on %s trees of %s paths: %s logical tokens, %s executed (POR %.1f%%, %.2fx fewer)",
+                "trained %d steps on %s trees of %s paths: "
+                "%s logical tokens, %s executed (POR %.1f%%, %.2fx fewer)",
                 len(self.history),
                 f"{total.num_trees:,}",
                 f"{total.num_paths:,}",

@@ -231,5 +231,6 @@ def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
 def _check_fits(what: str, tokens: int, max_tokens: int, otherwise: str = "or leave it out") -> None:
     if tokens > max_tokens:
         raise UserError(
-            f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; raise that, {otherwise}"
+            f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; "
+            f"raise that, {otherwise}"
         )

@@ -113,13 +113,15 @@ def _parse(line: bytes, where: str) -> Record:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: broken JSON at character {error.pos + 1}: {error.msg}") from None
+        raise UserError(
+            f"{where}: broken JSON at character {error.pos + 1}: {error.msg}; expected one object per line"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: expected UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except (RecursionError, ValueError) as error:  # brackets or digits by the thousand
         raise UserError(f"{where}: broken JSON: {error}") from None
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        raise UserError(f"{where}: expected one JSON object per line, got {type(record).__name__}")
     return record
 
 
