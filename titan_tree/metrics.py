@@ -78,18 +78,21 @@ class MetricsLogger:
     def advance(self, step: int) -> None:
         self.progress.update(self.bar, completed=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        logger.info(self._line(step, metrics))
+    def log(self, step: int, metrics: Mapping[str, float], of_loss: Mapping[str, float]) -> None:
+        """``of_loss``: the loss function's own metrics, whatever they are called."""
+        logger.info(self._line(step, metrics, of_loss))
+        values = {**metrics, **of_loss}
         if self.csv:
-            self.csv.append({"step": step, **metrics})
+            self.csv.append({"step": step, **values})
         if self.tensorboard:
-            for name, value in metrics.items():
+            for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
 
-    def _line(self, step: int, m: Mapping[str, float]) -> str:
+    def _line(self, step: int, m: Mapping[str, float], of_loss: Mapping[str, float]) -> str:
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {m['loss']:.4f}"]
-        if not math.isclose(m["loss"], m["nll"], rel_tol=1e-3):
-            parts.append(f"nll {m['nll']:.4f}")  # nats per token, whatever the loss and its reduction
+        for name, value in of_loss.items():
+            if not math.isclose(value, m["loss"], rel_tol=1e-3):  # nll is the loss of sft by token_mean
+                parts.append(f"{name} {value:.4f}")
         parts += [
             f"grad {m['grad_norm']:.3f}",
             f"lr {m['lr']:.2e}",

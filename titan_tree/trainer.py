@@ -158,9 +158,9 @@ class Trainer:
         if self.metrics:
             self.metrics.advance(step)
             if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
-                values |= {name: value.item() for name, value in result.metrics.items()}
+                of_loss = {name: value.item() for name, value in result.metrics.items()}
                 values |= cost_metrics(result.counts, seconds, dist.get_world_size(), self.device)
-                self.metrics.log(step, values)
+                self.metrics.log(step, values, of_loss)
 
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
         """The input of each step left, and the dataset's state after it.
@@ -242,3 +242,5 @@ class Trainer:
                 "nothing left to train: raise training.steps to go on, or name a new folder to start anew"
             )
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
+        if self.config.metrics.csv:
+            logger.info("curves: %s/metrics.csv", self.config.folder)
