@@ -111,8 +111,15 @@ def _inspect(args: argparse.Namespace) -> None:
     # Numbers are never cut: a narrower terminal wraps lines.
     console = Console(width=max(100, Console().width) if sys.stdout.isatty() else 160)
     if args.report is None:
-        console.print(_table([(name, tree.stats) for name, tree in trees], args.limit))
+        rows = [(name, tree.stats) for name, tree in trees]
+        console.print(_table(rows, args.limit))
         console.print(LEGEND, style="dim", highlight=False)
+        largest, stats = max(rows, key=lambda row: row[1].n_tree)
+        console.print(
+            f"largest tree: {largest} with {stats.n_tree:,} tokens, which data.max_tokens has to hold",
+            highlight=False,
+            markup=False,
+        )
         if tokenizer is not None and args.tokenizer is None:
             console.print("tokens are bytes here; --tokenizer counts those of a model", style="yellow")
         return
