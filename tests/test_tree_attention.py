@@ -147,6 +147,16 @@ def test_compiles_without_recompilation(backend, recompute):
     assert graphs == 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_compiles_without_a_prepared_layout(backend):
+    attention = TreeAttention(backend)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    nodes = [(-1, 40), (0, 33), (0, 18)]
+    q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
+    error = compiled(q, k, v, make_layout(nodes)) - exact_attention(q, k, v, ancestor_mask(nodes))
+    assert error.abs().max() < 1e-6
+
+
 def test_operator_is_sound():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)

@@ -44,7 +44,7 @@ class TreeAttention(nn.Module):
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """The layout with this backend's plan in it. Once per batch, for all layers and recomputation."""
         name = self._resolve(layout.positions.device)
-        if self.backend == "auto" and not self._logged:
+        if self.backend == "auto" and not self._logged and not torch.compiler.is_compiling():
             logger.info("TreeAttention: backend auto chose %s on %s", name, layout.positions.device.type)
             self._logged = True
         with torch.no_grad():
