@@ -55,8 +55,8 @@ def test_nothing_gives_nothing(models):
     [
         ([], "path 1: tokens: expected a non-empty list"),
         ([1, -2], "path 1: tokens: expected ids from 0"),
-        ([1, 61], "path 1: expected token ids below vocab_size = 61, got 61"),
-        ([1] * 513, "path 1: expected at most max_position_embeddings = 512 tokens, got 513"),
+        ([1, 61], "path 1: token id 61 at token 1: expected ids below the model's vocabulary size 61"),
+        ([1] * 513, "path 1: 513 tokens, more than the model's 512 positions"),
     ],
 )
 def test_bad_lists_are_named(models, tokens, message):

@@ -10,7 +10,6 @@ from torch import Tensor
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
-from titan_tree.errors import UserError
 from titan_tree.models.qwen3 import Qwen3
 
 
@@ -32,22 +31,8 @@ def tree_logprobs(model: Qwen3, token_lists: Sequence[Sequence[int]]) -> list[Te
     if not paths:
         return []
     for path in paths:
-        check_path(model, path)
+        path.check_limits(model.config.max_position_embeddings, model.config.vocab_size)
     batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
     batch = batch.to(next(model.parameters()).device)
     logprobs = model(batch).logprobs[batch.pairs.edge]
     return list(logprobs.split([len(path) - 1 for path in paths]))
-
-
-def check_path(model: Qwen3, path: TokenPath) -> None:
-    """Raises UserError where ``path`` is longer than the model's positions or beyond its vocabulary."""
-    config = model.config
-    if len(path) > config.max_position_embeddings:
-        raise UserError(
-            f"path {path.id or '?'}: expected at most max_position_embeddings = "
-            f"{config.max_position_embeddings} tokens, got {len(path)}"
-        )
-    if (largest := int(path.tokens.max())) >= config.vocab_size:
-        raise UserError(
-            f"path {path.id or '?'}: expected token ids below vocab_size = {config.vocab_size}, got {largest}"
-        )

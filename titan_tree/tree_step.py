@@ -93,7 +93,7 @@ class TreeStep:
         paths = [path for trees in micro_batches for tree in trees for path in tree.paths]
         counts = StepCounts(
             normalizer=self.loss.normalizer(paths),
-            loss_weight=float(sum(path.weight * path.loss_mask[1:].sum(dtype="float64") for path in paths)),
+            loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
             num_trees=sum(len(trees) for trees in micro_batches),
             num_paths=len(paths),
             logical_tokens=sum(batch.n_logical for batch in batches),

@@ -136,7 +136,7 @@ class TreeLoss:
     def normalizer(self, paths: Iterable[TokenPath]) -> float:
         """What these paths add to Z. Sum it over all micro-batches and ranks of the global batch."""
         if self.reduction == "token_mean":
-            return float(sum(path.weight * path.loss_mask[1:].sum(dtype="float64") for path in paths))
+            return float(sum(path.weight * path.loss_tokens for path in paths))
         return float(sum(path.weight for path in paths))
 
     def __call__(

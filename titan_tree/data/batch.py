@@ -84,7 +84,6 @@ class TreeBatch:
         is_pair[np.cumsum(lengths) - lengths] = False
         mask[~is_pair] = 0
         path_of = np.repeat(np.arange(len(paths)), lengths)
-        loss_tokens = np.bincount(path_of, weights=mask, minlength=len(paths))
         if edges == "loss":
             is_pair &= mask > 0
             scored = np.zeros(len(tokens), bool)
@@ -110,7 +109,7 @@ class TreeBatch:
             path=torch.from_numpy(path_of[is_pair]),
             loss_mask=torch.from_numpy(mask[is_pair]),
             weight=torch.tensor([path.weight for path in paths], dtype=torch.float32),
-            loss_tokens=torch.from_numpy(loss_tokens.astype(np.float32)),
+            loss_tokens=torch.tensor([path.loss_tokens for path in paths], dtype=torch.float32),
             **optional,
         )
         layout = TreeLayout(

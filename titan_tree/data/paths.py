@@ -60,6 +60,25 @@ class TokenPath:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def loss_tokens(self) -> float:
+        """The sum of the loss mask: how many tokens the loss counts."""
+        return float(self.loss_mask[1:].sum(dtype=np.float64))
+
+    def check_limits(self, max_positions: int | None, vocab_size: int | None) -> None:
+        """Raises UserError where a model of these sizes could not read the path. None: not checked."""
+        if max_positions is not None and len(self) > max_positions:
+            raise UserError(
+                f"path {self.id or '?'}: {len(self):,} tokens, more than the model's {max_positions:,} "
+                "positions (max_positions); shorten the sample or take a model with more"
+            )
+        at = int(self.tokens.argmax())
+        if vocab_size is not None and self.tokens[at] >= vocab_size:
+            raise UserError(
+                f"path {self.id or '?'}: token id {self.tokens[at]} at token {at}: expected ids below the "
+                f"model's vocabulary size {vocab_size}; is this another model's tokenizer?"
+            )
+
     def _token_array(self, tokens: Any) -> np.ndarray:
         try:
             array = np.asarray(tokens)

@@ -198,7 +198,7 @@ class PathReader:
                 else:
                     found = [_token_path(name, kinds[0], sample)]
                 for path in found:
-                    self._check(path)
+                    path.check_limits(self.max_positions, self.vocab_size)
             paths += found
         return paths
 
@@ -218,19 +218,6 @@ class PathReader:
             dataclasses.replace(path, id=f"{name}/{turn}", **given)
             for turn, path in enumerate(paths, start=1)
         ]
-
-    def _check(self, path: TokenPath) -> None:
-        if self.max_positions is not None and len(path) > self.max_positions:
-            raise UserError(
-                f"path {path.id}: {len(path):,} tokens, more than the model's {self.max_positions:,} "
-                "positions (max_positions); shorten the sample or take a model with more"
-            )
-        at = int(path.tokens.argmax())
-        if self.vocab_size is not None and path.tokens[at] >= self.vocab_size:
-            raise UserError(
-                f"path {path.id}: token id {path.tokens[at]} at token {at}: expected ids below the model's "
-                f"vocabulary size {self.vocab_size}; is this another model's tokenizer?"
-            )
 
 
 def holds_conversations(file: str) -> bool:
