@@ -7,8 +7,8 @@ architecture, every token counted in the loss: forward, backward, gradient clipp
 
 - *transformers*: Qwen3ForCausalLM on one sequence, bf16 weights and optimizer states, fused AdamW, SDPA with
   cuDNN's or FlashAttention's kernels, every decoder layer compiled.
-- *titan_tree*: the trainer's model, optimizer and step: fp32 weights and optimizer states, bf16 computation,
-  FSDP2. Trees are made ready for the device beforehand; the trainer does so in a thread, one step ahead.
+- *titan_tree*: the trainer's model, optimizer and step: fp32 weights and optimizer states, bf16 computation.
+  Trees are made ready for the device beforehand; the trainer does so in a thread, one step ahead.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
 count the model's own operations (Qwen3.training_flops): recomputation earns nothing. MFU is their share of
@@ -42,6 +42,7 @@ from titan_tree.data.tree import TokenTree
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.models.registry import build_model
+from titan_tree.trainer import clip_and_step
 from titan_tree.tree_step import TreeStep
 
 OPTIMIZER = OptimizerConfig()  # of both
@@ -114,10 +115,9 @@ def our_step(
 
     def step() -> None:
         loss = tree_step.run(prepared).loss
-        norm = titan.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm, foreach=True)
-        assert math.isfinite(loss.item() + norm.item()), (loss, norm)
-        optimizers.step()
+        norm = clip_and_step(optimizers, loss, OPTIMIZER.max_grad_norm)
         optimizers.zero_grad()
+        assert math.isfinite(loss.item() + norm.item()), (loss, norm)
 
     return step
 
@@ -151,9 +151,9 @@ def peer_step(
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm, foreach=True)
-        assert math.isfinite(loss.item() + norm.item()), (loss, norm)
         optimizer.step()
         optimizer.zero_grad()
+        assert math.isfinite(loss.item() + norm.item()), (loss, norm)
 
     return step
 

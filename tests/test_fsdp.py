@@ -67,6 +67,4 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None
     for (parameter, ours), theirs in zip(
         resumed.model.state_dict().items(), one.model.state_dict().values(), strict=True
     ):
-        torch.testing.assert_close(
-            ours.full_tensor(), theirs.full_tensor(), rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}"
-        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}")

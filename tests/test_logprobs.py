@@ -10,6 +10,17 @@ from titan_tree.components.logprobs import edge_logprobs
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(params=["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where to run: torch, the kernels in Triton's interpreter, the kernels."""
+    if request.param != "interpreted":
+        return request.param
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles where there is a GPU")
+    monkeypatch.setattr(module, "_use_kernels", lambda x: True)
+    return "cpu"
+
+
 def case(E, V, d, dtype, device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(E, d, generator=generator).to(device, dtype).requires_grad_()
@@ -36,12 +47,14 @@ def relative(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
-@pytest.mark.parametrize(("E", "V", "columns"), [(1, 5, 128), (17, 300, 128), (40, 1000, 256), (3, 256, 128)])
-def test_values_and_gradients_are_log_softmaxs(E, V, columns, dtype, tolerance, device):
+@pytest.mark.parametrize(
+    ("E", "V", "columns"), [(1, 5, 128), (17, 300, 128), (40, 1000, 256), (3, 256, 128), (3, 2500, 2304)]
+)
+def test_values_and_gradients_are_log_softmaxs(E, V, columns, dtype, tolerance, device, recompute):
     inputs = case(E, V, 24, dtype, device)
-    blocked = results(lambda h, w, y: edge_logprobs(h, w, y, True, E * columns), *inputs)
+    blocked = results(lambda h, w, y: edge_logprobs(h, w, y, True, recompute, E * columns), *inputs)
     exact = results(
         oracle, *(x.detach().double().requires_grad_(i < 2) for i, x in enumerate(inputs[:2])), *inputs[2:]
     )
@@ -55,13 +68,27 @@ def test_no_block_exceeds_the_budget(monkeypatch):
     matmul = module._matmul
     monkeypatch.setattr(module, "_matmul", lambda a, b: seen.append(len(a) * b.shape[1]) or matmul(a, b))
     hidden, weight, label, _ = case(7, 1000, 8, torch.float32)
-    edge_logprobs(hidden, weight, label, block_elements=7 * 300)[0].sum().backward()
+    edge_logprobs(hidden, weight, label, block_elements=7 * 300)[0].sum().backward()  # recomputes
     assert seen == [7 * 256] * 3 + [7 * 232] + [7 * 256] * 3 + [7 * 232]
 
 
 def test_gradcheck_over_two_blocks():
     hidden, weight, label, _ = case(3, 140, 4, torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: edge_logprobs(h, w, label, True, 1), (hidden, weight))
+    for recompute in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda h, w, again=recompute: edge_logprobs(h, w, label, True, again, 1), (hidden, weight)
+        )
+
+
+def test_only_a_backward_to_come_keeps_probabilities(monkeypatch):
+    kept = []
+    softmax = module._softmax
+    monkeypatch.setattr(module, "_softmax", lambda *args: kept.append(args[4]) or softmax(*args))
+    hidden, weight, label, _ = case(3, 7, 4, torch.float32)
+    with torch.no_grad():
+        edge_logprobs(hidden, weight, label, recompute=False)
+    edge_logprobs(hidden, weight, label, recompute=True)
+    assert kept == [False, False]
 
 
 def test_second_derivatives_are_refused():
@@ -72,7 +99,6 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_edges_give_zero_gradients(dtype, device):
     hidden, weight, label, _ = case(0, 300, 8, dtype, device)
@@ -101,19 +127,21 @@ def test_a_tied_embedding_gets_both_gradients():
     assert relative(weight.grad, want) < 1e-13
 
 
-def test_large_logits_do_not_overflow():
-    hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
-    weight = torch.linspace(-1, 1, 300)[:, None].requires_grad_()
-    logprobs, entropy = edge_logprobs(hidden, weight, torch.tensor([299, 299]), True, 1)
-    want, want_entropy = oracle(hidden.double(), weight.double(), torch.tensor([299, 299]))
+def test_large_logits_do_not_overflow(device):
+    hidden = torch.tensor([[300.0], [-300.0]], device=device, requires_grad=True)
+    weight = torch.linspace(-1, 1, 300, device=device)[:, None].requires_grad_()
+    label = torch.tensor([299, 299], device=device)
+    logprobs, entropy = edge_logprobs(hidden, weight, label, True, block_elements=1)
+    want, want_entropy = oracle(hidden.double(), weight.double(), label)
     torch.testing.assert_close(logprobs.double(), want, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-4, atol=1e-4)
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_bf16_is_no_worse_than_the_plain_bf16_path(device):
+def test_bf16_is_no_worse_than_the_plain_bf16_path(device, recompute):
     """Error against fp32 arithmetic on the same bf16 numbers, beside that of materialised bf16 logits."""
     inputs = case(200, 3000, 64, torch.bfloat16, device)
 
@@ -122,7 +150,7 @@ def test_bf16_is_no_worse_than_the_plain_bf16_path(device):
         return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
     exact = results(oracle, *(x.detach().double().requires_grad_() for x in inputs[:2]), *inputs[2:])
-    ours = results(lambda h, w, y: edge_logprobs(h, w, y, True, 200 * 512), *inputs)
+    ours = results(lambda h, w, y: edge_logprobs(h, w, y, True, recompute, 200 * 512), *inputs)
     theirs = results(plain, *inputs)
     assert ours[0].dtype == ours[1].dtype == torch.float32
     for name, mine, other, want in zip(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -61,9 +61,13 @@ def build_parallel_model(
         built.to_empty(device=mesh.device_type)
         parameters = built.state_dict()
         for name, tensor in read_weights(model.hf_path, built):
-            shard = parameters[name]
-            whole = tensor.to(mesh.device_type, torch.float32)
-            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None))
+            parameter = parameters[name]
+            value = tensor.to(mesh.device_type, torch.float32)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(
+                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.copy_(value)
     return built
 
 
@@ -84,7 +88,7 @@ def build_optimizers(config: OptimizerConfig, model: Qwen3) -> titan.OptimizersC
                 optimizer_kwargs=options | {"weight_decay": config.weight_decay},
             ),
         ],
-        implementation="fused" if torch.cuda.is_available() else "foreach",
+        implementation="fused",
     ).build(model_parts=[model])
 
 

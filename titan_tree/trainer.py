@@ -142,14 +142,12 @@ class Trainer:
         torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
 
         result = self.tree_step.run(step_input)
-        max_norm = self.config.optimizer.max_grad_norm
-        grad_norm = titan.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
-        values = {"loss": result.loss.item(), "grad_norm": grad_norm.item()}
+        grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
+        self.optimizers.zero_grad()
+        values = {"loss": result.loss.item(), "grad_norm": grad_norm.item()}  # waits for the device
         self._check_finite(step, values)
 
         values["lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        self.optimizers.step()
-        self.optimizers.zero_grad()
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, position
 
@@ -182,7 +180,7 @@ class Trainer:
                 yield current
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        """All ranks see the same values, so all stop. The weights are still those before the step."""
+        """All ranks see the same values, so all stop. ``clip_and_step`` left the weights as they were."""
         for name, value in values.items():
             if not math.isfinite(value):
                 self.checkpoints.wait()
@@ -244,3 +242,19 @@ class Trainer:
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if self.config.metrics.csv:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def clip_and_step(optimizers: titan.OptimizersContainer, loss: Tensor, max_norm: float) -> Tensor:
+    """Step on gradients scaled down to a norm of ``max_norm``; returns the norm they had, 0-dim.
+
+    Where loss or norm is not finite, weights and states stay as they are. Both happen inside of the fused
+    kernel, by what it offers to gradient scalers: no pass over the gradients, no waiting for the device.
+    """
+    parameters = [p for group in optimizers.param_groups for p in group["params"]]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for optimizer in optimizers:
+        optimizer.grad_scale = (norm / max_norm).clamp_min(1.0)  # the kernel divides by it
+        optimizer.found_inf = 1.0 - (loss + norm).isfinite().float()  # 1: the kernel does nothing
+    optimizers.step()
+    return norm

@@ -1,30 +1,36 @@
-"""edge_logprobs: log-probabilities of the edges' labels without a logit matrix in memory.
+"""edge_logprobs: log-probabilities of the edges' labels without an fp32 logit matrix in memory.
 
 Row e of the [E, V] logits is ``hidden[e] @ weight.T``. The vocabulary is walked in blocks of columns:
-forward keeps a running log-sum-exp per row (as in online softmax, Milakov & Gimelshein,
-arXiv:1805.02867), backward computes each block again. Chunking columns, not rows, makes the weight
-gradient of a block one complete GEMM: nothing [V, d] is ever summed over chunks.
+forward softmaxes each block by itself and keeps a running log-sum-exp per row (as in online softmax,
+Milakov & Gimelshein, arXiv:1805.02867). Chunking columns, not rows, makes the weight gradient of a block
+one complete GEMM: nothing [V, d] is ever summed over chunks.
+
+The backward reads the blocks' probabilities in hidden's dtype, that of the logits' gradient: kept from the
+forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or computed again, one more GEMM.
 
 E edges, V vocabulary, d hidden size, B columns of a block.
 
-Memory beyond inputs and gradients: a block holds E * B <= ``BLOCK_ELEMENTS`` = 2**27 logits in fp32
-(512 MiB) and their gradient in bf16 (256 MiB); ``hidden``'s gradient is summed in fp32 (E * d * 4 bytes:
-256 MiB at E = 32k, d = 2048). 1 GiB, whatever V; full fp32 logits of Qwen3 would be 18.5 GiB.
+Other memory beyond inputs and gradients: a block holds E * B <= ``BLOCK_ELEMENTS`` = 2**27 logits in fp32
+(512 MiB), their probabilities and gradient in bf16 (256 MiB each); ``hidden``'s gradient is summed in
+fp32 (E * d * 4 bytes: 256 MiB at E = 32k, d = 2048). 1 GiB, whatever V; full fp32 logits of Qwen3 would
+be 18.5 GiB.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = 2**27
 COLUMN_MULTIPLE = 128  # keeps the rows of a block aligned for GEMMs; also the narrowest block
 EMPTY = -1e30  # log-sum-exp of no logits; finite, so that 0 * EMPTY is 0
+EMPTY_LOGIT = tl.constexpr(EMPTY)
 
 
 def edge_logprobs(
@@ -32,6 +38,7 @@ def edge_logprobs(
     weight: Tensor,
     label: Tensor,
     entropy: bool = False,
+    recompute: bool = True,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each edge's label, and on request the entropy of its distribution, in nats.
@@ -44,59 +51,74 @@ def edge_logprobs(
         weight: [V, d] of hidden's dtype: the output projection, tied to the embedding or not.
         label: [E] int64 in 0 .. V-1. The caller vouches for the range: checking would synchronise.
         entropy: also return the entropy (costs no matrix multiplication).
+        recompute: compute the logits again in the backward, rather than keep [E, V] probabilities.
         block_elements: upper bound of E * B, but a block has ``COLUMN_MULTIPLE`` columns at least.
     Returns:
         (logprobs [E], entropy [E] or None).
     """
-    return _EdgeLogprobs.apply(hidden, weight, label, entropy, block_elements)
+    keep = torch.is_grad_enabled() and not recompute
+    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, label: Tensor, entropy: bool, block_elements: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        label: Tensor,
+        entropy: bool,
+        keep: bool,
+        block_elements: int,
     ) -> tuple[Tensor, Tensor | None]:
-        absorb = _fused(_absorb_block, hidden)
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
         lse = hidden.new_full((len(hidden),), EMPTY, dtype=accumulator)
         label_logit = torch.zeros_like(lse)
         entropies = torch.zeros_like(lse) if entropy else None
+        kept = []
         for start, end in _blocks(weight, len(hidden), block_elements):
-            lse, label_logit, entropies = absorb(
-                _matmul(hidden, weight[start:end].t()), label - start, lse, label_logit, entropies
+            p, block_lse, block_entropy = _softmax(
+                hidden, weight[start:end], label - start, label_logit, keep, entropy
             )
-        ctx.save_for_backward(hidden, weight, label, lse, entropies)
+            new_lse = torch.logaddexp(lse, block_lse)
+            if entropies is not None and block_entropy is not None:
+                # The chain rule: parts of mass a and b, each normalised for itself, make
+                # H = a (H_a - log a) + b (H_b - log b). No large logit enters, so nothing cancels.
+                log_a, log_b = lse - new_lse, block_lse - new_lse
+                entropies = log_a.exp() * (entropies - log_a) + log_b.exp() * (block_entropy - log_b)
+            lse = new_lse
+            if keep:
+                kept += [p, block_lse]
+        logprobs = label_logit - lse
+        ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
         ctx.block_elements = block_elements
-        return label_logit - lse, entropies
+        return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, label, lse, entropies = ctx.saved_tensors
+        hidden, weight, label, lse, logprobs, entropies, *kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        logit_gradient = _fused(_logit_gradient, hidden)
-        grad_logprobs = grad_logprobs.contiguous()  # a sum's gradient has stride 0: one more graph
-        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-        for start, end in _blocks(weight, len(hidden), ctx.block_elements):
-            grad = logit_gradient(
-                _matmul(hidden, weight[start:end].t()),
-                label - start,
-                lse,
-                entropies,
-                grad_logprobs,
-                grad_entropy,
-                hidden.dtype,
+        grad_logprobs = grad_logprobs.contiguous()  # a sum's gradient has stride 0
+        grad_entropy = None if entropies is None or grad_entropy is None else grad_entropy.contiguous()
+        for i, (start, end) in enumerate(_blocks(weight, len(hidden), ctx.block_elements)):
+            if kept:
+                p, block_lse = kept[2 * i : 2 * i + 2]
+            else:
+                p, block_lse, _ = _softmax(hidden, weight[start:end], label - start, None, True, False)
+            grad = _logit_gradient(
+                p, label - start, block_lse - lse, logprobs, entropies, grad_logprobs, grad_entropy
             )
             if grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[start:end])
             if grad_hidden is not None:
                 _add_matmul(grad_hidden, grad, weight[start:end])
-            del grad  # before the next block allocates
+            del p, grad  # before the next block allocates
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -126,59 +148,144 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def _absorb_block(
-    logits: Tensor, column: Tensor, lse: Tensor, label_logit: Tensor, entropies: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running row statistics with a block of logits [E, B] taken in, all [E].
+def _use_kernels(x: Tensor) -> bool:
+    return x.is_cuda
 
-    column: the label's column in this block; outside 0 .. B-1 the label lies in another block.
-    Entropy by its chain rule: parts of mass a and b, each normalised for itself, make
-    H = a (H_a - log a) + b (H_b - log b). No large logit enters, so nothing cancels.
+
+# Softmax of a block by itself: one read of the logits, one write of the probabilities.
+
+
+def _softmax(
+    hidden: Tensor, weight: Tensor, column: Tensor, label_logit: Tensor | None, keep: bool, entropy: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """(p [E, B] in hidden's dtype if ``keep``, log-sum-exp [E], entropy [E] if asked for) of a block.
+
+    column: [E], the label's column in this block; outside 0 .. B-1 the label lies in another block.
+    label_logit: [E], written where the label lies in this block.
     """
-    width = logits.shape[1]
-    block_lse = logits.logsumexp(1)
-    new_lse = torch.logaddexp(lse, block_lse)
-    in_block = (column >= 0) & (column < width)
-    candidate = logits.gather(1, column.clamp(0, width - 1)[:, None]).squeeze(1)
-    label_logit = torch.where(in_block, candidate, label_logit)
-    if entropies is not None:
-        log_p = logits - block_lse[:, None]
-        block_entropies = -(log_p.exp() * log_p).sum(1)
-        log_a, log_b = lse - new_lse, block_lse - new_lse
-        entropies = log_a.exp() * (entropies - log_a) + log_b.exp() * (block_entropies - log_b)
-    return new_lse, label_logit, entropies
+    logits = _matmul(hidden, weight.t())
+    if not _use_kernels(logits):
+        return _softmax_reference(logits, column, label_logit, hidden.dtype if keep else None, entropy)
+    p = torch.empty_like(logits, dtype=hidden.dtype) if keep else None
+    lse = logits.new_empty(len(logits))
+    entropies = torch.empty_like(lse) if entropy else None
+    with torch.cuda.device_of(logits):
+        _softmax_kernel[(len(logits),)](
+            logits, column, label_logit, p, lse, entropies, logits.shape[1], BLOCK=2048, num_warps=8
+        )
+    return p, lse, entropies
+
+
+def _softmax_reference(
+    logits: Tensor, column: Tensor, label_logit: Tensor | None, dtype: torch.dtype | None, entropy: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    lse = logits.logsumexp(1)
+    log_p = logits - lse[:, None]
+    p = log_p.exp()
+    if label_logit is not None:
+        inside = (column >= 0) & (column < logits.shape[1])
+        label_logit[inside] = logits[inside, column[inside]]
+    return None if dtype is None else p.to(dtype), lse, -(p * log_p).sum(1) if entropy else None
+
+
+@triton.jit
+def _softmax_kernel(
+    logits_ptr, column_ptr, label_logit_ptr, p_ptr, lse_ptr, entropy_ptr, B, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per row. Pointers may be None: what is not asked for."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * B
+    offset = tl.arange(0, BLOCK)
+    peak = tl.full([BLOCK], EMPTY_LOGIT, logits_ptr.dtype.element_ty)
+    total = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+    for first in range(0, B, BLOCK):  # every lane by itself, without a reduction
+        x = tl.load(logits_ptr + first + offset, mask=first + offset < B, other=EMPTY_LOGIT)
+        new_peak = tl.maximum(peak, x)
+        total = total * tl.exp(peak - new_peak) + tl.exp(x - new_peak)
+        peak = new_peak
+    top = tl.max(peak, 0)
+    lse = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
+    tl.store(lse_ptr + row, lse)
+
+    if label_logit_ptr is not None:
+        column = tl.load(column_ptr + row)
+        inside = (column >= 0) & (column < B)
+        tl.store(label_logit_ptr + row, tl.load(logits_ptr + column, mask=inside), mask=inside)
+
+    if p_ptr is not None or entropy_ptr is not None:  # the row once more, out of L2
+        sums = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
+        for first in range(0, B, BLOCK):
+            mask = first + offset < B
+            log_p = tl.load(logits_ptr + first + offset, mask=mask, other=EMPTY_LOGIT) - lse
+            p = tl.exp(log_p)
+            sums += p * log_p
+            if p_ptr is not None:
+                tl.store(p_ptr + row * B + first + offset, p.to(p_ptr.dtype.element_ty), mask=mask)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, -tl.sum(sums, 0))
+
+
+# Gradient of a block's logits: one read and one write.
 
 
 def _logit_gradient(
-    logits: Tensor,
+    p: Tensor,
     column: Tensor,
-    lse: Tensor,
+    log_share: Tensor,
+    logprobs: Tensor,
     entropies: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """[E, B] gradient of a block's logits, in ``dtype``: one read and one write when fused.
+    """[E, B] gradient of a block's logits, in the dtype of ``p``, the block's own softmax.
 
-    d logprob / d logit_j = [j = label] - p_j and d H / d logit_j = -p_j (log p_j + H).
+    d logprob / d logit_j = [j = label] - p_j and d H / d logit_j = -p_j (log p_j + H), where p_j is the
+    block's times exp(log_share); the label's own, of which 1 - p is wanted, is exact: exp(logprob).
     """
-    log_p = logits - lse[:, None]
-    p = log_p.exp()
-    is_label = column[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    grad = grad_logprobs[:, None] * (is_label.to(p.dtype) - p)
+    if not _use_kernels(p):
+        return _logit_gradient_reference(
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy
+        )
+    grad, block = torch.empty_like(p), 2048
+    with torch.cuda.device_of(p):
+        _logit_gradient_kernel[(len(p), triton.cdiv(p.shape[1], block))](
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, grad, p.shape[1],
+            BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return grad
+
+
+def _logit_gradient_reference(
+    p: Tensor,
+    column: Tensor,
+    log_share: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    is_label = column[:, None] == torch.arange(p.shape[1], device=p.device)
+    wide = torch.where(is_label, logprobs.exp()[:, None], p * log_share.exp()[:, None])
+    grad = grad_logprobs[:, None] * (is_label.to(wide.dtype) - wide)
     if entropies is not None and grad_entropy is not None:
-        grad = grad - grad_entropy[:, None] * p * (log_p + entropies[:, None])
-    return grad.to(dtype)
+        grad = grad - grad_entropy[:, None] * (wide.xlogy(wide) + wide * entropies[:, None])
+    return grad.to(p.dtype)
 
 
-def _fused(function: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:
-    """``function`` compiled into few passes over a block on a GPU, itself on CPU.
-
-    Also for a single edge or none: torch.compile makes sizes 0 and 1 a graph of their own.
-    """
-    return _compiled(function) if hidden.is_cuda and len(hidden) > 1 else function
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+@triton.jit
+def _logit_gradient_kernel(
+    p_ptr, column_ptr, log_share_ptr, logprob_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, grad_ptr,
+    B, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row and BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_label = offset == tl.load(column_ptr + row)
+    label_p = tl.exp(tl.load(logprob_ptr + row))
+    p = tl.load(p_ptr + row * B + offset, mask=offset < B, other=0.0)
+    p = tl.where(is_label, label_p, p.to(label_p.dtype) * tl.exp(tl.load(log_share_ptr + row)))
+    grad = tl.load(grad_logprob_ptr + row) * (is_label.to(p.dtype) - p)
+    if grad_entropy_ptr is not None:
+        log_p = tl.log(tl.where(p > 0, p, 1.0))  # p log p is 0 at 0
+        grad -= tl.load(grad_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
+    tl.store(grad_ptr + row * B + offset, grad.to(grad_ptr.dtype.element_ty), mask=offset < B)

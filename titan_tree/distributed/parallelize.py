@@ -1,7 +1,7 @@
 """From one plain model to one that trains on any number of ranks: checkpointing, compile, FSDP2.
 
-The model does not know where it runs. One process is one rank of FSDP2 too, so that a laptop, one GPU and
-N GPUs share every line of code.
+The model does not know where it runs. One rank alone has nothing to shard and goes without FSDP2; all else
+is the same on a laptop, one GPU and N GPUs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_tree.distributed import titan
+from titan_tree.models.qwen3 import Qwen3
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
 
@@ -38,22 +38,24 @@ def init_distributed() -> tuple[DeviceMesh, torch.device]:
 
 
 def parallelize(
-    model: nn.Module,
+    model: Qwen3,
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype = torch.bfloat16,
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
-) -> nn.Module:
+) -> Qwen3:
     """Apply activation checkpointing, torch.compile and FSDP2 to ``model.layers`` in place; also on meta.
 
     The order matters. Checkpointing wraps a block first, so that compile sees what is recomputed and fuses
     across it. Compile comes before FSDP, whose hooks then stay outside of the graphs, around each block.
     One graph serves all blocks and all batch sizes (dynamic), and a graph break is an error (fullgraph).
 
-    Weights and gradients stay fp32; ``dtype`` is that of the computation. Gradients are summed over ranks,
-    not averaged: the loss is already divided by the normalizer of the global batch.
+    Weights and gradients stay fp32; ``dtype`` is that of the computation. FSDP2 casts what it gathers, a
+    rank alone casts where a weight is used: the same numbers, but FSDP2 would also copy weights once and
+    gradients twice (2 % of a step, docs/performance.md). Gradients are summed over ranks, not averaged: the
+    loss is already divided by the normalizer of the global batch.
     """
     if activation_checkpoint != "none":
         policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
@@ -61,16 +63,19 @@ def parallelize(
         policy(policy.Config(preserve_rng_state=False)).apply(model)
     blocks = list(model.get_submodule("layers").children())
     if compile:
-        for block in blocks:
-            block.compile(fullgraph=True, dynamic=True)
+        for module in (*blocks, model.get_submodule("norm")):
+            module.compile(fullgraph=True, dynamic=True)
+    model.compute_dtype = dtype
+    model.recompute_logits = activation_checkpoint != "none"
+    if mesh.size() == 1:
+        return model
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotary tables and the like keep the precision the model gave them
     )
-    reshard = reshard_after_forward and mesh.size() > 1  # alone, a rank would free its cast only to redo it
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):

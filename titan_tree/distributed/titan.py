@@ -14,7 +14,6 @@ import torch
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
@@ -29,7 +28,6 @@ __all__ = [
     "Profiler",
     "SelectiveAC",
     "TreeSelectiveAC",
-    "clip_grad_norm_",
     "peak_flops",
 ]
 

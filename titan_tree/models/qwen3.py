@@ -187,7 +187,10 @@ class Rope:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension in fp32 at least, cast back to x's dtype, then times the weight."""
+    """x / rms(x) over the last dimension in fp32 at least, cast back to x's dtype, then times the weight.
+
+    Of this and of ``Linear`` the weights may be wider than x, as master weights are; x's dtype counts.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -197,7 +200,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(_at_least_fp32(x))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        return self.weight.to(x.dtype) * (wide * scale).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """x @ weight.T in x's dtype."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__(size_in, size_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -207,10 +220,10 @@ class Attention(nn.Module):
         super().__init__()
         d, D = config.hidden_size, config.head_dim
         self.head_dim = D
-        self.q_proj = nn.Linear(d, config.num_attention_heads * D, bias=False)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * D, bias=False)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * D, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, d, bias=False)
+        self.q_proj = Linear(d, config.num_attention_heads * D)
+        self.k_proj = Linear(d, config.num_key_value_heads * D)
+        self.v_proj = Linear(d, config.num_key_value_heads * D)
+        self.o_proj = Linear(config.num_attention_heads * D, d)
         self.q_norm = RMSNorm(D, config.rms_norm_eps)
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.attention = attention
@@ -230,9 +243,9 @@ class MLP(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         d, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, hidden, bias=False)
-        self.up_proj = nn.Linear(d, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, d, bias=False)
+        self.gate_proj = Linear(d, hidden)
+        self.up_proj = Linear(d, hidden)
+        self.down_proj = Linear(hidden, d)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -278,25 +291,24 @@ class Qwen3(nn.Module):
         super().__init__()
         self.config = config
         self.attention = TreeAttention(attention)  # no parameters: one for all layers
+        self.compute_dtype: torch.dtype | None = None  # of activations; None: that of the weights
+        self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, self.attention) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, batch: TreeBatch, entropy: bool = False) -> ModelOutput:
         """Log-probabilities, and on request entropies, of the batch's edges."""
         layout = self.attention.prepare(batch.layout)
         rope = Rope.at(layout.positions, self.config.head_dim, self.config.rope_theta)
-        x = self.embed_tokens(batch.tokens)
+        embedding = self.embed_tokens.weight.to(self.compute_dtype)
+        x = F.embedding(batch.tokens, embedding)
         for layer in self.layers:
             x = layer(x, rope, layout)
         hidden = self.norm(x)[batch.edge_source]
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return ModelOutput(*edge_logprobs(hidden, head.weight, batch.edge_label, entropy))
+        head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
+        return ModelOutput(*edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits))
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
