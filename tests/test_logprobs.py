@@ -37,27 +37,32 @@ def oracle(hidden, weight, label):
 
 
 def results(function, hidden, weight, label, upstream):
-    """Values and gradients of ``function`` for given gradients of both outputs."""
-    logprobs, entropy = function(hidden, weight, label)
-    grads = torch.autograd.grad([logprobs, entropy], [hidden, weight], list(upstream.to(logprobs.dtype)))
-    return [x.detach() for x in (logprobs, entropy, *grads)]
+    """Values and gradients of ``function`` for given gradients of its outputs: log-probs, and any entropy."""
+    outputs = [x for x in function(hidden, weight, label) if x is not None]
+    upstream = upstream[: len(outputs)].to(outputs[0].dtype)
+    grads = torch.autograd.grad(outputs, [hidden, weight], list(upstream))
+    return [x.detach() for x in (*outputs, *grads)]
+
+
+# How probabilities get to the backward: (entropy, recompute).
+MODES = {"kept": (False, False), "recomputed": (False, True), "with entropy": (True, False)}
 
 
 def relative(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 @pytest.mark.parametrize(
     ("E", "V", "columns"), [(1, 5, 128), (17, 300, 128), (40, 1000, 256), (3, 256, 128), (3, 2500, 2304)]
 )
-def test_values_and_gradients_are_log_softmaxs(E, V, columns, dtype, tolerance, device, recompute):
+def test_values_and_gradients_are_log_softmaxs(E, V, columns, dtype, tolerance, device, mode):
     inputs = case(E, V, 24, dtype, device)
-    blocked = results(lambda h, w, y: edge_logprobs(h, w, y, True, recompute, E * columns), *inputs)
-    exact = results(
-        oracle, *(x.detach().double().requires_grad_(i < 2) for i, x in enumerate(inputs[:2])), *inputs[2:]
-    )
+    entropy, recompute = MODES[mode]
+    blocked = results(lambda h, w, y: edge_logprobs(h, w, y, entropy, recompute, E * columns), *inputs)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs[:2]]
+    exact = results(lambda *x: oracle(*x)[: 1 + entropy], *exact_inputs, *inputs[2:])
     for got, want in zip(blocked, exact, strict=True):
         assert got.dtype == dtype
         assert relative(got, want) < tolerance
@@ -74,9 +79,10 @@ def test_no_block_exceeds_the_budget(monkeypatch):
 
 def test_gradcheck_over_two_blocks():
     hidden, weight, label, _ = case(3, 140, 4, torch.float64)
-    for recompute in (False, True):
+    for entropy, recompute in MODES.values():
         assert torch.autograd.gradcheck(
-            lambda h, w, again=recompute: edge_logprobs(h, w, label, True, again, 1), (hidden, weight)
+            lambda h, w, mode=(entropy, recompute): edge_logprobs(h, w, label, *mode, 1)[: 1 + mode[0]],
+            (hidden, weight),
         )
 
 
@@ -87,8 +93,10 @@ def test_only_a_backward_to_come_keeps_probabilities(monkeypatch):
     hidden, weight, label, _ = case(3, 7, 4, torch.float32)
     with torch.no_grad():
         edge_logprobs(hidden, weight, label, recompute=False)
+    edge_logprobs(hidden.detach(), weight.detach(), label, recompute=False)
     edge_logprobs(hidden, weight, label, recompute=True)
-    assert kept == [False, False]
+    edge_logprobs(hidden, weight, label, entropy=True, recompute=False)
+    assert kept == [None] * 4
 
 
 def test_second_derivatives_are_refused():
@@ -109,8 +117,8 @@ def test_no_edges_give_zero_gradients(dtype, device):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_only_what_requires_a_gradient_gets_one():
-    hidden, weight, label, _ = case(5, 30, 8, torch.float32)
+def test_only_what_requires_a_gradient_gets_one(device):
+    hidden, weight, label, _ = case(5, 30, 8, torch.float32, device)
     edge_logprobs(hidden.detach(), weight, label)[0].sum().backward()
     want = torch.autograd.grad(oracle(hidden, weight, label)[0].sum(), [weight, hidden])
     assert relative(weight.grad, want[0]) < 1e-6
@@ -139,24 +147,34 @@ def test_large_logits_do_not_overflow(device):
     assert hidden.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("distribution", ["spread", "flat", "sure of the label", "sure of another"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_bf16_is_no_worse_than_the_plain_bf16_path(device, recompute):
-    """Error against fp32 arithmetic on the same bf16 numbers, beside that of materialised bf16 logits."""
-    inputs = case(200, 3000, 64, torch.bfloat16, device)
+def test_bf16_is_no_worse_than_the_plain_bf16_path(device, distribution, mode):
+    """Error against exact arithmetic on the same bf16 numbers, beside that of materialised bf16 logits."""
+    hidden, weight, label, upstream = case(200, 3000, 64, torch.bfloat16, device)
+    with torch.no_grad():
+        if distribution == "flat":
+            weight *= 0.1
+        elif distribution != "spread":
+            weight *= 0.5
+            chosen = weight[label if distribution == "sure of the label" else label.roll(1)].float()
+            hidden += 18 * chosen / chosen.square().sum(1, keepdim=True)
 
     def plain(hidden, weight, label):
         log_p = (hidden @ weight.t()).float().log_softmax(-1)
         return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
-    exact = results(oracle, *(x.detach().double().requires_grad_() for x in inputs[:2]), *inputs[2:])
-    ours = results(lambda h, w, y: edge_logprobs(h, w, y, True, recompute, 200 * 512), *inputs)
-    theirs = results(plain, *inputs)
-    assert ours[0].dtype == ours[1].dtype == torch.float32
-    for name, mine, other, want in zip(
-        ("logprobs", "entropy", "hidden", "weight"), ours, theirs, exact, strict=True
-    ):
-        assert relative(mine, want) <= relative(other, want) * 1.01, name
+    entropy, recompute = MODES[mode]
+    exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = results(lambda *x: oracle(*x)[: 1 + entropy], *exact_inputs, label, upstream)
+    ours = results(
+        lambda h, w, y: edge_logprobs(h, w, y, entropy, recompute, 200 * 512), hidden, weight, label, upstream
+    )
+    theirs = results(lambda *x: plain(*x)[: 1 + entropy], hidden, weight, label, upstream)
+    assert ours[0].dtype == torch.float32
+    for mine, other, want in zip(ours, theirs, exact, strict=True):
+        assert relative(mine, want) <= relative(other, want) * 1.01
 
 
 @pytest.mark.gpu

@@ -251,10 +251,12 @@ def clip_and_step(optimizers: titan.OptimizersContainer, loss: Tensor, max_norm:
     kernel, by what it offers to gradient scalers: no pass over the gradients, no waiting for the device.
     """
     parameters = [p for group in optimizers.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for optimizer in optimizers:
         optimizer.grad_scale = (norm / max_norm).clamp_min(1.0)  # the kernel divides by it
         optimizer.found_inf = 1.0 - (loss + norm).isfinite().float()  # 1: the kernel does nothing
     optimizers.step()
+    for optimizer in optimizers:
+        del optimizer.grad_scale, optimizer.found_inf
     return norm

@@ -6,7 +6,8 @@ Milakov & Gimelshein, arXiv:1805.02867). Chunking columns, not rows, makes the w
 one complete GEMM: nothing [V, d] is ever summed over chunks.
 
 The backward reads the blocks' probabilities in hidden's dtype, that of the logits' gradient: kept from the
-forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or computed again, one more GEMM.
+forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or computed again, one more GEMM. Only the
+gradient of the entropy, which takes their logarithm, needs them in fp32: computed again.
 
 E edges, V vocabulary, d hidden size, B columns of a block.
 
@@ -51,12 +52,13 @@ def edge_logprobs(
         weight: [V, d] of hidden's dtype: the output projection, tied to the embedding or not.
         label: [E] int64 in 0 .. V-1. The caller vouches for the range: checking would synchronise.
         entropy: also return the entropy (costs no matrix multiplication).
-        recompute: compute the logits again in the backward, rather than keep [E, V] probabilities.
+        recompute: compute the logits again in the backward, rather than keep [E, V] probabilities. With
+            ``entropy`` always so: its gradient takes the logarithm of probabilities not yet rounded.
         block_elements: upper bound of E * B, but a block has ``COLUMN_MULTIPLE`` columns at least.
     Returns:
         (logprobs [E], entropy [E] or None).
     """
-    keep = torch.is_grad_enabled() and not recompute
+    keep = torch.is_grad_enabled() and not recompute and not entropy
     return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements)
 
 
@@ -72,13 +74,14 @@ class _EdgeLogprobs(torch.autograd.Function):
         block_elements: int,
     ) -> tuple[Tensor, Tensor | None]:
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
+        keep = keep and any(ctx.needs_input_grad[:2])
         lse = hidden.new_full((len(hidden),), EMPTY, dtype=accumulator)
         label_logit = torch.zeros_like(lse)
         entropies = torch.zeros_like(lse) if entropy else None
         kept = []
         for start, end in _blocks(weight, len(hidden), block_elements):
             p, block_lse, block_entropy = _softmax(
-                hidden, weight[start:end], label - start, label_logit, keep, entropy
+                hidden, weight[start:end], label - start, label_logit, hidden.dtype if keep else None, entropy
             )
             new_lse = torch.logaddexp(lse, block_lse)
             if entropies is not None and block_entropy is not None:
@@ -92,24 +95,36 @@ class _EdgeLogprobs(torch.autograd.Function):
         logprobs = label_logit - lse
         ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
         ctx.block_elements = block_elements
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, label, lse, logprobs, entropies, *kept = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        grad_logprobs = grad_logprobs.contiguous()  # a sum's gradient has stride 0
-        grad_entropy = None if entropies is None or grad_entropy is None else grad_entropy.contiguous()
+        # Contiguous: a sum's gradient has stride 0.
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.contiguous()
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        dtype = hidden.dtype if grad_entropy is None else lse.dtype  # of the probabilities
         for i, (start, end) in enumerate(_blocks(weight, len(hidden), ctx.block_elements)):
             if kept:
                 p, block_lse = kept[2 * i : 2 * i + 2]
             else:
-                p, block_lse, _ = _softmax(hidden, weight[start:end], label - start, None, True, False)
+                p, block_lse, _ = _softmax(hidden, weight[start:end], label - start, None, dtype, False)
             grad = _logit_gradient(
-                p, label - start, block_lse - lse, logprobs, entropies, grad_logprobs, grad_entropy
+                p,
+                label - start,
+                block_lse - lse,
+                logprobs,
+                entropies,
+                grad_logprobs,
+                grad_entropy,
+                hidden.dtype,
             )
             if grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[start:end])
@@ -156,17 +171,22 @@ def _use_kernels(x: Tensor) -> bool:
 
 
 def _softmax(
-    hidden: Tensor, weight: Tensor, column: Tensor, label_logit: Tensor | None, keep: bool, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    column: Tensor,
+    label_logit: Tensor | None,
+    dtype: torch.dtype | None,
+    entropy: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """(p [E, B] in hidden's dtype if ``keep``, log-sum-exp [E], entropy [E] if asked for) of a block.
+    """(p [E, B] in ``dtype`` if any, log-sum-exp [E], entropy [E] if asked for) of a block.
 
     column: [E], the label's column in this block; outside 0 .. B-1 the label lies in another block.
     label_logit: [E], written where the label lies in this block.
     """
     logits = _matmul(hidden, weight.t())
     if not _use_kernels(logits):
-        return _softmax_reference(logits, column, label_logit, hidden.dtype if keep else None, entropy)
-    p = torch.empty_like(logits, dtype=hidden.dtype) if keep else None
+        return _softmax_reference(logits, column, label_logit, dtype, entropy)
+    p = torch.empty_like(logits, dtype=dtype) if dtype else None
     lse = logits.new_empty(len(logits))
     entropies = torch.empty_like(lse) if entropy else None
     with torch.cuda.device_of(logits):
@@ -236,17 +256,18 @@ def _logit_gradient(
     entropies: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """[E, B] gradient of a block's logits, in the dtype of ``p``, the block's own softmax.
+    """[E, B] gradient, in ``dtype``, of the logits of a block whose own softmax is ``p``.
 
     d logprob / d logit_j = [j = label] - p_j and d H / d logit_j = -p_j (log p_j + H), where p_j is the
     block's times exp(log_share); the label's own, of which 1 - p is wanted, is exact: exp(logprob).
     """
     if not _use_kernels(p):
         return _logit_gradient_reference(
-            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, dtype
         )
-    grad, block = torch.empty_like(p), 2048
+    grad, block = torch.empty_like(p, dtype=dtype), 2048
     with torch.cuda.device_of(p):
         _logit_gradient_kernel[(len(p), triton.cdiv(p.shape[1], block))](
             p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, grad, p.shape[1],
@@ -263,13 +284,14 @@ def _logit_gradient_reference(
     entropies: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     is_label = column[:, None] == torch.arange(p.shape[1], device=p.device)
     wide = torch.where(is_label, logprobs.exp()[:, None], p * log_share.exp()[:, None])
     grad = grad_logprobs[:, None] * (is_label.to(wide.dtype) - wide)
     if entropies is not None and grad_entropy is not None:
         grad = grad - grad_entropy[:, None] * (wide.xlogy(wide) + wide * entropies[:, None])
-    return grad.to(p.dtype)
+    return grad.to(dtype)
 
 
 @triton.jit
