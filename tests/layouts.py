@@ -78,6 +78,22 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
+def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayout) -> list[Tensor]:
+    """o, dq, dk, dv in float64, 1024 queries at a time: for trees whose mask is too large."""
+    out, dq = (torch.zeros_like(q, dtype=torch.float64) for _ in range(2))
+    dk, dv = (torch.zeros_like(k, dtype=torch.float64) for _ in range(2))
+    key = torch.arange(len(k), device=k.device)
+    for rows in torch.arange(len(q), device=q.device).split(1024):
+        column = layout.key_index[rows, None]
+        inputs = [x.detach().double().requires_grad_() for x in (q[rows], k, v)]
+        chunk = exact_attention(*inputs, (key <= column) & (column < layout.subtree_end))
+        dq[rows], dk_part, dv_part = torch.autograd.grad(chunk, inputs, do[rows].double())
+        out[rows] = chunk.detach()
+        dk += dk_part
+        dv += dv_part
+    return [out, dq, dk, dv]
+
+
 def random_qkv(n: int, m: int, heads: tuple[int, int], dim: int, **factory) -> list[Tensor]:
     """q [n, Hq, dim], k and v [m, Hkv, dim], all requiring grad, and a do like q."""
     q, do = (torch.randn(n, heads[0], dim, **factory) for _ in range(2))

@@ -6,7 +6,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.layouts import SMALL, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
-from titan_tree.components.tree_attention import TreeAttention, triton_kernels
+from titan_tree.components.tree_attention import TreeAttention, operator, portable
+from titan_tree.components.tree_attention.plan import (
+    JOBS,
+    KEYS,
+    PIECE,
+    QUERIES,
+    SHORTEST_JOB,
+    TILE,
+    max_parts,
+    prepare,
+)
+from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
 
 
@@ -14,6 +25,10 @@ def context_queries(n: int, kind: str) -> np.ndarray:
     """Query columns among n keys: the gateway context is in front of them, between them, or nearly all."""
     if kind == "front":
         return np.arange(n - n // 3, n)
+    if kind == "last":
+        return np.array([n - 1])
+    if kind == "one past a block":
+        return np.arange(n - 129, n)
     share = 0.4 if kind == "between" else 0.05
     return np.flatnonzero(np.random.default_rng(0).random(n) < share)
 
@@ -62,37 +77,81 @@ def test_gateway_context(kind, backend):
     assert_exact(nodes, context_queries(n, kind), backend=backend)
 
 
-@pytest.mark.parametrize("kind", ["all", "front", "between"])
+@pytest.mark.parametrize("kind", ["all", "front", "between", "last", "one past a block"])
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_covers_exactly_what_is_visible(seed, kind):
     """Brute force: no visible pair outside the plan, no invisible pair in a block taken as full."""
     nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
+    nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a piece
     n = sum(length for _, length in nodes)
     queries = None if kind == "all" else context_queries(n, kind)
     layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
-    plan = triton_kernels.prepare(layout)
-    block_q, block_k = triton_kernels.LIST_Q, triton_kernels.LIST_K
-    listed = torch.zeros_like(mask)
-    counts = torch.stack([plan.n_partial, plan.n_visible], 1).tolist()
-    for i, (partial, visible) in enumerate(counts):
-        blocks = plan.key_blocks[i, :visible].tolist()
-        assert len(set(blocks)) == visible
-        for j, block in enumerate(blocks):
-            tile = np.s_[i * block_q : (i + 1) * block_q, block * block_k : (block + 1) * block_k]
-            listed[tile] = True
-            assert j < partial or mask[tile].all()
-    assert not (mask & ~listed).any()
+    plan = prepare(layout)
+    n_keys = mask.shape[1]
+
+    def assert_lists(lists, visible, full_from, size):
+        """Query block i reads runs of ``size`` keys, all of them visible from the full_from[i]-th on."""
+        listed = torch.zeros_like(mask)
+        for i, (stop, full) in enumerate(zip(visible.tolist(), full_from.tolist(), strict=True)):
+            runs = lists[i, :stop].tolist()
+            assert len(set(runs)) == stop
+            for j, run in enumerate(runs):
+                tile = np.s_[i * QUERIES : (i + 1) * QUERIES, run * size : (run + 1) * size]
+                listed[tile] = True
+                assert j < full or mask[tile].all()
+        assert not (mask & ~listed).any()
+
+    assert_lists(plan.key_blocks, plan.n_visible, plan.n_partial, KEYS)
+    assert_lists(plan.pieces, plan.n_pieces, plan.n_masked, PIECE)
+    assert not (plan.n_pieces % 4).any()
+    assert (plan.n_diagonal > 0).all()
+    for i, diagonal in enumerate(plan.n_diagonal.tolist()):  # the others need no test of k <= q
+        others = plan.pieces[i, diagonal : plan.n_pieces[i]]
+        others = others[others * PIECE < n_keys]
+        assert (others * PIECE + PIECE - 1 <= layout.key_index[i * QUERIES]).all()
+    assert sorted(plan.query_order.tolist()) == list(range(len(plan.n_pieces)))
 
     ranged = torch.zeros_like(mask)
     ranges = torch.stack([plan.first, plan.first_full, plan.end_full, plan.last], 1).tolist()
     for i, (first, first_full, end_full, last) in enumerate(ranges):
         assert first <= first_full <= end_full <= max(last, first)
-        keys = slice(i * triton_kernels.RANGE_K, (i + 1) * triton_kernels.RANGE_K)
+        keys = slice(i * KEYS, (i + 1) * KEYS)
         ranged[first:last, keys] = True
         assert mask[first_full:end_full, keys].all()
     assert not (mask & ~ranged).any()
-    assert sorted(plan.query_order.tolist()) == list(range(len(counts)))
     assert sorted(plan.range_order.tolist()) == list(range(len(ranges)))
+
+
+@pytest.mark.parametrize(
+    "nodes", [[(-1, 40_000)], random_nodes(1, 300, 1, 120), [(-1, 9000), *[(0, 9)] * 300]]
+)
+def test_jobs_are_the_ranges_cut_evenly(nodes):
+    layout = make_layout(nodes)
+    n, plan = len(layout.key_index), prepare(layout)
+    tiles = [
+        range(first // TILE, -(-last // TILE))
+        for first, last in zip(plan.first.tolist(), plan.last.tolist(), strict=True)
+    ]
+    jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1).tolist()
+    limit = max(sum(map(len, tiles)) / JOBS, SHORTEST_JOB)
+    work = [end - begin for _, begin, end, _ in jobs]
+    assert work == sorted(work, reverse=True)
+    assert work[0] <= limit + 1
+    todo = {(block, tile) for block, its in enumerate(tiles) for tile in its}
+    parts = {}
+    for _, begin, end, _ in jobs[int(plan.job_stop[-1]) :]:
+        assert begin == end == -1  # past the last job
+    for block, begin, end, part in jobs[: int(plan.job_stop[-1])]:
+        for tile in range(begin, end):
+            todo.remove((block, tile))  # KeyError: a tile of two jobs, or of none
+        if part >= 0:
+            parts.setdefault(block, []).append(part)
+    assert not todo
+    assert sum(map(len, parts.values())) <= max_parts(n, n)
+    start = 0
+    for block, stop in zip(plan.range_order.tolist(), plan.job_stop.tolist(), strict=True):
+        assert sorted(parts.get(block, [])) == (list(range(start, stop)) if stop - start > 1 else [])
+        start = stop
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -157,11 +216,39 @@ def test_compiles_without_a_prepared_layout(backend):
     assert error.abs().max() < 1e-6
 
 
+def test_large_scores():
+    """Masked scores stay below the visible ones, however low these are."""
+    q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
+    q, k = 300 * q, 300 * k
+    nodes = [(-1, 40), (0, 33), (0, 18)]
+    error = TreeAttention("triton")(q, k, v, make_layout(nodes)) - exact_attention(
+        q, k, v, ancestor_mask(nodes)
+    )
+    assert error.abs().max() < 1e-4
+
+
+def test_any_address_and_stride():
+    """Views that TMA cannot read: an odd storage offset, columns of a wider tensor, an expanded cotangent."""
+    nodes = SMALL["star"]
+    layout, n = make_layout(nodes), 220
+    layout = TreeLayout(
+        layout.positions, torch.cat([torch.zeros(1).int(), layout.subtree_end])[1:], layout.key_index
+    )
+    q = torch.randn(n * 2 * 16 + 1)[1:].view(n, 2, 16).requires_grad_()
+    k, v = (x.requires_grad_() for x in torch.randn(n, 2, 16).split(1, dim=1))
+    out = TreeAttention("triton")(q, k, v, layout)
+    expected = exact_attention(q, k, v, ancestor_mask(nodes))
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    want = torch.autograd.grad(expected.sum(), (q, k, v))
+    for a, b in zip((out, *got), (expected, *want), strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
 def test_operator_is_sound():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
-    arguments = (q, k, v, layout.subtree_end, layout.key_index, *layout.attention_plan)
-    torch.library.opcheck(triton_kernels.tree_attention, arguments)
+    metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan]
+    torch.library.opcheck(operator.tree_attention, (q, k, v, metadata, "triton", False))
 
 
 def test_refuses_what_it_cannot_do(monkeypatch):
@@ -175,12 +262,30 @@ def test_refuses_what_it_cannot_do(monkeypatch):
         attention(*qkv(dim=48), layout)
     with pytest.raises(UserError, match=r"float64"):
         attention(*qkv(dtype=torch.float64), layout)
-    with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
-        attention(*qkv(m=6), layout)
+    q, k, v = qkv()
+    for wrong in (qkv(m=6), (q, k.repeat(1, 3, 1), v.repeat(1, 3, 1)), (q, k[:, :0], v[:, :0]), (q[0], k, v)):
+        for backend in ("triton", "reference"):
+            with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
+                TreeAttention(backend)(*wrong, layout)
+    with pytest.raises(UserError, match=r"expected q, k, v of one dtype"):
+        attention(q.half(), k, v, layout)
+    for other in (TreeAttention("reference").prepare(layout), attention.prepare(make_layout([(-1, 200)]))):
+        with pytest.raises(UserError, match=r"prepared for another backend"):
+            attention(q, k, v, layout.with_plan(other.attention_plan))
+    with pytest.raises(UserError, match=r"layout of int32 tensors of one query or more, got torch.int64"):
+        attention.prepare(
+            TreeLayout(*(x.long() for x in (layout.positions, layout.subtree_end, layout.key_index)))
+        )
+    with pytest.raises(UserError, match=r"'flash' has no deterministic backward"):
+        TreeAttention("flash", deterministic=True)(q, k, v, layout)
+    with pytest.raises(UserError, match=r"'hopper' needs a GPU of compute capability 9.0"):
+        TreeAttention("hopper")(q, k, v, layout)
     with pytest.raises(UserError, match=r"'flex' needs a CUDA device"):
         TreeAttention("flex").prepare(layout)
-    with pytest.raises(UserError, match=r"expected one of auto, reference, flex, triton, got 'magic'"):
+    with pytest.raises(
+        UserError, match=r"expected one of auto, hopper, triton, flash, flex, reference, got 'magic'"
+    ):
         TreeAttention("magic")
-    monkeypatch.setattr(triton_kernels, "INTERPRET", False)
+    monkeypatch.setattr(portable, "INTERPRET", False)
     with pytest.raises(UserError, match=r"needs a CUDA device, got cpu"):
         attention(*qkv(), layout)

@@ -32,7 +32,8 @@ class ModelConfig:
     name: str = "qwen3"  # the family, see titan_tree/models
     flavor: str | None = None  # a named size; not needed with hf_path, which carries its own configuration
     hf_path: str | None = None  # local Hugging Face snapshot: configuration and initial weights
-    attention: Literal["auto", "triton", "flex", "reference"] = "auto"  # TreeAttention's backend
+    # TreeAttention's backend
+    attention: Literal["auto", "hopper", "triton", "flash", "flex", "reference"] = "auto"
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the model's own configuration
 
 
@@ -118,7 +119,8 @@ class TrainingConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights and gradients are fp32
     seed: int = 0  # of the initial weights
     compile: bool = False  # torch.compile each block; worth its start-up time on a GPU
-    activation_checkpoint: Literal["none", "selective", "full"] = "none"  # memory for recomputation
+    # Memory for recomputation. "none" also keeps 2 bytes per edge and vocabulary entry: 10 GB at 32k tokens.
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
     deterministic: bool = False  # refuse operators whose results vary from run to run
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -9,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
 
-_flex_attention = torch.compile(flex_attention, dynamic=True)
+# fullgraph: past the recompilation limit an error, not FlexAttention's fallback to a dense [N, M] of scores.
+_flex_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 _create_block_mask = torch.compile(create_block_mask, dynamic=True)
 
 
@@ -26,8 +29,16 @@ def prepare(layout: TreeLayout) -> BlockMask:
     return _create_block_mask(visible, None, None, len(key_index), len(end), device=end.device)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, plan: BlockMask) -> Tensor:
-    """See ``TreeAttention.forward``."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    plan: BlockMask,
+    kernels: Literal["AUTO", "FLASH"] = "AUTO",
+) -> Tensor:
+    """See ``TreeAttention.forward``; ``kernels`` is FlexAttention's ``BACKEND``."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = _flex_attention(q, k, v, block_mask=plan, enable_gqa=q.shape[1] != k.shape[1])
+    gqa = q.shape[1] != k.shape[1]
+    out = _flex_attention(q, k, v, block_mask=plan, enable_gqa=gqa, kernel_options={"BACKEND": kernels})
     return out.squeeze(0).transpose(0, 1)

@@ -1,16 +1,11 @@
 """TreeAttention in Triton: portable kernels for the interval mask, forward and backward.
 
-Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]``: one int32 per key. Two
-facts make blocks cheap (``end`` is the exclusive end of the key's subtree, DFS order):
-
-- a block of keys is seen by *one contiguous range* of queries, and seen in full by a contiguous part of
-  it, so the key-stationary backward needs four integers per key block;
-- the query-stationary passes read a list of visible key blocks, the partly visible ones first: one loop
-  with a mask, one without.
+Query-stationary passes walk their list of visible key blocks (``plan``): a loop with a mask over the partly
+visible ones, then one without. The key-stationary pass walks its range of queries.
 
 The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691): scores in base 2 with a running row maximum,
 ``lse`` saved for the backward, dk/dv and dq in passes of their own, so every sum has a fixed order and
-the gradients are deterministic. Saved for backward: q, k, v, o, lse; no memory grows with N * M tokens.
+the gradients are deterministic.
 
 Letters: N queries, M keys, H query heads, G = H / Hkv heads a key head serves, D head dim.
 """
@@ -19,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,81 +22,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_tree.data.layout import TreeLayout
+from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan
 from titan_tree.errors import UserError
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # Finite, so that a row without a live key yet gives exp2(0), not NaN; its garbage is multiplied by
 # exp2(MASKED - max) = 0 when the first live key arrives, and every query sees at least itself. A power of
 # two, so that MASKED * scale is exact and the fused multiply-add of exp2(s * scale - peak) gives 0.
 MASKED = tl.constexpr(-(2.0**100))
 
-# Granularity of the plan. A kernel's tiles may be smaller, dividing these.
-LIST_Q, LIST_K, RANGE_K = 128, 128, 128
 
-
-# 1. Plan: which blocks meet, from O(N) metadata, in tensor operations without host synchronisation.
-
-
-class Plan(NamedTuple):
-    """Visible blocks. nq = ceil(N / LIST_Q), nk = ceil(M / LIST_K), nr = ceil(M / RANGE_K); all int32.
-
-    One tensor per column: a dimension of constant size would be taken for nq or nk by torch.compile
-    where it happens to equal them, and recompiled where it does not.
-    """
-
-    key_blocks: Tensor  # [nq, nk]: key blocks of each query block, partly visible, then fully, then unused
-    n_partial: Tensor  # [nq]: how many of them are partly visible
-    n_visible: Tensor  # [nq]: how many are visible at all
-    query_order: Tensor  # [nq]: query blocks, most work first
-    first: Tensor  # [nr]: queries first .. last - 1 see something of a key block,
-    first_full: Tensor  # [nr]: and first_full .. end_full - 1 all of it
-    end_full: Tensor  # [nr]
-    last: Tensor  # [nr]
-    range_order: Tensor  # [nr]: key blocks, most work first
-
-
-def prepare(layout: TreeLayout) -> Plan:
-    """Block lists and ranges of a layout; on its device, shared by all layers and by recomputation."""
-    end, column = layout.subtree_end, layout.key_index
-
-    first_q, last_q = _block_bounds(column, LIST_Q, pad=column[-1:])
-    lowest, highest = _block_bounds(end, LIST_K, pad=end.new_zeros(1))
-    first_k = torch.arange(0, len(end), LIST_K, device=end.device)
-    seen = (first_k <= last_q[:, None]) & (highest > first_q[:, None])
-    full = (first_k + LIST_K - 1 <= first_q[:, None]) & (lowest > last_q[:, None])
-    rank = torch.where(full, 1, torch.where(seen, 0, 2)).to(torch.uint8)
-    n_visible = (rank < 2).sum(1)
-
-    lowest, highest = _block_bounds(end, RANGE_K, pad=end.new_zeros(1))
-    first_k = torch.arange(0, len(end), RANGE_K, device=end.device, dtype=torch.int32)
-    bounds = torch.stack([first_k, first_k + RANGE_K - 1, lowest, highest])
-    first, first_full, end_full, last = (row.int() for row in torch.searchsorted(column, bounds))
-    first_full = torch.minimum(first_full, last)
-
-    return Plan(
-        key_blocks=rank.argsort(dim=1, stable=True).int(),
-        n_partial=(rank == 0).sum(1).int(),
-        n_visible=n_visible.int(),
-        query_order=n_visible.argsort(stable=True, descending=True).int(),
-        first=first,
-        first_full=first_full,
-        end_full=torch.maximum(first_full, end_full),
-        last=last,
-        range_order=(last - first).argsort(stable=True, descending=True).int(),
-    )
-
-
-def _block_bounds(values: Tensor, block: int, pad: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each run of ``block`` values, the last run filled up with ``pad``."""
-    missing = -len(values) % block
-    blocks = torch.cat([values, pad.expand(missing)]).view(-1, block)
-    return blocks.amin(1), blocks.amax(1)
-
-
-# 2. Forward: one program per (query block, head). Heads of one key head run side by side, so that its
+# 1. Forward: one program per (query block, head). Heads of one key head run side by side, so that its
 #    keys and values are read from L2.
 
 
@@ -126,10 +58,10 @@ def _forward_block(
     return new_peak, total, acc
 
 
-@triton.jit(do_not_specialize=["N", "M", "nk"])
+@triton.jit(do_not_specialize=["N", "M", "nk", "lse_stride"])
 def _forward_kernel(
     q_rows, k_rows, v_rows, o_rows, lse_ptr, end_ptr, column_ptr, blocks_ptr, partial_ptr,
-    visible_ptr, order_ptr, N, M, nk, scale,
+    visible_ptr, order_ptr, N, M, nk, lse_stride, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -163,22 +95,23 @@ def _forward_kernel(
         )  # fmt: skip
 
     o_rows.store([row_q, head * D], (acc / total[:, None]).to(q.dtype))
-    tl.store(lse_ptr + head.to(tl.int64) * N + rows, (peak + tl.log2(total)) * LN_2, mask=rows < N)
+    lse = tl.where(rows < N, peak + tl.log2(total), float("inf"))
+    tl.store(lse_ptr + head.to(tl.int64) * lse_stride + rows, lse)
 
 
-# 3. Backward. With P = exp(S - lse), dP = dO V^T, delta = rowsum(O * dO) and dS = P * (dP - delta):
+# 2. Backward. With P = exp(S - lse), dP = dO V^T, delta = rowsum(O * dO) and dS = P * (dP - delta):
 #    dV = P^T dO, dK = scale * dS^T Q, dQ = scale * dS K.
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["lse_stride"])
 def _delta_kernel(
-    o_rows, do_rows, delta_ptr, N, D: tl.constexpr, BLOCK: tl.constexpr,
+    o_rows, do_rows, delta_ptr, lse_stride, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     rows = row + tl.arange(0, BLOCK)
     o, do = o_rows.load([row, head * D]), do_rows.load([row, head * D])
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta_ptr + head.to(tl.int64) * N + rows, delta, mask=rows < N)
+    tl.store(delta_ptr + head.to(tl.int64) * lse_stride + rows, delta)
 
 
 @triton.jit
@@ -198,7 +131,7 @@ def _dkdv_block(
     # Transposed scores straight from the product: a transposed result of tl.dot is miscompiled by some
     # Triton versions on Hopper when it feeds another tl.dot.
     s = tl.dot(k, q.T, input_precision=PRECISION) * scale
-    p = tl.exp2(s - (lse * LOG2_E)[None, :])
+    p = tl.exp2(s - lse[None, :])
     if MASK:
         p = tl.where((key[:, None] <= column[None, :]) & (column[None, :] < end[:, None]), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -208,10 +141,10 @@ def _dkdv_block(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["N", "M", "lse_stride"])
 def _dkdv_kernel(
     q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dk_rows, dv_rows, end_ptr, column_ptr,
-    first_ptr, first_full_ptr, end_full_ptr, last_ptr, order_ptr, N, M, scale,
+    first_ptr, first_full_ptr, end_full_ptr, last_ptr, order_ptr, N, M, lse_stride, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     K_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +167,8 @@ def _dkdv_kernel(
     full_to = tl.maximum((end_full - first) // BLOCK_Q, full_from)
     for g in range(G):
         head = head_k * G + g
-        lse_base, delta_base = lse_ptr + head.to(tl.int64) * N, delta_ptr + head.to(tl.int64) * N
+        statistics = head.to(tl.int64) * lse_stride
+        lse_base, delta_base = lse_ptr + statistics, delta_ptr + statistics
         for i in range(full_from):
             dk, dv = _dkdv_block(
                 dk, dv, k, v, key, end, q_rows, do_rows, head * D, lse_base, delta_base, column_ptr,
@@ -273,10 +207,10 @@ def _dq_block(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["N", "M", "nk"])
+@triton.jit(do_not_specialize=["N", "M", "nk", "lse_stride"])
 def _dq_kernel(
     q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, dq_rows, end_ptr, column_ptr, blocks_ptr,
-    partial_ptr, visible_ptr, order_ptr, N, M, nk, scale,
+    partial_ptr, visible_ptr, order_ptr, N, M, nk, lse_stride, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     Q_SPLIT: tl.constexpr, K_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -286,12 +220,11 @@ def _dq_kernel(
     row_q = tile * (BLOCK_Q * Q_SPLIT) + index // G % Q_SPLIT * BLOCK_Q
 
     rows = row_q + tl.arange(0, BLOCK_Q)
-    live = rows < N
-    column = tl.load(column_ptr + rows, mask=live, other=-1)
+    column = tl.load(column_ptr + rows, mask=rows < N, other=-1)
     q = q_rows.load([row_q, head * D])
     do = do_rows.load([row_q, head * D])
-    lse = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=live, other=0.0) * LOG2_E
-    delta = tl.load(delta_ptr + head.to(tl.int64) * N + rows, mask=live, other=0.0)
+    lse = tl.load(lse_ptr + head.to(tl.int64) * lse_stride + rows)
+    delta = tl.load(delta_ptr + head.to(tl.int64) * lse_stride + rows)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
 
     list_ptr = blocks_ptr + tile.to(tl.int64) * nk
@@ -313,7 +246,7 @@ def _dq_kernel(
     dq_rows.store([row_q, head * D], (dq * scale).to(q.dtype))
 
 
-# 4. Launch.
+# 3. Launch.
 
 
 class Tile(NamedTuple):
@@ -366,35 +299,22 @@ def _tiles(q: Tensor) -> Tiles:
     return table[max(q.shape[-1], 64)]
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout) -> None:
+def check(q: Tensor) -> None:
     """The limits of these kernels, each with its own message."""
-    dim = q.shape[-1]
     if q.device.type != "cuda" and not INTERPRET:
         raise UserError(
             f"TreeAttention: backend 'triton' needs a CUDA device, got {q.device}; "
             "use 'reference', or set TRITON_INTERPRET=1 to debug the kernels"
         )
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise UserError(
-            "TreeAttention: backend 'triton': expected q, k, v all bfloat16, float16 or float32, "
-            f"got {q.dtype}, {k.dtype}, {v.dtype}; use 'reference' for other dtypes"
+            f"TreeAttention: backend 'triton': expected bfloat16, float16 or float32, got {q.dtype}; "
+            "use 'reference' for other dtypes"
         )
-    if dim not in (16, 32, 64, 128, 256):
+    if q.shape[-1] not in (16, 32, 64, 128, 256):
         raise UserError(
-            f"TreeAttention: backend 'triton': expected head dim 16, 32, 64, 128 or 256, got {dim}; "
-            "use 'flex' or 'reference'"
-        )
-    n, m = len(layout.key_index), len(layout.subtree_end)
-    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    if (
-        q.shape[0] != n
-        or k.shape[0] != m
-        or k.shape != v.shape
-        or q.shape[1] % k.shape[1]
-        or k.shape[2] != dim
-    ):
-        raise UserError(
-            f"TreeAttention: expected q [{n}, H, D] and k, v [{m}, Hkv, D] with Hkv dividing H, got {shapes}"
+            "TreeAttention: backend 'triton': expected head dim 16, 32, 64, 128 or 256, "
+            f"got {q.shape[-1]}; use 'flex' or 'reference'"
         )
 
 
@@ -407,102 +327,89 @@ def _rows(x: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.flatten(1), [block, x.shape[2]])
 
 
+def empty_lse(q: Tensor) -> Tensor:
+    """[H, N rounded up to QUERIES] fp32 for the log2-sum-exp2 of each row's scores; +inf past N."""
+    return q.new_empty(q.shape[1], -(-q.shape[0] // QUERIES) * QUERIES, dtype=torch.float32)
+
+
 def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"  # without effect on 16-bit operands
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, key_blocks: Tensor, n_partial: Tensor,
-    n_visible: Tensor, query_order: Tensor, first: Tensor, first_full: Tensor, end_full: Tensor,
-    last: Tensor, range_order: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [N, H, D] and lse [H, N] fp32, nats. The ranges are for the backward."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """o [N, H, D] and lse [H, padded N], see ``empty_lse``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = q.new_empty(q.shape), q.new_empty(heads, n, dtype=torch.float32)
+    o, lse = torch.empty_like(q), empty_lse(q)
     tile, group = _tiles(q).forward, heads // heads_k
-    q_split = LIST_Q // tile.block_q
-    with torch.cuda.device_of(q):
-        _forward_kernel[(len(query_order) * q_split * group, heads_k)](
-            _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(o, tile.block_q),
-            lse, end, column, key_blocks, n_partial, n_visible, query_order,
-            n, m, key_blocks.shape[1], dim**-0.5,
-            G=group, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
-            K_SPLIT=LIST_K // tile.block_k, PRECISION=_precision(q),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    q_split = QUERIES // tile.block_q
+    _forward_kernel[(len(plan.query_order) * q_split * group, heads_k)](
+        _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(o, tile.block_q),
+        lse, end, column, plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order,
+        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
+        G=group, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
+        K_SPLIT=KEYS // tile.block_k, PRECISION=_precision(q),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return o, lse
 
 
-def _backward(
+def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
-    key_blocks: Tensor, n_partial: Tensor, n_visible: Tensor, query_order: Tensor, first: Tensor,
-    first_full: Tensor, end_full: Tensor, last: Tensor, range_order: Tensor,
+    plan: Plan, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the dtypes of q, k, v."""
-    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
-    q, k, v, do = q.contiguous(), k.contiguous(), v.contiguous(), do.contiguous()
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    """dq, dk, dv in the dtypes of q, k, v; deterministic in any case."""
+    delta = row_sums(do, o, lse)
+    dk, dv = _key_gradients(do, q, k, v, lse, delta, end, column, plan)
+    return _query_gradients(do, q, k, v, lse, delta, end, column, plan), dk, dv
+
+
+def row_sums(do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+    """delta = rowsum(O * dO), shaped like lse and 0 past N."""
     delta = torch.empty_like(lse)
-    tiles, group = _tiles(q), heads // heads_k
-    common = {"G": group, "D": dim, "PRECISION": _precision(q)}
-    with torch.cuda.device_of(q):
-        _delta_kernel[(triton.cdiv(n, 64), heads)](_rows(o, 64), _rows(do, 64), delta, n, D=dim, BLOCK=64)
-        tile = tiles.dkdv
-        k_split = RANGE_K // tile.block_k
-        _dkdv_kernel[(len(range_order) * k_split, heads_k)](
-            _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
-            lse, delta, _rows(dk, tile.block_k), _rows(dv, tile.block_k), end, column,
-            first, first_full, end_full, last, range_order, n, m, dim**-0.5,
-            BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, K_SPLIT=k_split,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **common,
-        )  # fmt: skip
-        tile = tiles.dq
-        q_split = LIST_Q // tile.block_q
-        _dq_kernel[(len(query_order) * q_split * group, heads_k)](
-            _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
-            lse, delta, _rows(dq, tile.block_q), end, column, key_blocks, n_partial, n_visible, query_order,
-            n, m, key_blocks.shape[1], dim**-0.5,
-            BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split, K_SPLIT=LIST_K // tile.block_k,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **common,
-        )  # fmt: skip
-    return dq, dk, dv
+    _delta_kernel[(lse.shape[1] // 64, len(lse))](
+        _rows(o, 64), _rows(do, 64), delta, lse.shape[1], D=o.shape[2], BLOCK=64
+    )
+    return delta
 
 
-# 5. Operators: all that torch.compile and activation checkpointing need to know.
-
-tree_attention = torch.library.custom_op("titan_tree::tree_attention", _forward, mutates_args=())
-tree_attention_backward = torch.library.custom_op(
-    "titan_tree::tree_attention_backward", _backward, mutates_args=()
-)
-
-
-@tree_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *plan: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@tree_attention_backward.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *metadata = inputs
-    o, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, o, lse, *metadata)
+def _key_gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv, every sum in a fixed order."""
+    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    tile = _tiles(q).dkdv
+    k_split = KEYS // tile.block_k
+    _dkdv_kernel[(len(plan.range_order) * k_split, heads_k)](
+        _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
+        lse, delta, _rows(dk, tile.block_k), _rows(dv, tile.block_k), end, column,
+        plan.first, plan.first_full, plan.end_full, plan.last, plan.range_order,
+        n, m, lse.shape[1], dim**-0.5,
+        G=heads // heads_k, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, K_SPLIT=k_split,
+        PRECISION=_precision(q), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return dk, dv
 
 
-def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing recomputes at each access
-    return *tree_attention_backward(do, *saved), *[None] * (len(saved) - 5)
-
-
-tree_attention.register_autograd(_autograd, setup_context=_setup_context)
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, plan: Plan) -> Tensor:
-    """See ``TreeAttention.forward``."""
-    _check(q, k, v, layout)
-    return tree_attention(q, k, v, layout.subtree_end, layout.key_index, *plan)[0]
+def _query_gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
+    plan: Plan,
+) -> Tensor:  # fmt: skip
+    """dq, every sum in a fixed order."""
+    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
+    dq = torch.empty_like(q)
+    tile, group = _tiles(q).dq, heads // heads_k
+    q_split = QUERIES // tile.block_q
+    _dq_kernel[(len(plan.query_order) * q_split * group, heads_k)](
+        _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
+        lse, delta, _rows(dq, tile.block_q), end, column,
+        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order,
+        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
+        G=group, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
+        K_SPLIT=KEYS // tile.block_k, PRECISION=_precision(q),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return dq

@@ -1,0 +1,358 @@
+"""Forward on Hopper.
+
+The algorithm is that of FlashAttention-3 (Shah et al., arXiv:2407.08608): a producer warp fills rings of
+shared memory by TMA; two groups of four warps, 64 queries each, multiply asynchronously, so that one's
+softmax runs beside the other's products. What the tree changes: a query block's keys are a list of pieces of
+32 keys (``plan``). A slot of the ring is filled with pieces from anywhere, so every product has its full
+size, and only every 32 keys are all or nothing: long paths with short branches waste little. A mask costs one
+comparison of a query with ``end[k]``, which is fetched beside the keys; fully visible slots run a loop
+without. The grid is persistent.
+
+Letters: N queries, M keys, H query heads, G = H / Hkv heads a key head serves, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titan_tree.components.tree_attention import portable
+from titan_tree.components.tree_attention.hopper.ring import (
+    LOG2_E,
+    MASKED,
+    Ring,
+    make_ring,
+    matrix,
+    num_multiprocessors,
+    release,
+    vector,
+    wait_empty,
+    wait_full,
+)
+from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
+from titan_tree.components.tree_attention.plan import QUERIES, Plan
+
+PIECE = gl.constexpr(PIECE_KEYS)
+
+
+# 1. Work. Program p of P takes work items p, 2P - 1 - p, 2P + p, ...: heaviest first, in snake order. An item
+#    is a query block and a head; heads of one key head are neighbours, so that its keys are read from L2.
+
+
+class Lists(NamedTuple):
+    """Columns of the plan, and how many work items there are."""
+
+    pieces: gl.tensor
+    n_diagonal: gl.tensor
+    n_masked: gl.tensor
+    n_pieces: gl.tensor
+    query_order: gl.tensor
+    stride: gl.tensor
+    n_blocks: gl.tensor
+    n_items: gl.tensor
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program."""
+
+    q: Ring  # slots [2, BLOCK_Q / 2, D], a half for each group
+    k: Ring  # [STAGES, BLOCK_K, D]
+    v: Ring  # [STAGES, BLOCK_K, D]
+    end: gl.shared_memory_descriptor  # [STAGES, BLOCK_K], filled with k where a mask is needed
+    o: gl.shared_memory_descriptor  # [2, BLOCK_Q / 2, D]: each group's half on its way out
+
+
+@gluon.jit
+def _n_rounds(n_items):
+    width, program = gl.num_programs(0), gl.program_id(0)
+    rounds = n_items // width
+    place = gl.where(rounds % 2 == 0, program, width - 1 - program)
+    return rounds + gl.where(place < n_items % width, 1, 0)
+
+
+@gluon.jit
+def _work_item(lists, turn, G: gl.constexpr):
+    """Query block, head and key head of this program's work item in a round."""
+    width, program = gl.num_programs(0), gl.program_id(0)
+    item = turn * width + gl.where(turn % 2 == 0, program, width - 1 - program)
+    head_k = item // (lists.n_blocks * G)
+    rest = item % (lists.n_blocks * G)
+    return gl.load(lists.query_order + rest // G), head_k * G + rest % G, head_k
+
+
+@gluon.jit
+def _n_slots(lists, block, PIECES: gl.constexpr):
+    """Slots with pieces on the diagonal, slots that need a mask, slots."""
+    n_diagonal = (gl.load(lists.n_diagonal + block) + PIECES - 1) // PIECES
+    n_masked = (gl.load(lists.n_masked + block) + PIECES - 1) // PIECES
+    return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
+
+
+# 2. Producer.
+
+
+@gluon.jit
+def _load_pieces(
+    piece_rows, slot_rows, column, list_ptr, barrier, slot,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """Fill a slot with the list's next pieces: one copy where they are neighbours."""
+    first = gl.load(list_ptr)
+    neighbours = True
+    for j in gl.static_range(1, PIECES):
+        neighbours &= gl.load(list_ptr + j) == first + j
+    if neighbours:
+        tma.async_copy_global_to_shared(slot_rows, [first * PIECE, column], barrier, slot)
+    else:
+        for j in gl.static_range(PIECES):
+            row = gl.load(list_ptr + j) * PIECE
+            tma.async_copy_global_to_shared(
+                piece_rows, [row, column], barrier, slot.slice(j * PIECE, PIECE, 0)
+            )
+
+
+@gluon.jit
+def _producer(
+    q_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    PIECES: gl.constexpr = BLOCK_K // PIECE
+    HALF_Q: gl.constexpr = BLOCK_Q // 2
+    slot_bytes: gl.constexpr = k_rows.block_type.nbytes
+    n = 0
+    for turn in range(_n_rounds(lists.n_items)):
+        block, head, head_k = _work_item(lists, turn, G)
+        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
+        _, n_masked, n_slots = _n_slots(lists, block, PIECES)
+        for group in gl.static_range(2):
+            mbarrier.wait(memory.q.empty.index(group), (turn & 1) ^ 1)
+            full = memory.q.full.index(group)
+            mbarrier.expect(full, q_rows.block_type.nbytes)
+            row = block * BLOCK_Q + group * HALF_Q
+            tma.async_copy_global_to_shared(q_rows, [row, head * D], full, memory.q.slots.index(group))
+        for i in range(n_slots):
+            s = n % STAGES
+            wait_empty(memory.k, n, STAGES)
+            full = memory.k.full.index(s)
+            if i < n_masked:
+                mbarrier.expect(full, slot_bytes + BLOCK_K * 4)
+                for j in gl.static_range(PIECES):
+                    row = gl.load(list_ptr + j) * PIECE
+                    ends = memory.end.index(s).slice(j * PIECE, PIECE, 0)
+                    tma.async_copy_global_to_shared(end_row, [row], full, ends)
+            else:
+                mbarrier.expect(full, slot_bytes)
+            _load_pieces(k_pieces, k_rows, head_k * D, list_ptr, full, memory.k.slots.index(s), PIECES)
+            wait_empty(memory.v, n, STAGES)
+            full = memory.v.full.index(s)
+            mbarrier.expect(full, slot_bytes)
+            _load_pieces(v_pieces, v_rows, head_k * D, list_ptr, full, memory.v.slots.index(s), PIECES)
+            list_ptr += PIECES
+            n += 1
+
+
+# 3. Consumers.
+
+
+@gluon.jit
+def _masked(
+    s, column, end, list_ptr, i,
+    DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    visible = gl.expand_dims(column, 1) < gl.expand_dims(end, 0)
+    if DIAGONAL:
+        j = gl.arange(0, BLOCK_K, COLUMNS)
+        piece = gl.load(list_ptr + i * (BLOCK_K // PIECE) + j // PIECE)
+        visible &= gl.expand_dims(column, 1) >= gl.expand_dims(piece * PIECE + j % PIECE, 0)
+    return gl.where(visible, s, MASKED)
+
+
+@gluon.jit
+def _softmax(s, peak, total, scale):
+    """exp2(s * scale - peak) with the peak taken over from the slots before, in base 2."""
+    new_peak = gl.maximum(peak, gl.max(s, 1) * scale)
+    p = gl.exp2(s * scale - gl.expand_dims(new_peak, 1))
+    decay = gl.exp2(peak - new_peak)
+    return p, new_peak, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _step(
+    q, memory, p_before, acc, peak, total, column, list_ptr, i, n, scale,
+    MASK: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """S = q k_n^T runs beside acc += p v_{n-1}; then the softmax of S, beside the other group's products."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zero = gl.zeros([p_before.shape[0], BLOCK_K], gl.float32, SCORES)
+    wait_full(memory.k, n, STAGES)
+    k = memory.k.slots.index(n % STAGES)
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    wait_full(memory.v, n - 1, STAGES)
+    acc = warpgroup_mma(p_before, memory.v.slots.index((n - 1) % STAGES), acc, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    if MASK:
+        end = memory.end.index(n % STAGES).load(COLUMNS)
+        s = _masked(s, column, end, list_ptr, i, DIAGONAL, BLOCK_K, COLUMNS)
+    release(memory.k, n, STAGES)
+    p, peak, total, decay = _softmax(s, peak, total, scale)
+    p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))
+    acc, p_before = warpgroup_mma_wait(0, [acc, p_before])
+    release(memory.v, n - 1, STAGES)
+    acc *= gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
+    return p, acc, peak, total
+
+
+@gluon.jit
+def _consumer(
+    group: gl.constexpr, o_rows, lse_ptr, column_ptr, memory, lists, N, lse_stride, scale,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
+):  # fmt: skip
+    HALF_Q: gl.constexpr = BLOCK_Q // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    q, o = memory.q.slots.index(group), memory.o.index(group)
+    n = 0
+    for turn in range(_n_rounds(lists.n_items)):
+        block, head, _ = _work_item(lists, turn, G)
+        list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
+        n_diagonal, n_masked, n_slots = _n_slots(lists, block, BLOCK_K // PIECE)
+        row = block * BLOCK_Q + group * HALF_Q
+        rows = row + gl.arange(0, HALF_Q, ROWS)
+        column = gl.load(column_ptr + rows, mask=rows < N, other=-1)
+        peak = gl.full([HALF_Q], -float("inf"), gl.float32, ROWS)
+        total = gl.zeros([HALF_Q], gl.float32, ROWS)
+        acc = gl.zeros([HALF_Q, D], gl.float32, OUT)
+
+        zero = gl.zeros([HALF_Q, BLOCK_K], gl.float32, SCORES)
+        mbarrier.wait(memory.q.full.index(group), turn & 1)
+        wait_full(memory.k, n, STAGES)
+        k = memory.k.slots.index(n % STAGES)
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        end = memory.end.index(n % STAGES).load(COLUMNS)
+        s = warpgroup_mma_wait(0, [s])
+        s = _masked(s, column, end, list_ptr, 0, True, BLOCK_K, COLUMNS)
+        release(memory.k, n, STAGES)
+        p, peak, total, _ = _softmax(s, peak, total, scale)
+        p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))
+        for i in range(1, n_diagonal):
+            p, acc, peak, total = _step(
+                q, memory, p, acc, peak, total, column, list_ptr, i, n + i, scale,
+                True, True, BLOCK_K, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        for i in range(n_diagonal, n_masked):
+            p, acc, peak, total = _step(
+                q, memory, p, acc, peak, total, column, list_ptr, i, n + i, scale,
+                True, False, BLOCK_K, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        for i in range(n_masked, n_slots):
+            p, acc, peak, total = _step(
+                q, memory, p, acc, peak, total, column, list_ptr, i, n + i, scale,
+                False, False, BLOCK_K, STAGES, SCORES, OUT,
+            )  # fmt: skip
+        n += n_slots
+
+        if not O_IN_Q:
+            mbarrier.arrive(memory.q.empty.index(group), count=1)
+        wait_full(memory.v, n - 1, STAGES)
+        acc = warpgroup_mma(p, memory.v.slots.index((n - 1) % STAGES), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, [acc, p])
+        release(memory.v, n - 1, STAGES)
+        acc /= gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, OUT)), 1)
+        tma.store_wait(0)
+        o.store(acc.to(o_rows.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_rows, [row, head * D], o)
+        if O_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(memory.q.empty.index(group), count=1)
+        lse = gl.where(rows < N, peak + gl.log2(total), float("inf"))
+        gl.store(lse_ptr + head.to(gl.int64) * lse_stride + rows, lse)
+    tma.store_wait(0)
+
+
+# 4. Launch.
+
+
+@gluon.jit(do_not_specialize=["stride", "n_blocks", "n_items", "N", "lse_stride"])
+def _forward_kernel(
+    q_rows, k_pieces, v_pieces, k_rows, v_rows, o_rows, end_row, lse_ptr, column_ptr,
+    pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items,
+    N, lse_stride, scale,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_rows.dtype
+    q_slots = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], q_rows.layout)
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_rows.layout)
+    v_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], v_rows.layout)
+    if O_IN_Q:
+        o_slots = q_slots
+    else:
+        o_slots = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], o_rows.layout)
+    memory = Memory(
+        make_ring(q_slots, 2, 1),
+        make_ring(k_slots, STAGES, 2),
+        make_ring(v_slots, STAGES, 2),
+        gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_K], end_row.layout),
+        o_slots,
+    )
+    fence_async_shared()
+    lists = Lists(pieces, n_diagonal, n_masked, n_pieces, query_order, stride, n_blocks, n_items)
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                gl.constexpr(0), o_rows, lse_ptr, column_ptr, memory, lists, N, lse_stride, scale,
+                G, BLOCK_Q, BLOCK_K, D, STAGES, O_IN_Q,
+            )),
+            (_consumer, (
+                gl.constexpr(1), o_rows, lse_ptr, column_ptr, memory, lists, N, lse_stride, scale,
+                G, BLOCK_Q, BLOCK_K, D, STAGES, O_IN_Q,
+            )),
+            (_producer, (
+                q_rows, k_pieces, v_pieces, k_rows, v_rows, end_row, memory, lists,
+                G, BLOCK_Q, BLOCK_K, D, STAGES,
+            )),
+        ],
+        [4, 1], [240, 24],  # warps and registers of the workers; the first group has what is left, 240
+    )  # fmt: skip
+
+
+# Keys of a slot, and slots, by head dim: as many as fit into 227 KiB beside queries and output.
+SLOTS = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """o [N, H, D] and lse [H, padded N], see ``portable.empty_lse``."""
+    (n, heads, dim), heads_k = q.shape, k.shape[1]
+    block_k, stages = SLOTS[dim]
+    o, lse = torch.empty_like(q), portable.empty_lse(q)
+    n_blocks = len(plan.query_order)
+    n_items = n_blocks * heads
+    _forward_kernel[(min(n_items, num_multiprocessors(q.device)),)](
+        matrix(q, QUERIES // 2, dim), matrix(k, PIECE_KEYS, dim), matrix(v, PIECE_KEYS, dim),
+        matrix(k, block_k, dim), matrix(v, block_k, dim), matrix(o, QUERIES // 2, dim),
+        vector(end, PIECE_KEYS), lse, column,
+        plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
+        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E,
+        G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=block_k, D=dim, STAGES=stages,
+        O_IN_Q=dim == 256, num_warps=4,
+    )  # fmt: skip
+    return o, lse

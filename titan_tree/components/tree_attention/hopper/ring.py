@@ -1,0 +1,86 @@
+"""What the kernels for Hopper share: rings of shared memory, and descriptors of tensors that TMA moves."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2_E = 1.4426950408889634
+LN_2 = gl.constexpr(1 / LOG2_E)
+MASKED = gl.constexpr(-(2.0**100))  # finite and a power of two: see portable.MASKED
+
+
+class Ring(NamedTuple):
+    """Slots that the producer warp fills by TMA and groups of consumer warps read.
+
+    The n-th filling is in slot n % STAGES; the phase of its barriers is the parity of n // STAGES.
+    """
+
+    slots: gl.shared_memory_descriptor  # [STAGES, rows, D]
+    full: gl.shared_memory_descriptor  # [STAGES, 1] barriers: slot is filled
+    empty: gl.shared_memory_descriptor  # [STAGES, 1] barriers: all readers are done
+
+
+@gluon.jit
+def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=READERS)
+    return Ring(slots, full, empty)
+
+
+@gluon.jit
+def wait_full(ring, n, STAGES: gl.constexpr):
+    mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
+
+
+@gluon.jit
+def wait_empty(ring, n, STAGES: gl.constexpr):
+    mbarrier.wait(ring.empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def release(ring, n, STAGES: gl.constexpr):
+    mbarrier.arrive(ring.empty.index(n % STAGES), count=1)
+
+
+@gluon.jit
+def opaque_zero(i):
+    """0 that LLVM does not know.
+
+    Descriptors of an operand at an address made from it are computed in every step, by the uniform datapath,
+    not hoisted out of the loop into two registers each, which then spill.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0; // $1", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x [N, H, D] as a matrix [N, H * D] moved by TMA in tiles; rows past N read as zero, are not written."""
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return TensorDescriptor.from_tensor(x.flatten(1), [rows, columns], layout)
+
+
+def vector(x: Tensor, size: int) -> TensorDescriptor:
+    """x as a vector of 32-bit values that TMA reads in runs of ``size``, zero past its end.
+
+    A run starts at a multiple of 4: TMA knows only addresses of 16 bytes, and stops the GPU at others.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor.from_tensor(x.flatten(), [size], layout)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
