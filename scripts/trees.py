@@ -1,71 +1,132 @@
 """Token trees of given shape and size with random tokens, for timings.
 
-| shape      | stands for                                                                       |
-|------------|----------------------------------------------------------------------------------|
-| chain      | one sample: nothing is shared, and a tree must cost what a sequence costs        |
-| group      | 16 answers to one prompt that is as long as 5 of them                            |
-| agent      | rollouts whose turns drop earlier thoughts, nodes of about 400 tokens            |
-| agent-fine | the same with nodes of about 40 tokens                                           |
+| shape      | stands for                                                                  | tokens  | nodes |
+|------------|-----------------------------------------------------------------------------|---------|-------|
+| chain      | one sample: nothing is shared, and a tree must cost what a sequence costs   | 32,768  | 1     |
+| group      | 16 answers to one prompt, a quarter of the tokens                           | 32,768  | 17    |
+| agent      | rollouts of 12 turns of about 400 tokens that leave earlier ones at a turn  | 32,727  | 76    |
+| agent-fine | 24 turns of about 40 tokens                                                 | 32,208  | 764   |
+| agent-long | 24 turns of about 500 tokens, a prompt of 6,000                             | 135,719 | 278   |
+| bushy      | 16 turns of about 40 tokens, hardly a prompt: few pairs are visible         | 29,497  | 795   |
 """
 
 from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 
-SHAPES = ("chain", "group", "agent", "agent-fine")
+# Of each shape the number of tokens for which the table above holds.
+SHAPES = {
+    "chain": 32_768,
+    "group": 32_768,
+    "agent": 32_727,
+    "agent-fine": 32_208,
+    "agent-long": 135_719,
+    "bushy": 29_497,
+}
+Nodes = list[tuple[int, int]]  # (parent, length); parents come first, the root's is -1
 
 
 def random_tree(shape: str, num_tokens: int, vocab_size: int, seed: int = 0) -> TokenTree:
-    """A tree of ``num_tokens`` distinct tokens, or a few less where random siblings begin alike.
+    """A tree of ``num_tokens`` distinct tokens. Every token but the first counts in the loss.
 
-    Every token but the first counts in the loss.
+    Rollouts have a sample per turn: a path ends at each node. Larger trees have more of them; in trees too
+    small for several, turns are shorter.
     """
-    random = np.random.default_rng(seed)
     if shape == "chain":
-        lengths = [num_tokens]
-        paths = [[0]]
+        nodes: Nodes = [(-1, num_tokens)]
     elif shape == "group":
-        answer = max(1, num_tokens // 21)
-        lengths = [num_tokens - 16 * answer] + [answer] * 16
-        paths = [[0, 1 + i] for i in range(16)]
+        nodes = prompt_and_answers(num_tokens, num_tokens // 4)
     elif shape == "agent":
-        lengths, paths = _rollouts(random, num_tokens, num_turns=12, node=400)
+        nodes = rollouts(1 + seed, num_tokens, num_tokens * 3000 // 32_727, turns=12, median=300, late=1.5)
     elif shape == "agent-fine":
-        lengths, paths = _rollouts(random, num_tokens, num_turns=24, node=40)
+        nodes = rollouts(2 + seed, num_tokens, num_tokens * 2000 // 32_208, turns=24, median=28)
+    elif shape == "agent-long":
+        nodes = rollouts(3 + seed, num_tokens, num_tokens * 6000 // 135_719, turns=24, median=380, late=1.5)
+    elif shape == "bushy":
+        nodes = rollouts(4 + seed, num_tokens, num_tokens * 64 // 29_497, turns=16, median=28)
     else:
         raise ValueError(f"unknown shape {shape!r}: expected one of {', '.join(SHAPES)}")
-    nodes = [random.integers(vocab_size, size=n) for n in lengths]
-    return TokenTree.from_paths([TokenPath(np.concatenate([nodes[n] for n in path])) for path in paths])
+    ends = range(len(nodes)) if shape != "group" else range(1, len(nodes))
+    return with_tokens(nodes, ends, vocab_size, seed)
 
 
-def _rollouts(
-    random: np.random.Generator, num_tokens: int, num_turns: int, node: int
-) -> tuple[list[int], list[list[int]]]:
-    """Node lengths, and paths as lists of nodes.
+def prompt_and_answers(num_tokens: int, prompt: int, answers: int = 16) -> Nodes:
+    """A prompt of ``prompt`` tokens, or a few more, and answers of equal lengths."""
+    answer = max(1, (num_tokens - max(1, prompt)) // answers)
+    return [(-1, num_tokens - answers * answer), *[(0, answer)] * answers]
 
-    A rollout is a prompt and ``num_turns`` turns, and every turn is a sample: the context so far and the
-    model's thought, which later turns no longer see. Each rollout leaves one before it at some turn. Lengths
-    are log-normal around ``node`` (less in a tree too small for several rollouts); the last one is cut.
+
+def rollouts(seed: int, num_tokens: int, prompt: int, turns: int, median: float, late: float = 1.0) -> Nodes:
+    """Rollouts of about ``turns`` turns, each leaving an earlier one at a random turn; the last is cut.
+
+    Turns are log-normal, of mean 1.38 ``median``. ``late`` > 1: rollouts leave late and so share more.
     """
-    lengths, room = [num_tokens // 12], num_tokens - num_tokens // 12
-    median = 0.73 * min(node, num_tokens / (4 * num_turns))  # of a mean of 1 at sigma 0.8
+    rng = random.Random(seed)
+    median = min(median, num_tokens / (4 * turns))
+    nodes = [(-1, max(1, prompt))]
+    room = num_tokens - nodes[0][1]
     paths: list[list[int]] = []
-    contexts: list[list[int]] = []
-
-    def new_node() -> int:
-        nonlocal room
-        lengths.append(min(room, 1 + int(random.lognormal(np.log(median), 0.8))))
-        room -= lengths[-1]
-        return len(lengths) - 1
-
     while room > 0:
-        earlier = contexts[random.integers(len(contexts))] if contexts else [0]
-        context = earlier[: random.integers(len(earlier)) + 1]
-        while len(context) <= num_turns and room > 0:
-            context = [*context, new_node()]
-            paths.append([*context, new_node()] if room > 0 else context)
-        contexts.append(context)
-    return lengths, paths
+        path, goal = [0], turns + 1
+        if paths:
+            earlier = rng.choice(paths)
+            path = earlier[: 1 + int((len(earlier) - 1) * rng.random() ** (1 / late))]
+            goal += rng.randint(-turns // 3, turns // 3)
+        while len(path) < goal and room > 0:
+            length = min(room, max(1, int(rng.lognormvariate(math.log(median), 0.8))))
+            nodes.append((path[-1], length))
+            path.append(len(nodes) - 1)
+            room -= length
+        paths.append(path)
+    return nodes
+
+
+def even_nodes(seed: int, num_tokens: int, length: int, branching: float) -> Nodes:
+    """Nodes of ``length`` tokens; each branches off 1 or 2 nodes back with probability ``branching``.
+
+    Whatever the length, a token sees about (1 - 1.5 * branching) / 2 of all tokens.
+    """
+    rng = random.Random(seed)
+    nodes: Nodes = []
+    path: list[int] = []
+    for i in range(num_tokens // length):
+        if rng.random() < branching:
+            path = path[: max(1, len(path) - rng.randint(1, 2))]
+        nodes.append((path[-1] if path else -1, length))
+        path.append(i)
+    return nodes
+
+
+def sweep(num_tokens: int, vocab_size: int) -> Iterator[tuple[str, TokenTree]]:
+    """Named trees of one size: ever longer nodes, and ever larger prompts. Every leaf ends a path."""
+    for length in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        nodes = even_nodes(0, num_tokens, length, branching=0.5)
+        yield f"nodes of {length}", with_tokens(nodes, leaves(nodes), vocab_size)
+    for percent in (1, 3, 7, 15, 30, 60, 90):
+        nodes = prompt_and_answers(num_tokens, num_tokens * percent // 100)
+        yield f"prompt of {percent}%", with_tokens(nodes, leaves(nodes), vocab_size)
+
+
+def leaves(nodes: Nodes) -> list[int]:
+    return sorted(set(range(len(nodes))) - {parent for parent, _ in nodes})
+
+
+def with_tokens(nodes: Nodes, ends: Sequence[int], vocab_size: int, seed: int = 0) -> TokenTree:
+    """The tree of ``nodes`` with random tokens and paths that end at the nodes ``ends``.
+
+    Node i starts with token i, so that siblings differ, as far as the vocabulary allows.
+    """
+    rng = np.random.default_rng(seed)
+    prefixes: list[np.ndarray] = []  # tokens from the root to the end of each node
+    for i, (parent, length) in enumerate(nodes):
+        tokens = rng.integers(vocab_size, size=length, dtype=np.int32)
+        tokens[0] = i % vocab_size
+        prefixes.append(tokens if parent < 0 else np.concatenate([prefixes[parent], tokens]))
+    return TokenTree.from_paths([TokenPath(prefixes[i]) for i in ends])
