@@ -1,0 +1,390 @@
+"""Runs a Gluon kernel for Hopper on the CPU, to test its logic where there is no such GPU.
+
+``EmulatedKernel(kernel, seed)`` is launched like the kernel, program after program. What is modelled:
+
+- Partitions of ``warp_specialize`` are threads of which one runs at a time; at every access to what they
+  share the turn goes to one that can go on, at random. Within a partition all is in program order.
+- What is asynchronous happens as late as the wait for it allows: copies and additions by TMA read shared
+  memory, products read their operands (or at once, at random), and copies land in shared memory at a random
+  later time. So a slot released or written too early, or read before it is filled, gives wrong numbers.
+  Fresh shared memory is NaN.
+- mbarriers count arrivals and bytes; a wait is for the parity of a phase. Deadlocks are found.
+- TMA reads zeros outside the tensor and writes nothing there.
+
+AssertionError: a deadlock; an access out of bounds; more arrivals than a barrier expects; a product or store
+never waited for; operands of wrong dtype or shape; a TMA coordinate of a vector that is not a multiple of 16
+bytes. AttributeError: a product used before its wait; a name of Gluon's that is not emulated.
+
+Not modelled: layouts, registers, proxies and their fences, int32 overflow, concurrent programs, real timing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+# 1. Programs and partitions.
+
+
+@dataclass
+class Partition:
+    """A group of warps with its own flow of control."""
+
+    name: str
+    can_go_on: Callable[[], bool] = lambda: True
+    ended: bool = False
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    products: list[Product] = field(default_factory=list)  # not computed yet, oldest first
+    stores: list[Callable[[], Any]] = field(default_factory=list)  # not done yet, oldest first
+
+
+class Program:
+    """One program of the grid: hands the turn from partition to partition."""
+
+    def __init__(self, index: int, width: int, rng: random.Random) -> None:
+        self.index, self.width, self.rng = index, width, rng
+        self.partitions: list[Partition] = []
+        self.copies: list[Callable[[], Any]] = []  # by TMA into shared memory, in flight
+        self.failure: BaseException | None = None
+
+    def warp_specialize(
+        self, functions: Sequence[tuple[Callable, tuple]], warps: Any, registers: Any
+    ) -> None:
+        threads: list[threading.Thread] = []
+        for function, args in functions:
+            partition = Partition(f"{function.__name__} {len(threads)}")
+            self.partitions.append(partition)
+            threads.append(threading.Thread(target=self._run, args=(partition, function, args), daemon=True))
+        for thread in threads:
+            thread.start()
+        self._pass_turn()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def pause(self, partition: Partition, can_go_on: Callable[[], bool]) -> None:
+        """Let others run, at least until ``can_go_on()``."""
+        partition.can_go_on = can_go_on
+        self._pass_turn()
+        partition.turn.acquire()
+        assert self.failure is None, "another partition failed"
+
+    def _run(self, partition: Partition, function: Callable, args: tuple) -> None:
+        here.program, here.partition = self, partition
+        partition.turn.acquire()
+        try:
+            if self.failure is None:
+                function(*args)
+                assert not partition.products, f"{partition.name}: a product is never waited for"
+                assert not partition.stores, f"{partition.name}: a store is never waited for"
+                partition.ended = True
+                self._pass_turn()
+        except BaseException as error:
+            self.failure = self.failure or error
+            for other in self.partitions:
+                other.turn.release()
+
+    def _pass_turn(self) -> None:
+        while True:
+            waiting = [p for p in self.partitions if not p.ended]
+            ready = [p for p in waiting if p.can_go_on()]
+            if not waiting and not self.copies:
+                return
+            assert ready or self.copies, f"deadlock: {', '.join(p.name for p in waiting)} wait"
+            if ready and (not self.copies or self.rng.random() < 0.8):
+                self.rng.choice(ready).turn.release()
+                return
+            self.copies.pop(self.rng.randrange(len(self.copies)))()
+
+
+here = threading.local()  # .program, and inside warp_specialize .partition
+
+
+def others_may_run(can_go_on: Callable[[], bool] = lambda: True) -> None:
+    here.program.pause(here.partition, can_go_on)
+
+
+# 2. Values, pointers, shared memory, descriptors.
+
+
+class Value(Tensor):
+    """A value of Triton: ``x += y`` makes a new one."""
+
+    __iadd__ = Tensor.__add__
+    __iand__ = Tensor.__and__
+    __imul__ = Tensor.__mul__
+    __itruediv__ = Tensor.__truediv__
+
+
+def value(x: Any) -> Value:
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class Pointer:
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Offsets, 0 where masked, and the mask."""
+        offset = torch.as_tensor(self.offset).long()
+        mask = torch.as_tensor(True if mask is None else mask).expand(offset.shape)
+        offset = torch.where(mask, offset, 0)
+        assert ((offset >= 0) & (offset < len(self.memory))).all(), "access out of bounds"
+        return offset, mask
+
+    def load(self, mask: Any = None, other: Any = 0) -> Value:
+        offset, mask = self.places(mask)
+        return value(torch.where(mask, self.memory[offset], torch.tensor(other, dtype=self.memory.dtype)))
+
+    def store(self, x: Tensor, mask: Any = None) -> None:
+        offset, mask = self.places(mask)
+        assert x.dtype == self.memory.dtype, f"store of {x.dtype} into {self.memory.dtype}"
+        self.memory[offset[mask]] = x.expand(offset.shape)[mask].as_subclass(Tensor)
+
+
+class Shared:
+    """A shared memory descriptor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, list(tensor.shape)
+
+    def index(self, i: Any) -> Shared:
+        assert 0 <= int(i) < len(self.tensor), f"slot {int(i)} of {len(self.tensor)}"
+        return Shared(self.tensor[int(i)])
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
+        return Shared(self.tensor.narrow(dim, int(start), length))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.tensor.permute(*order))
+
+    def load(self, layout: Any = None) -> Value:
+        others_may_run()
+        return value(self.tensor.clone())
+
+    def store(self, x: Tensor) -> None:
+        assert (x.shape, x.dtype) == (self.tensor.shape, self.dtype)
+        others_may_run()
+        self.tensor.copy_(x)
+
+
+class Descriptor:
+    """A tensor in global memory that TMA moves in tiles."""
+
+    def __init__(self, host: TensorDescriptor) -> None:
+        self.tensor, self.layout, self.dtype = host.base, host.layout, host.base.dtype
+        self.block_shape = list(host.block_shape)
+        self.block_type = SimpleNamespace(nbytes=math.prod(host.block_shape) * self.dtype.itemsize)
+
+    def inside(self, corner: Sequence[Any], tile: Shared) -> tuple[Tensor, Tensor]:
+        """The part of the tensor that a tile covers, and the part of the tile that it covers."""
+        assert (tile.shape, tile.dtype) == (self.block_shape, self.dtype), "a tile of other shape or dtype"
+        bytes_before = int(corner[-1]) * self.dtype.itemsize
+        assert len(corner) > 1 or bytes_before % 16 == 0, f"TMA of a vector from byte {bytes_before}"
+        in_tensor, in_tile = self.tensor, tile.tensor
+        for dim, (start, length) in enumerate(zip(map(int, corner), tile.shape, strict=True)):
+            low = min(max(start, 0), self.tensor.shape[dim])
+            size = max(min(start + length, self.tensor.shape[dim]) - low, 0)
+            in_tensor = in_tensor.narrow(dim, low, size)
+            in_tile = in_tile.narrow(dim, low - start if size else 0, size)
+        return in_tensor, in_tile
+
+    def copy_to_shared(self, corner: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
+        in_tensor, in_tile = self.inside(corner, tile)
+
+        def land() -> None:
+            tile.tensor.zero_()
+            in_tile.copy_(in_tensor)
+            barrier.progress(0, -self.block_type.nbytes)
+
+        here.program.copies.append(land)
+        others_may_run()
+
+    def store(self, corner: Sequence[Any], tile: Shared) -> None:
+        in_tensor, in_tile = self.inside(corner, tile)
+        here.partition.stores.append(lambda: in_tensor.copy_(in_tile))
+
+    def add(self, corner: Sequence[Any], tile: Shared) -> None:
+        in_tensor, in_tile = self.inside(corner, tile)
+        here.partition.stores.append(lambda: in_tensor.add_(in_tile))
+
+
+# 3. Barriers, TMA, tensor cores.
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all arrivals and all bytes are there."""
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+        self.missing_bytes = self.phases = 0
+
+    def progress(self, arrivals: int, more_bytes: int) -> None:
+        self.missing -= arrivals
+        self.missing_bytes += more_bytes
+        assert self.missing >= 0, "more arrivals than the barrier expects"
+        if self.missing == 0 and self.missing_bytes == 0:
+            self.phases += 1
+            self.missing = self.count
+
+    def expect(self, size: int) -> None:
+        self.progress(1, size)
+
+    def arrive(self, count: int = 1) -> None:
+        self.progress(count, 0)
+        others_may_run()
+
+    def wait(self, phase: Any) -> None:
+        others_may_run(lambda: self.phases % 2 != int(phase))
+
+
+class Barriers(list[Barrier]):
+    def index(self, i: Any) -> Barrier:  # type: ignore[override]
+        return self[int(i)]
+
+
+def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barrier() if len(shape) == 1 else Barriers(Barrier() for _ in range(shape[0]))
+    garbage = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return Shared(torch.full(list(shape), garbage, dtype=dtype))
+
+
+def run_oldest(queue: list[Any], pending: int) -> None:
+    while len(queue) > pending:
+        queue.pop(0)()
+
+
+def store_wait(pending: int) -> None:
+    others_may_run()
+    run_oldest(here.partition.stores, pending)
+
+
+@dataclass
+class Product:
+    """An asynchronous product: of a value or shared memory, and shared memory; on top of acc or not."""
+
+    a: Value | Shared
+    b: Shared
+    acc: Value
+    use_acc: bool
+    result: Value = field(init=False)  # once computed: earlier use is an AttributeError
+
+    def __call__(self) -> None:
+        a = self.a.tensor if isinstance(self.a, Shared) else self.a
+        product = a.float() @ self.b.tensor.float()
+        assert product.shape == self.acc.shape
+        self.result = value(product + self.acc if self.use_acc else product)
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+    assert is_async
+    assert a.dtype == b.dtype != acc.dtype == torch.float32
+    product = Product(a, b, acc, use_acc)
+    here.partition.products.append(product)
+    if here.program.rng.random() < 0.5:
+        run_oldest(here.partition.products, 0)
+    return product
+
+
+def warpgroup_mma_wait(pending: int, values: Sequence[Any]) -> Any:
+    others_may_run()
+    run_oldest(here.partition.products, pending)
+    results = [x.result if isinstance(x, Product) else x for x in values]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+# 4. The language, and launches.
+
+
+def _no_layout(*args: Any) -> None:
+    """Layouts are not modelled."""
+
+
+_LANGUAGE = SimpleNamespace(
+    int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x, static_range=range,
+    program_id=lambda axis: value(here.program.index), num_programs=lambda axis: value(here.program.width),
+    warp_specialize=lambda *args: here.program.warp_specialize(*args),
+    allocate_shared_memory=allocate_shared_memory, load=Pointer.load, store=Pointer.store,
+    arange=lambda start, stop, layout: value(torch.arange(start, stop)),
+    zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
+    full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
+    where=lambda condition, x, y: torch.where(value(condition), x, y),
+    minimum=lambda x, y: torch.minimum(value(x), value(y)),
+    maximum=lambda x, y: torch.maximum(value(x), value(y)),
+    max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
+    convert_layout=lambda x, layout: x,
+    inline_asm_elementwise=lambda *args, **options: 0,  # all that is left of opaque_zero
+    SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
+)  # fmt: skip
+_MBARRIER = SimpleNamespace(
+    MBarrierLayout=lambda: "barriers", init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
+    wait=Barrier.wait,
+)  # fmt: skip
+_TMA = SimpleNamespace(
+    async_copy_global_to_shared=Descriptor.copy_to_shared, async_copy_shared_to_global=Descriptor.store,
+    store_wait=store_wait,
+)  # fmt: skip
+_EMULATED: list[tuple[Any, Any]] = [
+    (gl, _LANGUAGE),
+    (hopper.mbarrier, _MBARRIER),
+    (hopper.tma, _TMA),
+    (hopper.fence_async_shared, lambda: None),
+    (hopper.warpgroup_mma, warpgroup_mma),
+    (hopper.warpgroup_mma_wait, warpgroup_mma_wait),
+]
+
+
+class EmulatedKernel:
+    """``kernel`` for CPU tensors. ``substitutes``: functions to take for names of its file."""
+
+    def __init__(self, kernel: JITFunction, seed: int, **substitutes: Callable) -> None:
+        self.rng, self.substitutes = random.Random(seed), substitutes
+        self.scopes: dict[int, dict[str, Any]] = {}
+        self.function = self._translate(kernel)
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+            for index in range(grid[0]):
+                here.program = Program(index, grid[0], self.rng)
+                self.function(*map(_argument, args), **constants)
+
+        return launch
+
+    def _translate(self, x: Any) -> Any:
+        """What stands for a global of a kernel's file."""
+        if isinstance(x, gl.constexpr):
+            return x.value
+        if isinstance(x, JITFunction):
+            return FunctionType(x.fn.__code__, self._scope(x.fn.__globals__), x.fn.__name__)
+        return next((emulation for real, emulation in _EMULATED if x is real), x)
+
+    def _scope(self, scope: dict[str, Any]) -> dict[str, Any]:
+        if id(scope) not in self.scopes:
+            new = self.scopes[id(scope)] = {}
+            new |= {name: self._translate(x) for name, x in scope.items()} | self.substitutes
+        return self.scopes[id(scope)]
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    return Pointer(x.view(-1)) if isinstance(x, Tensor) else x
