@@ -18,7 +18,7 @@ def test_not_installed(monkeypatch):
     monkeypatch.setattr(flash, "_is_hopper", lambda device: True)
     monkeypatch.setattr(flash, "_installed", lambda: False)
     assert not flash.available(torch.device("cuda"))
-    with pytest.raises(UserError, match=r"pip install 'titan_tree\[flash\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[flash\]'"):
         flash.prepare(make_layout([(-1, 5)]))
 
 

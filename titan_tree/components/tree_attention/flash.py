@@ -1,6 +1,6 @@
 """TreeAttention by FlexAttention on the kernels of FlashAttention-4, with the interval mask. Hopper only.
 
-Optional: ``pip install 'titan_tree[flash]'``. Its backward adds dq in no fixed order: not deterministic.
+Optional: ``pip install -e '.[flash]'``. Its backward adds dq in no fixed order: not deterministic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prepare(layout: TreeLayout) -> BlockMask:
             f"TreeAttention: backend 'flash' needs a Hopper GPU, got {device}; use 'auto' or 'flex'"
         )
     if not _installed():
-        raise UserError("TreeAttention: backend 'flash' needs flash-attn-4: pip install 'titan_tree[flash]'")
+        raise UserError("TreeAttention: backend 'flash' needs flash-attn-4: pip install -e '.[flash]'")
     return flex.prepare(layout)
 
 
