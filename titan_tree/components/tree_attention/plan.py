@@ -75,40 +75,8 @@ def prepare(layout: TreeLayout) -> Plan:
             "TreeAttention: expected a layout of int32 tensors of one query or more, "
             f"got {end.dtype}, {column.dtype}, {len(column)} queries"
         )
-    first_column, last_column = _block_bounds(column, QUERIES, pad=column[-1:])
-
-    seen, full, _ = _visibility(end, KEYS, first_column, last_column)
-    kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
-    n_visible = (kind < 2).sum(1)
-    key_blocks = kind.argsort(dim=1, stable=True)
-    n_partial = (kind == 0).sum(1)
-
-    seen, full, diagonal = _visibility(end, PIECE, first_column, last_column)
-    n_full, n_diagonal = full.sum(1), diagonal.sum(1)
-    n_masked = seen.sum(1) - n_full
-    padding = -(n_masked + n_full) % 4
-    kind = _bytes_like(seen, 4).masked_fill_(seen, 1).masked_fill_(diagonal, 0).masked_fill_(full, 3)
-    is_padding = torch.arange(3, device=end.device) < padding[:, None]
-    kind = torch.cat([kind, _bytes_like(is_padding, 4).masked_fill_(is_padding, 2)], dim=1)
-    pieces = kind.argsort(dim=1, stable=True)
-    n_masked = n_masked + padding
-
-    lowest, highest = _block_bounds(end, KEYS, pad=end.new_zeros(1))
-    first_k = torch.arange(0, len(end), KEYS, device=end.device, dtype=torch.int32)
-    bounds = torch.stack([first_k, first_k + KEYS - 1, lowest, highest])
-    first, first_full, end_full, last = (row.int() for row in torch.searchsorted(column, bounds))
-    first_full = torch.minimum(first_full, last)
-    end_full = torch.maximum(first_full, end_full)
-
-    first_tile = first // TILE
-    work = torch.where(first < last, (last + TILE - 1) // TILE - first_tile, 0)
-    work, range_order = work.sort(stable=True, descending=True)
-    job_stop, *jobs = _jobs(work, range_order, first_tile)
-    columns = (
-        key_blocks, n_partial, n_visible, pieces, n_diagonal, n_masked, n_masked + n_full,
-        (n_masked + n_full).argsort(stable=True, descending=True),
-        first, first_full, end_full, last, range_order, job_stop, *jobs,
-    )  # fmt: skip
+    query_bounds = _block_bounds(column, QUERIES, pad=column[-1:])
+    columns = *_key_blocks(end, *query_bounds), *_pieces(end, *query_bounds), *_ranges_and_jobs(end, column)
     return Plan(*(x.int() for x in columns))
 
 
@@ -116,6 +84,27 @@ def max_parts(n: int, m: int) -> int:
     """Upper bound of the parts of cut ranges: each is half of 1 / JOBS of all tiles, or of SHORTEST_JOB."""
     tiles, blocks = -(-n // TILE), -(-m // KEYS)
     return min(2 * JOBS, 2 * blocks * tiles // SHORTEST_JOB) if tiles > SHORTEST_JOB else 0
+
+
+def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+    """key_blocks, n_partial, n_visible, for query blocks of columns first .. last."""
+    seen, full, _ = _visibility(end, KEYS, first, last)
+    kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
+    n_visible = seen.sum(1)
+    return kind.argsort(dim=1, stable=True), n_visible - full.sum(1), n_visible
+
+
+def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+    """pieces, n_diagonal, n_masked, n_pieces, query_order, for query blocks of columns first .. last."""
+    seen, full, diagonal = _visibility(end, PIECE, first, last)
+    n_seen = seen.sum(1)
+    padding = -n_seen % 4
+    kind = _bytes_like(seen, 4).masked_fill_(seen, 1).masked_fill_(diagonal, 0).masked_fill_(full, 3)
+    is_padding = torch.arange(3, device=end.device) < padding[:, None]
+    kind = torch.cat([kind, _bytes_like(is_padding, 4).masked_fill_(is_padding, 2)], dim=1)
+    n_pieces = n_seen + padding
+    by_work = n_pieces.argsort(stable=True, descending=True)
+    return kind.argsort(dim=1, stable=True), diagonal.sum(1), n_pieces - full.sum(1), n_pieces, by_work
 
 
 def _visibility(end: Tensor, size: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,6 +124,20 @@ def _visibility(end: Tensor, size: int, first: Tensor, last: Tensor) -> tuple[Te
 
 def _bytes_like(mask: Tensor, value: int) -> Tensor:
     return torch.full_like(mask, value, dtype=torch.uint8)
+
+
+def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
+    """The columns from ``first`` on."""
+    lowest, highest = _block_bounds(end, KEYS, pad=end.new_zeros(1))
+    first_k = torch.arange(0, len(end), KEYS, device=end.device, dtype=torch.int32)
+    bounds = torch.stack([first_k, first_k + KEYS - 1, lowest, highest])
+    first, first_full, end_full, last = (row.int() for row in torch.searchsorted(column, bounds))
+    first_full = torch.minimum(first_full, last)
+    end_full = torch.maximum(first_full, end_full)
+    first_tile = first // TILE
+    work = torch.where(first < last, (last + TILE - 1) // TILE - first_tile, 0)
+    work, order = work.sort(stable=True, descending=True)
+    return first, first_full, end_full, last, order, *_jobs(work, order, first_tile)
 
 
 def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]:
