@@ -191,7 +191,8 @@ class Descriptor:
     def __init__(self, host: TensorDescriptor) -> None:
         self.tensor, self.layout, self.dtype = host.base, host.layout, host.base.dtype
         self.block_shape = list(host.block_shape)
-        self.block_type = SimpleNamespace(nbytes=math.prod(host.block_shape) * self.dtype.itemsize)
+        nbytes = math.prod(host.block_shape) * self.dtype.itemsize
+        self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)
 
     def inside(self, corner: Sequence[Any], tile: Shared) -> tuple[Tensor, Tensor]:
         """The part of the tensor that a tile covers, and the part of the tile that it covers."""
@@ -333,7 +334,7 @@ _LANGUAGE = SimpleNamespace(
     convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda *args, **options: 0,  # all that is left of opaque_zero
     SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
+    SharedLinearLayout=_no_layout, NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
 )  # fmt: skip
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=lambda: "barriers", init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
@@ -374,7 +375,8 @@ class EmulatedKernel:
         if isinstance(x, gl.constexpr):
             return x.value
         if isinstance(x, JITFunction):
-            return FunctionType(x.fn.__code__, self._scope(x.fn.__globals__), x.fn.__name__)
+            fn = x.fn
+            return FunctionType(fn.__code__, self._scope(fn.__globals__), fn.__name__, fn.__defaults__)
         return next((emulation for real, emulation in _EMULATED if x is real), x)
 
     def _scope(self, scope: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,14 @@ from triton.runtime.jit import JITFunction
 
 from tests.gluon_emulator import Descriptor, EmulatedKernel
 from tests.layouts import SMALL, Nodes, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
+from titan_tree.components.tree_attention import hopper, portable
 from titan_tree.components.tree_attention import plan as plans
-from titan_tree.components.tree_attention import portable
-from titan_tree.components.tree_attention.hopper import forward_pass, one_pass
+from titan_tree.components.tree_attention.hopper import (
+    forward_pass,
+    key_pass,
+    query_pass,
+    wide_key_pass,
+)
 from titan_tree.components.tree_attention.plan import PIECE, TILE, Plan, prepare
 
 # 1. Logic.
@@ -39,6 +44,12 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float16
 
 
+KERNELS = (
+    (forward_pass, "_forward_kernel"),
+    (key_pass, "_keys_kernel"),
+    (wide_key_pass, "_wide_keys_kernel"),
+    (query_pass, "_queries_kernel"),
+)
 SOME = np.random.default_rng(0)
 TRUNK: Nodes = [(-1, 300), *[(0, 3)] * 50]
 FOREST = random_nodes(7, 60, 1, 12)
@@ -67,7 +78,8 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """3 multiprocessors, ranges of more than 4 tiles cut into jobs, fresh memory filled with NaN."""
     if not portable.INTERPRET:
         pytest.skip("the Triton kernels beside the Gluon kernels need Triton's interpreter")
-    monkeypatch.setattr(forward_pass, "num_multiprocessors", lambda device: 3)
+    for module in (forward_pass, query_pass):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
     monkeypatch.setattr(plans, "SHORTEST_JOB", 4)
     torch.use_deterministic_algorithms(True)
     yield monkeypatch
@@ -79,10 +91,8 @@ def error(got: torch.Tensor, exact: torch.Tensor, do: torch.Tensor) -> float:
     return ((got.double() - exact).norm() / do.double().norm()).item()
 
 
-def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int, backward: bool = True) -> None:
+def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int) -> None:
     """Output, lse and gradients: error norm against float64, relative to the norm of the cotangent."""
-    run_forward = EmulatedKernel(forward_pass._forward_kernel, seed)
-    run_backward = EmulatedKernel(one_pass._backward_kernel, seed, _tma_add=Descriptor.add)
     layout, mask = make_layout(case.nodes, case.queries), ancestor_mask(case.nodes, case.queries)
     n, m = mask.shape
     q, k, v, do = random_qkv(n, m, case.heads, case.dim, dtype=case.dtype)
@@ -93,10 +103,14 @@ def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int, backwar
     tolerance = 3e-4 if case.dtype == torch.float16 else 2e-3
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward_pass, "_forward_kernel", run_forward)
-        patch.setattr(one_pass, "_backward_kernel", run_backward)
+        for module, kernel in KERNELS:
+            emulated = EmulatedKernel(getattr(module, kernel), seed, _tma_add=Descriptor.add)
+            patch.setattr(module, kernel, emulated)
         o, lse = forward_pass.forward(q, k, v, *tree)
-        gradients = one_pass.backward(do, q, k, v, o, lse, *tree) if backward else ()
+        gradients = {
+            deterministic: hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
+            for deterministic in (True, False)
+        }
 
     assert error(o, exact, do) < tolerance
     k_of_head = k.double().repeat_interleave(case.heads[0] // case.heads[1], 1)
@@ -104,10 +118,11 @@ def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int, backwar
     exact_lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1) / math.log(2)
     assert (lse[:, :n] - exact_lse).abs().max() < 1e-5
     assert (lse[:, n:] == torch.inf).all()
-    for name, got, want in zip(["dq", "dk", "dv"], gradients, exact_gradients, strict=backward):
-        assert error(got, want, do) < tolerance, name
     unseen = ~mask.any(0)
-    assert not any(gradient[unseen].any() for gradient in gradients[1:])
+    for deterministic, got in gradients.items():
+        for name, a, b in zip(["dq", "dk", "dv"], got, exact_gradients, strict=True):
+            assert error(a, b, do) < tolerance, f"{name}, deterministic {deterministic}"
+        assert not any(gradient[unseen].any() for gradient in got[1:])
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -116,9 +131,9 @@ def test_kernels_equal_definition(name, seed, emulator):
     assert_exact(emulator, CASES[name], seed)
 
 
-@pytest.mark.parametrize("name", ["forest", "few, scattered pieces"])
-def test_forward_of_head_dim_256(name, emulator):
-    assert_exact(emulator, CASES[name]._replace(dim=256), seed=0, backward=False)
+@pytest.mark.parametrize("name", ["forest", "trunk", "few, scattered pieces"])
+def test_head_dim_256(name, emulator):
+    assert_exact(emulator, CASES[name]._replace(dim=256), seed=0)
 
 
 def slot_branches(plan: Plan, n_keys: int) -> set[str]:
@@ -203,6 +218,7 @@ def compile_all() -> None:
                 "kernel": kernel.__name__,
                 "dim": constants["D"],
                 "square": constants.get("SQUARE"),
+                "with_dq": constants.get("WITH_DQ"),
                 "shared": compiled.metadata.shared,
                 "spills": sum(map(int, spills)),
                 "warnings": re.findall(r".*C75\d\d.*", log.getvalue()),
@@ -212,15 +228,16 @@ def compile_all() -> None:
     driver.set_active(HopperDriver())
     monkeypatch = pytest.MonkeyPatch()  # never undone: the process ends
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(forward_pass, "num_multiprocessors", lambda device: 132)
+    for module in (forward_pass, query_pass):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     for dim in forward_pass.SLOTS:
         for n_keys in (200, 300):  # square or not
             layout = make_layout([(-1, n_keys)], np.arange(n_keys - 200, n_keys))
             tree = layout.subtree_end, layout.key_index, prepare(layout)
             q, k, v, do = random_qkv(200, n_keys, (32, 8), dim, dtype=torch.bfloat16)
             o, lse = forward_pass.forward(q, k, v, *tree)
-            if dim in one_pass.SLOTS:
-                one_pass.backward(do, q, k, v, o, lse, *tree)
+            for deterministic in (True, False):
+                hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
 
 
 def test_kernels_compile_for_hopper(tmp_path):
@@ -232,14 +249,18 @@ def test_kernels_compile_for_hopper(tmp_path):
     child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     results = [json.loads(line) for line in child.stdout.splitlines()]
-    names = [(result["kernel"], result["dim"], result["square"]) for result in results]
-    expected: set[tuple[str, int, bool | None]] = {
-        ("_forward_kernel", dim, None) for dim in forward_pass.SLOTS
-    }
-    expected |= {("_backward_kernel", dim, square) for dim in one_pass.SLOTS for square in (True, False)}
+    names = [tuple(result[key] for key in ("kernel", "dim", "square", "with_dq")) for result in results]
+    expected: set[tuple[str, int, bool | None, bool | None]] = set()
+    for dim in forward_pass.SLOTS:
+        expected |= {(kernel, dim, None, None) for kernel in ("_forward_kernel", "_queries_kernel")}
+        for square in (True, False):
+            if dim in key_pass.SLOTS:
+                expected |= {("_keys_kernel", dim, square, with_dq) for with_dq in (True, False)}
+            else:
+                expected |= {("_wide_keys_kernel", dim, square, None)}
     assert set(names) == expected
     for result in results:
         assert result["shared"] <= 227 * 1024, result
         assert not result["warnings"], result
-        # A few registers of the forward, and of the backward that reads the queries' columns, are spilt.
-        assert result["spills"] <= (0 if result["square"] else 64), result
+        # A few registers are spilt by the forward, by three groups in 64 Ki registers, and to read columns.
+        assert result["spills"] <= (128 if result["with_dq"] else 0 if result["square"] else 64), result

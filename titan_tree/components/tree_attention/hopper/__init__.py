@@ -1,7 +1,7 @@
 """TreeAttention's kernels for Hopper GPUs, in Gluon: TMA, asynchronous tensor cores, specialised warps.
 
-``forward_pass`` and ``one_pass``, the backward. What that does not do, head dim 256 and gradients that are
-equal bit for bit, the portable kernels do, on the same plan.
+``forward_pass``; ``key_pass``, the backward. Where dq has to be equal bit for bit, and at head dim 256, whose
+key pass is ``wide_key_pass``, a second pass computes it: ``query_pass``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_attention import portable
-from titan_tree.components.tree_attention.hopper import one_pass
+from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
 from titan_tree.components.tree_attention.plan import Plan
 from titan_tree.errors import UserError
@@ -40,6 +40,9 @@ def backward(
     plan: Plan, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the dtypes of q, k, v."""
-    if deterministic or q.shape[-1] not in one_pass.SLOTS:
-        return portable.backward(do, q, k, v, o, lse, end, column, plan, deterministic)
-    return one_pass.backward(do, q, k, v, o, lse, end, column, plan)
+    inputs = do, q, k, v, lse, portable.row_sums(do, o, lse), end, column, plan
+    if q.shape[-1] in key_pass.SLOTS:
+        dk, dv, dq = key_pass.gradients(*inputs, with_dq=not deterministic)
+    else:
+        (dk, dv), dq = wide_key_pass.gradients(*inputs), None
+    return query_pass.gradient(*inputs) if dq is None else dq, dk, dv

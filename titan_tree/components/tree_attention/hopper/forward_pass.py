@@ -28,6 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_tree.components.tree_attention import portable
+from titan_tree.components.tree_attention.hopper.pieces import (
+    PIECE,
+    Lists,
+    count_rounds,
+    count_slots,
+    load_ends,
+    load_pieces,
+    visible,
+    work_item,
+)
 from titan_tree.components.tree_attention.hopper.ring import (
     LOG2_E,
     MASKED,
@@ -43,24 +53,7 @@ from titan_tree.components.tree_attention.hopper.ring import (
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
 
-PIECE = gl.constexpr(PIECE_KEYS)
-
-
-# 1. Work. Program p of P takes work items p, 2P - 1 - p, 2P + p, ...: heaviest first, in snake order. An item
-#    is a query block and a head; heads of one key head are neighbours, so that its keys are read from L2.
-
-
-class Lists(NamedTuple):
-    """Columns of the plan, and how many work items there are."""
-
-    pieces: gl.tensor
-    n_diagonal: gl.tensor
-    n_masked: gl.tensor
-    n_pieces: gl.tensor
-    query_order: gl.tensor
-    stride: gl.tensor
-    n_blocks: gl.tensor
-    n_items: gl.tensor
+# 1. Memory.
 
 
 class Memory(NamedTuple):
@@ -73,53 +66,7 @@ class Memory(NamedTuple):
     o: gl.shared_memory_descriptor  # [2, BLOCK_Q / 2, D]: each group's half on its way out
 
 
-@gluon.jit
-def _n_rounds(n_items):
-    width, program = gl.num_programs(0), gl.program_id(0)
-    rounds = n_items // width
-    place = gl.where(rounds % 2 == 0, program, width - 1 - program)
-    return rounds + gl.where(place < n_items % width, 1, 0)
-
-
-@gluon.jit
-def _work_item(lists, turn, G: gl.constexpr):
-    """Query block, head and key head of this program's work item in a round."""
-    width, program = gl.num_programs(0), gl.program_id(0)
-    item = turn * width + gl.where(turn % 2 == 0, program, width - 1 - program)
-    head_k = item // (lists.n_blocks * G)
-    rest = item % (lists.n_blocks * G)
-    return gl.load(lists.query_order + rest // G), head_k * G + rest % G, head_k
-
-
-@gluon.jit
-def _n_slots(lists, block, PIECES: gl.constexpr):
-    """Slots with pieces on the diagonal, slots that need a mask, slots."""
-    n_diagonal = (gl.load(lists.n_diagonal + block) + PIECES - 1) // PIECES
-    n_masked = (gl.load(lists.n_masked + block) + PIECES - 1) // PIECES
-    return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
-
-
 # 2. Producer.
-
-
-@gluon.jit
-def _load_pieces(
-    piece_rows, slot_rows, column, list_ptr, barrier, slot,
-    PIECES: gl.constexpr,
-):  # fmt: skip
-    """Fill a slot with the list's next pieces: one copy where they are neighbours."""
-    first = gl.load(list_ptr)
-    neighbours = True
-    for j in gl.static_range(1, PIECES):
-        neighbours &= gl.load(list_ptr + j) == first + j
-    if neighbours:
-        tma.async_copy_global_to_shared(slot_rows, [first * PIECE, column], barrier, slot)
-    else:
-        for j in gl.static_range(PIECES):
-            row = gl.load(list_ptr + j) * PIECE
-            tma.async_copy_global_to_shared(
-                piece_rows, [row, column], barrier, slot.slice(j * PIECE, PIECE, 0)
-            )
 
 
 @gluon.jit
@@ -132,10 +79,10 @@ def _producer(
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     slot_bytes: gl.constexpr = k_rows.block_type.nbytes
     n = 0
-    for turn in range(_n_rounds(lists.n_items)):
-        block, head, head_k = _work_item(lists, turn, G)
+    for turn in range(count_rounds(lists.n_items)):
+        block, head, head_k = work_item(lists, turn, G)
         list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        _, n_masked, n_slots = _n_slots(lists, block, PIECES)
+        _, n_masked, n_slots = count_slots(lists, block, PIECES)
         for group in gl.static_range(2):
             mbarrier.wait(memory.q.empty.index(group), (turn & 1) ^ 1)
             full = memory.q.full.index(group)
@@ -148,35 +95,19 @@ def _producer(
             full = memory.k.full.index(s)
             if i < n_masked:
                 mbarrier.expect(full, slot_bytes + BLOCK_K * 4)
-                for j in gl.static_range(PIECES):
-                    row = gl.load(list_ptr + j) * PIECE
-                    ends = memory.end.index(s).slice(j * PIECE, PIECE, 0)
-                    tma.async_copy_global_to_shared(end_row, [row], full, ends)
+                load_ends(end_row, list_ptr, full, memory.end.index(s), PIECES)
             else:
                 mbarrier.expect(full, slot_bytes)
-            _load_pieces(k_pieces, k_rows, head_k * D, list_ptr, full, memory.k.slots.index(s), PIECES)
+            load_pieces(k_pieces, k_rows, head_k * D, list_ptr, full, memory.k.slots.index(s), PIECES)
             wait_empty(memory.v, n, STAGES)
             full = memory.v.full.index(s)
             mbarrier.expect(full, slot_bytes)
-            _load_pieces(v_pieces, v_rows, head_k * D, list_ptr, full, memory.v.slots.index(s), PIECES)
+            load_pieces(v_pieces, v_rows, head_k * D, list_ptr, full, memory.v.slots.index(s), PIECES)
             list_ptr += PIECES
             n += 1
 
 
 # 3. Consumers.
-
-
-@gluon.jit
-def _masked(
-    s, column, end, list_ptr, i,
-    DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    visible = gl.expand_dims(column, 1) < gl.expand_dims(end, 0)
-    if DIAGONAL:
-        j = gl.arange(0, BLOCK_K, COLUMNS)
-        piece = gl.load(list_ptr + i * (BLOCK_K // PIECE) + j // PIECE)
-        visible &= gl.expand_dims(column, 1) >= gl.expand_dims(piece * PIECE + j % PIECE, 0)
-    return gl.where(visible, s, MASKED)
 
 
 @gluon.jit
@@ -205,7 +136,7 @@ def _step(
     s = warpgroup_mma_wait(1, [s])
     if MASK:
         end = memory.end.index(n % STAGES).load(COLUMNS)
-        s = _masked(s, column, end, list_ptr, i, DIAGONAL, BLOCK_K, COLUMNS)
+        s = gl.where(visible(column, end, list_ptr, i, DIAGONAL, BLOCK_K, COLUMNS), s, MASKED)
     release(memory.k, n, STAGES)
     p, peak, total, decay = _softmax(s, peak, total, scale)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -228,10 +159,10 @@ def _consumer(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     q, o = memory.q.slots.index(group), memory.o.index(group)
     n = 0
-    for turn in range(_n_rounds(lists.n_items)):
-        block, head, _ = _work_item(lists, turn, G)
+    for turn in range(count_rounds(lists.n_items)):
+        block, head, _ = work_item(lists, turn, G)
         list_ptr = lists.pieces + block.to(gl.int64) * lists.stride
-        n_diagonal, n_masked, n_slots = _n_slots(lists, block, BLOCK_K // PIECE)
+        n_diagonal, n_masked, n_slots = count_slots(lists, block, BLOCK_K // PIECE)
         row = block * BLOCK_Q + group * HALF_Q
         rows = row + gl.arange(0, HALF_Q, ROWS)
         column = gl.load(column_ptr + rows, mask=rows < N, other=-1)
@@ -246,7 +177,7 @@ def _consumer(
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         end = memory.end.index(n % STAGES).load(COLUMNS)
         s = warpgroup_mma_wait(0, [s])
-        s = _masked(s, column, end, list_ptr, 0, True, BLOCK_K, COLUMNS)
+        s = gl.where(visible(column, end, list_ptr, 0, True, BLOCK_K, COLUMNS), s, MASKED)
         release(memory.k, n, STAGES)
         p, peak, total, _ = _softmax(s, peak, total, scale)
         p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))

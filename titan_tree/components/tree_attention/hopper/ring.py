@@ -29,11 +29,11 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(full.index(s), count=WRITERS)
         mbarrier.init(empty.index(s), count=READERS)
     return Ring(slots, full, empty)
 

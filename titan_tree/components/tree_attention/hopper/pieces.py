@@ -1,0 +1,102 @@
+"""What the passes over queries share: work items and the pieces of keys that they read.
+
+A query block's keys are a list of pieces of 32 keys (``plan``). A slot of the ring is filled with pieces from
+anywhere, so every product has its full size, and only every 32 keys are all or nothing: long paths with short
+branches waste little.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
+
+PIECE = gl.constexpr(PIECE_KEYS)
+
+# 1. Work. Program p of P takes work items p, 2P - 1 - p, 2P + p, ...: heaviest first, in snake order. An item
+#    is a query block and a head; heads of one key head are neighbours, so that its keys are read from L2.
+
+
+class Lists(NamedTuple):
+    """Columns of the plan, and how many work items there are."""
+
+    pieces: gl.tensor
+    n_diagonal: gl.tensor
+    n_masked: gl.tensor
+    n_pieces: gl.tensor
+    query_order: gl.tensor
+    stride: gl.tensor
+    n_blocks: gl.tensor
+    n_items: gl.tensor
+
+
+@gluon.jit
+def count_rounds(n_items):
+    width, program = gl.num_programs(0), gl.program_id(0)
+    rounds = n_items // width
+    place = gl.where(rounds % 2 == 0, program, width - 1 - program)
+    return rounds + gl.where(place < n_items % width, 1, 0)
+
+
+@gluon.jit
+def work_item(lists, turn, G: gl.constexpr):
+    """Query block, head and key head of this program's work item in a round."""
+    width, program = gl.num_programs(0), gl.program_id(0)
+    item = turn * width + gl.where(turn % 2 == 0, program, width - 1 - program)
+    head_k = item // (lists.n_blocks * G)
+    rest = item % (lists.n_blocks * G)
+    return gl.load(lists.query_order + rest // G), head_k * G + rest % G, head_k
+
+
+@gluon.jit
+def count_slots(lists, block, PIECES: gl.constexpr):
+    """Slots with pieces on the diagonal, slots that need a mask, slots."""
+    n_diagonal = (gl.load(lists.n_diagonal + block) + PIECES - 1) // PIECES
+    n_masked = (gl.load(lists.n_masked + block) + PIECES - 1) // PIECES
+    return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
+
+
+@gluon.jit
+def load_pieces(
+    piece_rows, slot_rows, column, list_ptr, barrier, slot,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """Fill a slot with the list's next pieces: one copy where they are neighbours."""
+    first = gl.load(list_ptr)
+    neighbours = True
+    for j in gl.static_range(1, PIECES):
+        neighbours &= gl.load(list_ptr + j) == first + j
+    if neighbours:
+        tma.async_copy_global_to_shared(slot_rows, [first * PIECE, column], barrier, slot)
+    else:
+        for j in gl.static_range(PIECES):
+            row = gl.load(list_ptr + j) * PIECE
+            tma.async_copy_global_to_shared(
+                piece_rows, [row, column], barrier, slot.slice(j * PIECE, PIECE, 0)
+            )
+
+
+@gluon.jit
+def load_ends(end_row, list_ptr, barrier, slot, PIECES: gl.constexpr):
+    """Fetch ``end`` of the keys of the list's next pieces."""
+    for j in gl.static_range(PIECES):
+        row = gl.load(list_ptr + j) * PIECE
+        tma.async_copy_global_to_shared(end_row, [row], barrier, slot.slice(j * PIECE, PIECE, 0))
+
+
+@gluon.jit
+def visible(
+    column, end, list_ptr, i,
+    DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Which keys of slot i each query sees; off the diagonal all are ancestors or none."""
+    mask = gl.expand_dims(column, 1) < gl.expand_dims(end, 0)
+    if DIAGONAL:
+        j = gl.arange(0, BLOCK_K, COLUMNS)
+        piece = gl.load(list_ptr + i * (BLOCK_K // PIECE) + j // PIECE)
+        mask &= gl.expand_dims(column, 1) >= gl.expand_dims(piece * PIECE + j % PIECE, 0)
+    return mask

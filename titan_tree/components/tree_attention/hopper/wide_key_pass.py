@@ -1,0 +1,212 @@
+"""Backward on Hopper, pass over the keys at head dim 256: dk and dv, every sum in a fixed order.
+
+A group cannot hold both gradients of 64 keys there. So a program's keys are 64, half of a job's; one group
+computes P and dV, the other dP and dK, and P goes from one to the other through shared memory. Otherwise as
+``key_pass``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titan_tree.components.tree_attention.hopper.jobs import (
+    Jobs,
+    count_masked,
+    first_masked,
+    job_of,
+    make_memory,
+    next_masked,
+    probabilities,
+    producer,
+    store_keys,
+    sum_parts,
+)
+from titan_tree.components.tree_attention.hopper.ring import (
+    LN_2,
+    LOG2_E,
+    make_ring,
+    matrix,
+    opaque_zero,
+    release,
+    vector,
+    wait_empty,
+    wait_full,
+)
+from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
+
+
+@gluon.jit
+def _value_step(
+    column_ptr, memory, p_ring, dv, key, end, i, row, N, scale,
+    MASK: gl.constexpr, SQUARE: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, DK: gl.constexpr,
+):  # fmt: skip
+    """S, P for the other group too, and dV."""
+    slot = i % STAGES
+    do = memory.do.slots.index(slot)
+    zero = gl.zeros([dv.shape[0], BLOCK_Q], gl.float32, SCORES)
+    k = memory.k.index(opaque_zero(i))
+    wait_full(memory.q, i, STAGES)
+    q = memory.q.slots.index(slot)
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    lse = memory.lse.index(slot).load(gl.SliceLayout(0, SCORES))
+    s = warpgroup_mma_wait(0, [s])
+    release(memory.q, i, STAGES)
+    p = probabilities(s, lse, column_ptr, key, end, row, N, scale, MASK, SQUARE, BLOCK_Q, SCORES)
+    wait_empty(p_ring, i, 2)
+    p_ring.slots.index(i % 2).store(p)
+    mbarrier.arrive(p_ring.full.index(i % 2), count=1)
+    p = gl.convert_layout(p.to(do.dtype), gl.DotOperandLayout(0, DK, 2))
+    wait_full(memory.do, i, STAGES)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dv, p = warpgroup_mma_wait(0, [dv, p])
+    release(memory.do, i, STAGES)
+    return dv
+
+
+@gluon.jit
+def _key_step(
+    memory, p_ring, dk, i,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DK: gl.constexpr,
+):  # fmt: skip
+    """dP, and dK with the other group's P."""
+    slot = i % STAGES
+    q, do = memory.q.slots.index(slot), memory.do.slots.index(slot)
+    zero = gl.zeros([dk.shape[0], BLOCK_Q], gl.float32, SCORES)
+    v = memory.v.index(opaque_zero(i))
+    wait_full(memory.do, i, STAGES)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    delta = memory.delta.index(slot).load(gl.SliceLayout(0, SCORES))
+    dp = warpgroup_mma_wait(0, [dp])
+    release(memory.do, i, STAGES)
+    wait_full(p_ring, i, 2)
+    p = p_ring.slots.index(i % 2).load(SCORES)
+    ds = (p * (dp - gl.expand_dims(delta, 0))).to(q.dtype)
+    release(p_ring, i, 2)
+    ds = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
+    wait_full(memory.q, i, STAGES)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dk, ds = warpgroup_mma_wait(0, [dk, ds])
+    release(memory.q, i, STAGES)
+    return dk
+
+
+@gluon.jit
+def _value_consumer(
+    dv_ptr, parts_ptr, end_ptr, column_ptr, memory, p_ring, job,
+    N, M, heads_k, scale,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    SQUARE: gl.constexpr,
+):  # fmt: skip
+    """dv of half of the keys, and P for the group that computes their dk."""
+    HALF_K: gl.constexpr = BLOCK_K // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    key = job.key + gl.arange(0, HALF_K, gl.SliceLayout(1, SCORES))
+    end = gl.load(end_ptr + key, mask=key < M, other=0)
+    dv = gl.zeros([HALF_K, D], gl.float32, DK)
+    n_masked, n_steps = count_masked(job, G), G * (job.end - job.begin)
+    mbarrier.wait(memory.kv_full, 0)
+    head, tile = job.head_k * G, first_masked(job)
+    for i in range(n_masked):
+        dv = _value_step(
+            column_ptr, memory, p_ring, dv, key, end, i, tile * BLOCK_Q, N, scale,
+            True, SQUARE, BLOCK_Q, STAGES, SCORES, DK,
+        )  # fmt: skip
+        head, tile = next_masked(job, head, tile)
+    for i in range(n_masked, n_steps):
+        dv = _value_step(
+            column_ptr, memory, p_ring, dv, key, end, i, 0, N, scale,
+            False, SQUARE, BLOCK_Q, STAGES, SCORES, DK,
+        )  # fmt: skip
+    store_keys(dv, dv_ptr, parts_ptr + BLOCK_K * heads_k * D, job, 0, M, heads_k, D, BLOCK_K, DK)
+
+
+@gluon.jit
+def _key_consumer(
+    dk_ptr, parts_ptr, memory, p_ring, job, M, heads_k, scale,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk of half of the keys."""
+    HALF_K: gl.constexpr = BLOCK_K // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([HALF_K, D], gl.float32, DK)
+    mbarrier.wait(memory.kv_full, 0)
+    for i in range(G * (job.end - job.begin)):
+        dk = _key_step(
+            memory, p_ring, dk, i, BLOCK_Q, STAGES, SCORES, DK,
+        )  # fmt: skip
+    store_keys(dk * (scale * LN_2), dk_ptr, parts_ptr, job, 0, M, heads_k, D, BLOCK_K, DK)
+
+
+@gluon.jit(do_not_specialize=["n_jobs", "N", "M", "lse_stride"])
+def _wide_keys_kernel(
+    q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, dk_ptr, dv_ptr, parts_ptr, end_ptr, column_ptr,
+    first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs, N, M, lse_stride, heads_k, scale,
+    G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    SQUARE: gl.constexpr,
+):  # fmt: skip
+    HALF_K: gl.constexpr = BLOCK_K // 2
+    jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs)
+    job = job_of(jobs, gl.program_id(0), BLOCK_Q, BLOCK_K, HALF_K)
+    if (job.begin < 0) | (job.key >= M):
+        return
+    memory = make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES)
+    # Pairs of a warp's 32 threads side by side, as they hold them: no bank conflicts.
+    p_layout: gl.constexpr = gl.SharedLinearLayout(
+        [
+            [0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0],
+            [8, 0], [0, 8], [0, 16], [0, 32], [16, 0], [32, 0],
+        ]
+    )  # fmt: skip
+    p_ring = make_ring(gl.allocate_shared_memory(gl.float32, [2, HALF_K, BLOCK_Q], p_layout), 2, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_value_consumer, (
+                dv_ptr, parts_ptr, end_ptr, column_ptr, memory, p_ring, job,
+                N, M, heads_k, scale, G, BLOCK_Q, BLOCK_K, D, STAGES, SQUARE,
+            )),
+            (_key_consumer, (
+                dk_ptr, parts_ptr, memory, p_ring, job, M, heads_k, scale, G, BLOCK_Q, BLOCK_K, D, STAGES,
+            )),
+            (producer, (
+                q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, memory, job, lse_stride,
+                G, BLOCK_Q, D, STAGES,
+            )),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+STAGES = 2  # slots for query tiles: as many as fit into 227 KiB
+
+
+def gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv in the dtypes of k and v. delta: see ``portable.row_sums``."""
+    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)
+    n_jobs = len(plan.job_block)
+    _wide_keys_kernel[(2 * n_jobs * heads_k,)](
+        matrix(q, TILE, dim), matrix(k, KEYS // 2, dim), matrix(v, KEYS // 2, dim), matrix(do, TILE, dim),
+        vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, plan.first_full, plan.end_full,
+        plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
+        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E,
+        G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES, SQUARE=n == m, num_warps=4,
+    )  # fmt: skip
+    sum_parts(parts, dk, dv, plan)
+    return dk, dv
