@@ -5,8 +5,9 @@
 Both run on one device in one process, in alternating rounds, on random tokens and random weights of one
 architecture, every token counted in the loss: forward, backward, gradient clipping, AdamW.
 
-- *transformers*: Qwen3ForCausalLM on one sequence, bf16 weights and optimizer states, fused AdamW, SDPA with
-  cuDNN's or FlashAttention's kernels, every decoder layer compiled.
+- *transformers*: Qwen3ForCausalLM on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's
+  kernels, every decoder layer compiled. Weights, gradients and optimizer states in bf16, or with --peer
+  float32 in fp32 and computed in bf16 under autocast: the precision of titan_tree.
 - *titan_tree*: the trainer's model, optimizer and step: fp32 weights and optimizer states, bf16 computation.
   Trees are made ready for the device beforehand; the trainer does so in a thread, one step ahead.
 
@@ -71,11 +72,13 @@ def main() -> None:
         return Contender(name, lambda: build(tree), tree, model.training_flops(TreeBatch.from_trees([tree])))
 
     contenders = []
-    if args.peer:
-        hf_config = transformers.Qwen3Config(**(model.config.to_hf() | {"use_cache": False}))
+    hf_config = transformers.Qwen3Config(**(model.config.to_hf() | {"use_cache": False}))
+    for dtype in args.peer:
         contenders.append(
             contender(
-                "transformers, one sequence", "chain", lambda tree: peer_step(hf_config, tree, args, device)
+                f"transformers ({dtype}), one sequence",
+                "chain",
+                lambda tree, dtype=dtype: peer_step(hf_config, dtype, tree, args, device),
             )
         )
     for shape in args.tree:
@@ -123,12 +126,16 @@ def our_step(
 
 
 def peer_step(
-    config: transformers.Qwen3Config, tree: TokenTree, args: argparse.Namespace, device: torch.device
+    config: transformers.Qwen3Config,
+    dtype: str,
+    tree: TokenTree,
+    args: argparse.Namespace,
+    device: torch.device,
 ) -> Callable[[], object]:
-    """The step of an ordinary training script on ``tree``, a chain."""
+    """The step of an ordinary training script on ``tree``, a chain; weights and their gradients in dtype."""
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
     model.train()
     if args.activation_checkpoint == "full":
@@ -148,7 +155,8 @@ def peer_step(
 
     def step() -> None:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "float32"):
+                loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm, foreach=True)
         optimizer.step()
@@ -257,7 +265,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of TreeAttention")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--activation-checkpoint", choices=["none", "full"], default="none")
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument(
+        "--peer",
+        nargs="*",
+        choices=dtypes,
+        default=dtypes[:1],
+        help="transformers' weights; ratios are to the first (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3, help="steps not timed, at the start of each round")
     parser.add_argument("--steps", type=int, default=10, help="steps timed in each round")
