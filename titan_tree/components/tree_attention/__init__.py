@@ -33,7 +33,7 @@ class TreeAttention(nn.Module):
             "reference": plain torch with a dense mask: any device and dtype, small trees.
             "auto": hopper where it can, else triton on a GPU, reference elsewhere.
         deterministic: equal gradients, bit for bit, run by run; on also under
-            ``torch.use_deterministic_algorithms``. Hopper's backward takes up to 13 % longer; triton's is so anyway.
+            ``torch.use_deterministic_algorithms``. Triton's always are; hopper's backward takes 13 % longer.
     """
 
     def __init__(self, backend: Backend = "auto", deterministic: bool = False) -> None:
