@@ -1,0 +1,10 @@
+"""none: the whole tree in one forward, whatever its size."""
+
+from __future__ import annotations
+
+from titan_tree.data.partition import Partition, one_pass
+from titan_tree.data.tree import TokenTree
+
+
+def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
+    return list(one_pass(tree).partitions)
