@@ -42,7 +42,7 @@ def test_table(capsys, file):
         "b": ["1", "3", "3", "0.000", "1.00x", "1", "1", "0.00", "3"],
         "all 2": ["4", "15", "11", "0.267", "1.36x", "6", "3", "2.00", "4"],
     }
-    assert "largest tree: a with 8 tokens, which data.max_tokens has to hold" in out
+    assert "largest tree: a with 8 tokens; above data.max_tokens it is cut" in out
 
 
 def test_limit_leaves_the_totals_alone(capsys, file):

@@ -55,7 +55,7 @@ def test_what_is_dumped_reads_back(file: Path, tmp_path: Path, arguments: list[s
     [
         ("[training]\nstepz = 3", ["x.toml", "'training.stepz'", "'training.steps'"]),
         ("[trainin]\nsteps = 3", ["x.toml", "'trainin'", "'training'"]),
-        ("[zzz]\nsteps = 3", ["x.toml", "'zzz'", "model, data, loss"]),
+        ("[zzz]\nsteps = 3", ["x.toml", "'zzz'", "model, data, partition, loss"]),
         ('[training]\nsteps = "many"', ["x.toml", "training.steps", "many"]),
         ("[training]\nsteps = 1.5", ["x.toml", "training.steps", "1.5"]),
         ('[training]\ndtype = "fp8"', ["x.toml", "training.dtype", "bfloat16", "fp8"]),

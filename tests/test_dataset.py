@@ -243,6 +243,23 @@ def test_pack_is_first_fit_decreasing():
     assert pack([], 10) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"layout": "flat"}, {"merge": "batch"}], ids=str)
+def test_larger_trees_are_micro_batches_of_their_own(file, options):
+    """Where they are allowed: nothing is lost, and what fits is packed as before."""
+    options = {"global_batch_groups": NUM_GROUPS, "shuffle_buffer": 0, **options}
+    whole = next(iter(TreeDataset(file, max_tokens=10_000, **options)))
+    packed = next(iter(TreeDataset(file, max_tokens=8, allow_larger=True, **options)))
+    sizes = [[len(tree) for tree in trees] for trees in packed]
+    assert any(len(trees) == 1 and trees[0] > 8 for trees in sizes)
+    assert all(len(trees) == 1 or sum(trees) <= 8 for trees in sizes)
+
+    def lists(micro_batches):
+        trees = [tree for micro_batch in micro_batches for tree in micro_batch]
+        return sorted(path.tokens.tolist() for tree in trees for path in tree.paths)
+
+    assert lists(packed) == lists(whole)
+
+
 def test_balanced_gives_the_largest_to_the_lightest():
     parts = balanced(trees_of(1, 7, 5, 4, 3, 2), 3)
     assert [[len(tree) for tree in part] for part in parts] == [[7, 1], [5, 2], [4, 3]]

@@ -12,12 +12,15 @@ from tests.tiny_run import read_metrics, tiny_config, train
 from titan_tree.config import Config
 
 # Three groups a step: rank 0 has two, rank 1 one; one group a step leaves rank 1 with none. Trees of a
-# rank do not fit one micro-batch, so the ranks' numbers of micro-batches differ.
+# rank do not fit one micro-batch, so the ranks' numbers of micro-batches differ; in the last cases a tree
+# does not fit either, and their numbers of partitions differ.
 CASES: dict[str, dict[str, object]] = {
     "last": {"data__max_tokens": 70},
     "every": {"data__max_tokens": 70, "parallel__reduce_gradients": "every"},
     "merged": {"data__max_tokens": 90, "data__merge": "batch"},
     "one_group": {"data__global_batch_groups": 1},
+    "partitions": {"data__max_tokens": 12},
+    "partitions of one rank": {"data__max_tokens": 12, "data__global_batch_groups": 1},
 }
 
 
@@ -57,7 +60,8 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None
     one = train(configs(tmp_path, name))
     two = configs(two_ranks, name)
     for ours, theirs in zip(read_metrics(two), read_metrics(one.config), strict=True):
-        for column, value in theirs.items():
+        for column in theirs.keys() - {"forwards", "chain_peak_tokens", "gateway_rows"}:  # these may differ
+            value = theirs[column]
             assert float(ours[column]) == pytest.approx(float(value), rel=1e-5), (ours["step"], column)
 
     # The checkpoint of two ranks, loaded by one: nothing is left to train, so these are its weights.

@@ -39,6 +39,22 @@ def test_every_list_gets_its_log_probs_in_the_order_given(models, seed):
         assert relative_error(mine[name], gradient) < 1e-5, name
 
 
+@pytest.mark.parametrize("max_tokens", [1, 5, 20])
+def test_partitions_score_alike(models, max_tokens):
+    _, model = models
+    for seed in range(4):
+        lists = [path.tokens.tolist() for paths in random_groups(seed) for path in paths]
+        with torch.no_grad():
+            whole, pieces = tree_logprobs(model, lists), tree_logprobs(model, lists, max_tokens)
+        for mine, theirs in zip(pieces, whole, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_partitions_have_no_gradients(models):
+    with pytest.raises(UserError, match=r"max_tokens: expected no gradients.*torch.no_grad\(\)"):
+        tree_logprobs(models[1], [[1, 2]], max_tokens=1)
+
+
 def test_tensors_arrays_and_lists_are_alike(models):
     _, model = models
     tokens = [4, 8, 15, 16, 23]

@@ -66,7 +66,8 @@ def test_batches_are_pinned_for_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.
     on_cpu = TreeStep(model, TreeLoss(), "cpu").prepare(micro_batches)
     assert not pinned
     on_gpu = TreeStep(model, TreeLoss(), "cuda").prepare(micro_batches)
-    assert on_gpu.batches == [f"pinned {len(batch)}" for batch in on_cpu.batches]
+    expected = [[f"pinned {len(batch)}" for batch in partitions] for partitions in on_cpu.micro_batches]
+    assert on_gpu.micro_batches == expected
     assert on_gpu.counts == on_cpu.counts
 
 

@@ -47,6 +47,11 @@ def edge_table(batch: TreeBatch) -> dict[tuple[int, ...], int]:
 def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Tensor]:
     """Token losses of one path by the textbook, in Python floats where nothing is differentiated."""
     out = []
+    whole = torch.zeros((), dtype=torch.float64)  # gspo: mean log-ratio of the path
+    if name == "gspo" and path.loss_mask[1:].sum():
+        for t in range(1, len(path)):
+            whole = whole + float(path.loss_mask[t]) * (logp[t - 1] - float(path.old_logprobs[t]))
+        whole = whole / float(path.loss_mask[1:].sum())
     for t in range(1, len(path)):
         new = logp[t - 1]
         if name == "sft":
@@ -56,7 +61,7 @@ def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Ten
         if name == "reinforce":
             out.append(-advantage * new)
             continue
-        ratio = torch.exp(new - float(path.old_logprobs[t]))
+        ratio = torch.exp(whole if name == "gspo" else new - float(path.old_logprobs[t]))
         low, high = ratio * advantage, ratio.clamp(0.9, 1.3) * advantage
         loss = -(low if low <= high else high)
         if name == "grpo":
@@ -66,11 +71,12 @@ def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Ten
     return out
 
 
-OPTIONS = {"ppo": {"clip_low": 0.1, "clip_high": 0.3}, "grpo": {"clip_low": 0.1, "clip_high": 0.3, "kl": 0.1}}
+CLIP = {"clip_low": 0.1, "clip_high": 0.3}
+OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": 0.1}}
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
-@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo"])
+@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
 def test_equals_the_loss_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
         paths = random_paths(seed)

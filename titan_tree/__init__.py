@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titan_tree.components.tree_attention import TreeAttention
     from titan_tree.components.tree_loss import TreeLoss, register_loss
+    from titan_tree.components.tree_partitioner import TreePartitioner
     from titan_tree.components.tree_tokenizer import TreeTokenizer
     from titan_tree.data.batch import PathPairs, TreeBatch
     from titan_tree.data.layout import TreeLayout
@@ -28,6 +29,7 @@ __all__ = [
     "TreeBatch",
     "TreeLayout",
     "TreeLoss",
+    "TreePartitioner",
     "TreeStats",
     "TreeTokenizer",
     "UserError",
@@ -46,6 +48,7 @@ _HOME = {
     "TreeBatch": "data.batch",
     "TreeLayout": "data.layout",
     "TreeLoss": "components.tree_loss",
+    "TreePartitioner": "components.tree_partitioner",
     "TreeStats": "data.tree",
     "TreeTokenizer": "components.tree_tokenizer",
     "UserError": "errors",

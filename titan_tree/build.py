@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import (
     DataConfig,
@@ -18,6 +19,7 @@ from titan_tree.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PartitionConfig,
     ProfilerConfig,
     TrainingConfig,
 )
@@ -104,8 +106,19 @@ def build_loss(config: LossConfig) -> TreeLoss:
     return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
 
 
+def build_partitioner(config: PartitionConfig, max_tokens: int) -> TreePartitioner | None:
+    """None: every micro-batch is one forward."""
+    if config.strategy == "none":
+        return None
+    return TreePartitioner(config.strategy, max_tokens, config.max_chain_tokens)
+
+
 def build_dataset(
-    config: DataConfig, tokenizer: TreeTokenizer | None, model: Qwen3, mesh: DeviceMesh
+    config: DataConfig,
+    tokenizer: TreeTokenizer | None,
+    model: Qwen3,
+    mesh: DeviceMesh,
+    allow_larger: bool = False,
 ) -> TreeDataset:
     return TreeDataset(
         config.files,
@@ -115,6 +128,7 @@ def build_dataset(
         advantage=config.advantage,
         global_batch_groups=config.global_batch_groups,
         max_tokens=config.max_tokens,
+        allow_larger=allow_larger,
         max_positions=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         shuffle_buffer=config.shuffle_buffer,

@@ -116,7 +116,7 @@ def _inspect(args: argparse.Namespace) -> None:
         console.print(LEGEND, style="dim", highlight=False)
         largest, stats = max(rows, key=lambda row: row[1].n_tree)
         console.print(
-            f"largest tree: {largest} with {stats.n_tree:,} tokens, which data.max_tokens has to hold",
+            f"largest tree: {largest} with {stats.n_tree:,} tokens; above data.max_tokens it is cut",
             highlight=False,
             markup=False,
         )

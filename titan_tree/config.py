@@ -48,7 +48,7 @@ class DataConfig:
     merge: Literal["group", "batch"] = "group"  # one tree per group, or merge groups that share a prefix too
     layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path alone: the baseline
     advantage: Literal["given", "group"] = "given"  # by the data, or made of the rewards of each group
-    max_tokens: int = 32_768  # distinct tokens per micro-batch and rank
+    max_tokens: int = 32_768  # tokens of one forward; larger trees are cut, see PartitionConfig
     global_batch_groups: int = 8  # groups per optimizer step, over all ranks
     shuffle_buffer: int = 256  # groups to draw the next one from; 0 keeps the files' order
     seed: int = 0  # of the shuffling
@@ -61,6 +61,20 @@ class DataConfig:
             "a path or a non-empty list of paths",
             self.files,
         )
+
+
+@dataclass
+class PartitionConfig:
+    """How a tree of more than ``data.max_tokens`` is cut into forwards, see TreePartitioner."""
+
+    # "none" refuses such trees
+    strategy: Literal["auto", "none", "single_path", "multi_path", "greedy", "redundancy_free"] = "auto"
+    # tokens whose activations are alive at once; default: the larger of data.max_tokens and the longest path
+    max_chain_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        good = self.max_chain_tokens is None or self.max_chain_tokens >= 1
+        _require(good, "partition.max_chain_tokens", "at least 1", self.max_chain_tokens)
 
 
 @dataclass
@@ -175,6 +189,7 @@ class Config:
     folder: str = "outputs/run"  # everything that the run writes
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)

@@ -16,24 +16,29 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_tree.config import MetricsConfig
 from titan_tree.distributed import titan
-from titan_tree.tree_step import StepCounts
+from titan_tree.tree_step import StepResult
 
 logger = logging.getLogger(__name__)
 
 
 def cost_metrics(
-    counts: StepCounts, seconds: float, world_size: int, device: torch.device
+    result: StepResult, seconds: float, world_size: int, device: torch.device
 ) -> dict[str, float]:
     """What a step cost and what the tree saved. Tokens per second are those of all ranks together.
 
     ``mfu`` is the share of the GPUs' peak bf16 rate that went into the model's own operations (PaLM,
     arXiv:2204.02311, appendix B: recomputation does not count); absent on a CPU, whose peak is unknown.
     """
+    counts = result.counts
     metrics = {
         "por": counts.por,
+        "err": counts.err,
         "logical_tokens": counts.logical_tokens,
         "executed_tokens": counts.executed_tokens,
         "scored_edges": counts.scored_edges,
+        "forwards": counts.forwards,
+        "chain_peak_tokens": result.chain_peak,
+        "gateway_rows": counts.context_rows,
         "logical_tokens_per_s": counts.logical_tokens / seconds,
         "executed_tokens_per_s": counts.executed_tokens / seconds,
         "step_s": seconds,

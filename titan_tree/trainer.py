@@ -30,6 +30,7 @@ from titan_tree.build import (
     build_lr_schedulers,
     build_optimizers,
     build_parallel_model,
+    build_partitioner,
     build_profiler,
     build_tokenizer,
     tokenizer_folder,
@@ -83,10 +84,20 @@ class Trainer:
         self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, config.training.steps)
-        self.tree_step = TreeStep(self.model, loss, self.device, config.parallel.reduce_gradients)
+        partitioner = build_partitioner(config.partition, config.data.max_tokens)
+        self.tree_step = TreeStep(
+            self.model,
+            loss,
+            self.device,
+            partitioner,
+            config.parallel.reduce_gradients,
+            config.parallel.reshard_after_forward,
+        )
 
         tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        self.dataset = build_dataset(config.data, tokenizer, self.model, self.mesh)
+        self.dataset = build_dataset(
+            config.data, tokenizer, self.model, self.mesh, allow_larger=partitioner is not None
+        )
         self.progress, self.history = Progress(), []
         folder = Path(config.folder)
         self.checkpoints = Checkpoints(
@@ -157,7 +168,7 @@ class Trainer:
             self.metrics.advance(step)
             if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
                 of_loss = {name: value.item() for name, value in result.metrics.items()}
-                values |= cost_metrics(result.counts, seconds, dist.get_world_size(), self.device)
+                values |= cost_metrics(result, seconds, dist.get_world_size(), self.device)
                 self.metrics.log(step, values, of_loss)
 
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:

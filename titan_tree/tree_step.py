@@ -1,6 +1,8 @@
 """TreeStep: the forward and backward passes of one optimizer step on one rank.
 
-    trees -> prepare (host) -> batches -> run (device): forward, loss, backward per batch -> StepResult
+    trees -> prepare (host): plan, batches -> run (device): forward, loss, backward per batch -> StepResult
+
+A micro-batch that is larger than memory is cut into partitions, run one inside of another (``gateways``).
 
 No optimizer, no data, no logging: a Trainer, another framework's training loop or a test can own those.
 """
@@ -8,8 +10,9 @@ No optimizer, no data, no logging: a Trainer, another framework's training loop 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,11 +21,16 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
+from titan_tree.data.partition import one_pass
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
-from titan_tree.models.qwen3 import Qwen3
+from titan_tree.gateways import run_partitions
+from titan_tree.models.qwen3 import ModelOutput, Qwen3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,23 +41,38 @@ class StepCounts:
     loss_weight: float  # sum of w_p m_{p,t}; 0: nothing to learn, though Z of path_mean may be positive
     num_trees: int
     num_paths: int
-    logical_tokens: int  # training every path alone would run
-    executed_tokens: int  # that are run
+    logical_tokens: int  # N_flat: training every path alone would run
+    distinct_tokens: int  # N_tree
+    executed_tokens: int  # N_part: more than the distinct ones where partitions share tokens
     scored_edges: int
+    forwards: int  # one per micro-batch, or more where it is cut into partitions
+    context_rows: int  # of keys and values that partitions read from those above them
     flops: float  # the model's own, forward and backward, without recomputation
 
     @property
     def por(self) -> float:
-        """The share of the logical tokens that needed no computation."""
+        """The share of the logical tokens that are copies."""
+        return 1.0 - self.distinct_tokens / self.logical_tokens
+
+    @property
+    def err(self) -> float:
+        """The share of the logical tokens that was not computed; ``por`` where nothing runs twice."""
         return 1.0 - self.executed_tokens / self.logical_tokens
+
+    @property
+    def duplicates(self) -> float:
+        """Tokens that ran again, as a share of the distinct ones."""
+        return self.executed_tokens / self.distinct_tokens - 1.0
 
 
 @dataclass(frozen=True)
 class StepInput:
     """One rank's share of an optimizer step, on the host and ready to run."""
 
-    batches: list[TreeBatch]  # one per micro-batch
+    micro_batches: list[list[TreeBatch]]  # of each the partitions, or a single batch
+    whole: list[TreeBatch | None]  # of each all of it, where the loss needs whole paths and it is cut
     counts: StepCounts
+    chain_peak: int  # most tokens whose activations are alive at once
 
 
 @dataclass(frozen=True)
@@ -59,21 +82,25 @@ class StepResult:
     loss: Tensor  # 0-dim fp32
     metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
     counts: StepCounts
-    num_micro_batches: int  # of the rank with the most; every rank ran this many
+    chain_peak: int  # of the rank with the most
+    num_micro_batches: int  # of the rank with the most
 
 
 class TreeStep:
     """Accumulates into ``parameter.grad`` the gradient of the loss over a global batch of trees.
 
-    With FSDP2 all ranks must run the same sequence of forwards and backwards, so a rank with fewer
-    micro-batches runs dummies that add exactly nothing.
+    With FSDP2 ranks whose schedules differ must not communicate within them. Without partitions all ranks
+    run the same sequence, a rank with fewer micro-batches dummies that add exactly nothing. With partitions
+    all parameters are gathered in the first forward, and gradients summed over ranks in the last backward.
 
     Args:
         model: one of titan_tree's, plain or parallelized.
         loss: see ``TreeLoss``.
         device: where the model is.
+        partitioner: cuts micro-batches into partitions; None: each runs in one forward, whatever its size.
         reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch only (keeps an
-            unsharded fp32 gradient on each rank), or after "every" one.
+            unsharded fp32 gradient on each rank), or after "every" one, which partitions cannot.
+        reshard_after_forward: what FSDP2 does where there are no partitions.
     """
 
     def __init__(
@@ -81,70 +108,166 @@ class TreeStep:
         model: Qwen3,
         loss: TreeLoss,
         device: torch.device | str = "cpu",
+        partitioner: TreePartitioner | None = None,
         reduce_gradients: str = "last",
+        reshard_after_forward: bool = True,
     ) -> None:
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.reduce_gradients = reduce_gradients
+        self.reshard_after_forward = reshard_after_forward
+        self._warned = False
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Everything that the host does for a step; communicates nothing, so any thread may run ahead."""
-        batches = [TreeBatch.from_trees(trees, edges="loss") for trees in micro_batches]
-        paths = [path for trees in micro_batches for tree in trees for path in tree.paths]
+        plan = one_pass if self.partitioner is None else self.partitioner.plan
+        plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
+        batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
+        paths = [path for plan in plans for path in plan.tree.paths]
+        every = [batch for partitions in batches for batch in partitions]
         counts = StepCounts(
             normalizer=self.loss.normalizer(paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
             num_trees=sum(len(trees) for trees in micro_batches),
             num_paths=len(paths),
-            logical_tokens=sum(batch.n_logical for batch in batches),
-            executed_tokens=sum(len(batch) for batch in batches),
-            scored_edges=sum(len(batch.edge_label) for batch in batches),
-            flops=sum(self.model.training_flops(batch) for batch in batches),
+            logical_tokens=sum(batch.n_logical for batch in every),
+            distinct_tokens=sum(len(plan.tree) for plan in plans),
+            executed_tokens=sum(map(len, every)),
+            scored_edges=sum(len(batch.edge_label) for batch in every),
+            forwards=len(every),
+            context_rows=sum(len(batch.context) for batch in every if batch.context is not None),
+            flops=sum(self.model.training_flops(batch) for batch in every),
         )
-        if self.device.type == "cuda":
-            batches = [batch.pin_memory() for batch in batches]  # so that ``run`` copies without waiting
-        return StepInput(batches, counts)
+        whole = [
+            TreeBatch.from_trees([plan.tree], edges="loss")
+            if len(plan) > 1 and self.loss.needs_whole_paths
+            else None
+            for plan in plans
+        ]
+        if self.device.type == "cuda":  # so that ``run`` copies without waiting
+            batches = [[batch.pin_memory() for batch in partitions] for partitions in batches]
+            whole = [None if batch is None else batch.pin_memory() for batch in whole]
+        chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
+        return StepInput(batches, whole, counts, chain_peak)
 
     def run(self, step: StepInput) -> StepResult:
         """Forward and backward of all micro-batches. Gradients add to those that are there.
 
-        Raises UserError where the loss counts no token of the global batch.
+        Raises UserError where the loss counts no token of the global batch, and where a GPU's memory does
+        not suffice; gradients are not to be used then.
         """
-        counts, num_micro_batches = _agree(step)
+        counts, num_micro_batches, num_partitions, chain_peak = _agree(step)
+        self._check(counts, num_partitions)
+        total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
+        micro_batches = list(step.micro_batches)
+        nested = num_partitions > 1
+        num_runs = max(len(micro_batches), 1) if nested else num_micro_batches
+        micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
+        self._hold_parameters(nested)
+        out_of_memory = ""
+        try:
+            for i, batches in enumerate(micro_batches):
+                last = i == num_runs - 1
+                if not nested:
+                    self._sum_gradients(last or self.reduce_gradients == "every")
+                whole = step.whole[i] if i < len(step.whole) else None
+                run_partitions(
+                    self.model,
+                    batches,
+                    self.device,
+                    total.add if whole is None else self._surrogate(batches, whole, total),
+                    entropy=self.loss.needs_entropy,
+                    before_last=self._release_parameters if nested and last else None,
+                )
+        except torch.OutOfMemoryError as error:
+            out_of_memory = str(error).splitlines()[0]
+        if out_of_memory:  # outside of the handler, whose exception holds the partitions' tensors
+            budget = "data.max_tokens or partition.max_chain_tokens" if nested else "data.max_tokens"
+            raise UserError(
+                f"the GPU's memory does not hold the activations of {chain_peak:,} tokens; lower {budget}, "
+                f"or set training.activation_checkpoint ({out_of_memory})"
+            )
+        loss, sums = self._over_ranks(total.loss, total.sums)
+        token_weight = sums.pop("token_weight")
+        metrics = {name: value / token_weight for name, value in sums.items()}
+        return StepResult(loss, metrics, counts, chain_peak, num_micro_batches)
+
+    def _surrogate(
+        self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total
+    ) -> Callable[[int, TreeBatch, ModelOutput], Tensor]:
+        """Losses of partitions whose gradients add up to that of a loss of whole paths.
+
+        All partitions are scored without gradients; the loss is differentiated with respect to these
+        log-probs; a partition's loss is its log-probs weighted by these derivatives: the same first-order
+        gradient, and one more forward.
+        """
+        names = ("logprobs", "entropy") if self.loss.needs_entropy else ("logprobs",)
+        tokens: list[Tensor] = []
+        scores: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
+            tokens.append(batch.edge_token)
+            for name in names:
+                scores[name].append(getattr(out, name))
+
+        with torch.no_grad():
+            run_partitions(self.model, batches, self.device, keep, entropy=self.loss.needs_entropy)
+        whole = whole.to(self.device, non_blocking=True)
+        order = torch.cat(tokens).argsort()
+        values = [torch.cat(scores[name])[order].requires_grad_() for name in names]
+        loss = total.of(values[0], whole, values[1] if self.loss.needs_entropy else None)
+        derivatives = torch.autograd.grad(loss, values)
+
+        def weighted(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+            at = torch.searchsorted(whole.edge_token, batch.edge_token)
+            terms = [(d[at] * getattr(out, name)).sum() for name, d in zip(names, derivatives, strict=True)]
+            return torch.stack(terms).sum()
+
+        return weighted
+
+    def _check(self, counts: StepCounts, num_partitions: int) -> None:
         if counts.loss_weight <= 0:
             raise UserError(
                 "the loss counts no token of this step's global batch (all loss masks or weights are 0); "
                 "check the data, or raise data.global_batch_groups"
             )
+        if num_partitions > 1 and isinstance(self.model, FSDPModule) and self.reduce_gradients != "last":
+            raise UserError(
+                f"parallel.reduce_gradients: expected 'last' where a tree is cut into partitions ("
+                f"{num_partitions} of one micro-batch), got {self.reduce_gradients!r}; set it, or raise "
+                "data.max_tokens"
+            )
+        if counts.duplicates > 0.01 and not self._warned:
+            logger.warning(
+                "partitions run %.1f %% of the tokens again (%s instead of %s); partition.strategy = "
+                "'redundancy_free' runs each once",
+                100 * counts.duplicates,
+                f"{counts.executed_tokens:,}",
+                f"{counts.distinct_tokens:,}",
+            )
+            self._warned = True
 
-        loss = torch.zeros((), device=self.device)
-        sums: dict[str, Tensor] = {}
-        for i in range(num_micro_batches):
-            self._set_gradient_sync(self.reduce_gradients == "every" or i == num_micro_batches - 1)
-            if i >= len(step.batches):
-                self._run_dummy()
-                continue
-            batch = step.batches[i].to(self.device, non_blocking=True)
-            out = self.model(batch, entropy=self.loss.needs_entropy)
-            scalar, own = self.loss(out.logprobs, batch, counts.normalizer, out.entropy)
-            scalar.backward()
-            loss += scalar.detach()
-            for name, value in own.items():
-                sums[name] = sums.get(name, 0.0) + value
-        loss, sums = self._over_ranks(loss, sums)
-        token_weight = sums.pop("token_weight")
-        metrics = {name: value / token_weight for name, value in sums.items()}
-        return StepResult(loss, metrics, counts, num_micro_batches)
-
-    def _set_gradient_sync(self, sync: bool) -> None:
+    def _sum_gradients(self, sync: bool) -> None:
+        """Whether FSDP2 sums gradients over ranks in the backwards to come."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(sync)
 
-    def _run_dummy(self) -> None:
-        """One edge whose log-prob counts nothing: takes part in the collectives, adds zero gradients."""
-        batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])])
-        out = self.model(batch.to(self.device, non_blocking=True), entropy=self.loss.needs_entropy)
-        (out.logprobs.sum() * 0.0).backward()
+    def _hold_parameters(self, hold: bool) -> None:
+        """Whether FSDP2 keeps what it gathers, and sums nothing, until ``_release_parameters``."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(not hold)
+            self.model.set_reshard_after_backward(not hold)
+            self.model.set_is_last_backward(not hold)
+            for block in self.model.get_submodule("layers").children():
+                assert isinstance(block, FSDPModule)
+                block.set_reshard_after_forward(self.reshard_after_forward and not hold)
+
+    def _release_parameters(self) -> None:
+        """The backward to come is the rank's last: sum gradients in it, and free what was gathered."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(True)
+            self.model.set_reshard_after_backward(True)
+            self.model.set_is_last_backward(True)
 
     def _over_ranks(self, loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Totals of all ranks, in one all-reduce. A rank that ran dummies only does not know the names."""
@@ -159,17 +282,50 @@ class TreeStep:
         return total[0], dict(zip(union, total[1:], strict=True))
 
 
-def _agree(step: StepInput) -> tuple[StepCounts, int]:
-    """Counts of all ranks together, and the micro-batches of the rank with the most. Host to host: no
-    waiting for the device."""
+@dataclass
+class _Total:
+    """The loss and its metrics, summed over partitions and micro-batches."""
+
+    function: TreeLoss
+    normalizer: float
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+        """The loss to differentiate: 0 of a batch that scores nothing, but takes part in collectives."""
+        if batch.n_logical == 0 or not len(batch.edge_label):
+            return out.logprobs.sum() * 0.0
+        return self.of(out.logprobs, batch, out.entropy)
+
+    def of(self, logprobs: Tensor, batch: TreeBatch, entropy: Tensor | None) -> Tensor:
+        loss, own = self.function(logprobs, batch, self.normalizer, entropy)
+        self.loss += loss.detach()
+        for name, value in own.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        return loss
+
+
+def _dummy() -> TreeBatch:
+    """One edge of no path."""
+    tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
+    return dataclasses.replace(TreeBatch.from_trees([tree]), n_logical=0)
+
+
+def _agree(step: StepInput) -> tuple[StepCounts, int, int, int]:
+    """Counts of all ranks together, and of the rank with the most micro-batches, partitions of one, and
+    tokens of a chain. Host to host: no waiting for the device."""
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
-    most = torch.tensor(len(step.batches))
+    partitions = max(map(len, step.micro_batches), default=0)
+    most = torch.tensor([len(step.micro_batches), partitions, step.chain_peak])
     if _world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    z, weight, trees, paths, logical, executed, edges, flops = counts.tolist()
-    sizes = StepCounts(z, weight, int(trees), int(paths), int(logical), int(executed), int(edges), flops)
-    return sizes, int(most)
+    fields = dataclasses.fields(StepCounts)
+    values = (
+        value if f.type == "float" else int(value) for f, value in zip(fields, counts.tolist(), strict=True)
+    )
+    num_micro_batches, num_partitions, chain_peak = most.tolist()
+    return StepCounts(*values), num_micro_batches, num_partitions, chain_peak
 
 
 def _world_size() -> int:

@@ -33,13 +33,19 @@ Reduction = Literal["path_mean", "token_mean", "path_token_mean"]
 # (log-probs [F] in nats, pairs, options) -> losses [F], or those and metrics, each [F]
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LOSSES: dict[str, LossFunction] = {}
+WHOLE_PATHS: set[str] = set()  # losses of which a token's depends on the other tokens of its path
 
 
-def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
-    """Makes ``loss(logprobs [F], pairs, **options) -> [F]`` available as ``TreeLoss(name)``."""
+def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunction], LossFunction]:
+    """Makes ``loss(logprobs [F], pairs, **options) -> [F]`` available as ``TreeLoss(name)``.
+
+    whole_paths: say so where a token's loss depends on other tokens of its path. Where a tree is cut into
+        partitions each sees parts of the paths only; such a loss then gets a pass of its own before.
+    """
 
     def register(function: LossFunction) -> LossFunction:
         LOSSES[name] = function
+        (WHOLE_PATHS.add if whole_paths else WHOLE_PATHS.discard)(name)
         return function
 
     return register
@@ -88,6 +94,23 @@ def grpo(
     return loss, metrics
 
 
+@register_loss("gspo", whole_paths=True)
+def gspo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate with a ratio per path: the geometric mean of its tokens' (GSPO, arXiv:2507.18071).
+
+    Meant for the reduction path_token_mean, which counts each path once.
+    """
+    log_ratio = (logprobs - _field(pairs, "old_logprobs")) * pairs.loss_mask
+    mean = torch.zeros_like(pairs.loss_tokens, dtype=log_ratio.dtype).index_add(0, pairs.path, log_ratio)
+    mean = mean / pairs.loss_tokens.clamp_min(1e-30)
+    ratio, advantage = mean.exp()[pairs.path], _field(pairs, "advantage")
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    return loss, {"clip_fraction": ((clipped - ratio) * advantage < 0).float()}
+
+
 _INSTEAD = {
     "advantage": ", or data.advantage = 'group' with rewards",
     "old_logprobs": ", or take loss.name = 'reinforce' if the model as it is now sampled them",
@@ -104,7 +127,7 @@ class TreeLoss:
     """A registered loss, reduced over the paths of a global batch.
 
     Args:
-        name: "sft", "reinforce", "ppo", "grpo", or a name given to ``register_loss``.
+        name: "sft", "reinforce", "ppo", "grpo", "gspo", or a name given to ``register_loss``.
         reduction: see the module's docstring.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         options: keyword arguments of the loss function.
@@ -128,6 +151,10 @@ class TreeLoss:
             )
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
         self.function = LOSSES[name]
+
+    @property
+    def needs_whole_paths(self) -> bool:
+        return self.name in WHOLE_PATHS
 
     @property
     def needs_entropy(self) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.data.layout import TreeLayout
+from titan_tree.data.layout import PAD, TreeLayout
+from titan_tree.data.partition import Partition, PartitionPlan, gateway_rows, one_pass
 from titan_tree.data.paths import PER_TOKEN
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
@@ -48,83 +49,78 @@ class TreeBatch:
     layout: TreeLayout
     edge_source: Tensor  # [E] int64
     edge_label: Tensor  # [E] int64
+    edge_token: Tensor  # [E] int64: the predicted token's index in the (forest of) trees, ascending
     pairs: PathPairs
-    n_logical: int  # N_flat: tokens that training every path alone would run
+    n_logical: int  # tokens that training every path alone would run: N_flat, summed over a plan's batches
+    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and of each row
+    # of context its place among that batch's own rows of context, then its exports.
+    parent: int = -1
+    context: Tensor | None = None  # [M - N] int64
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Literal["all", "loss"] = "all") -> TreeBatch:
-        """Pack ``trees`` in the order given.
+        """Pack ``trees`` in the order given, to be run in one forward.
 
         edges: "all" scores every edge; "loss" only those that some path's loss mask counts, which saves
             the vocabulary projection of prompts. The loss is the same.
         Raises UserError where there are no trees, or where only some paths carry a per-token field.
         """
-        if not trees:
-            raise UserError("TreeBatch.from_trees: expected at least one tree, got none")
-        sizes = [len(tree) for tree in trees]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
+        return batch
 
-        def pack(arrays: list[np.ndarray]) -> np.ndarray:
-            return np.concatenate([a + offset for a, offset in zip(arrays, offsets[:-1], strict=True)])
+    @staticmethod
+    def from_plan(plan: PartitionPlan, edges: Literal["all", "loss"] = "all") -> list[TreeBatch]:
+        """A batch per partition, in the plan's order. Their losses add up to the tree's.
 
-        tokens = np.concatenate([tree.tokens for tree in trees]).astype(np.int64)
-        predecessor = np.concatenate(
-            [
-                np.where(t.predecessor < 0, -1, t.predecessor + o)
-                for t, o in zip(trees, offsets[:-1], strict=True)
-            ]
-        )
-        paths = [path for tree in trees for path in tree.paths]
-        lengths = np.array([len(path) for path in paths])
-        path_token = pack([tree.path_index for tree in trees])
-        mask = np.concatenate([path.loss_mask for path in paths])
+        Of each batch P counts the paths that run over one of its edges; a plan of one partition has all.
+        """
+        tree, partitions = plan.tree, plan.partitions
+        # Where each token's out-edges are scored. A root has no in-edge: partition -1.
+        home = np.full(len(tree) + 1, -1, np.int32)
+        row = np.zeros(len(tree) + 1, np.int64)
+        for i, partition in enumerate(partitions):
+            (scoring,) = partition.scores.nonzero()
+            home[partition.own[scoring]] = i
+            row[partition.own[scoring]] = scoring
+        logical = np.bincount(home[tree.path_index], minlength=len(partitions))
+        edge_home = home[tree.predecessor]
 
-        # A path's first token has no edge; the pair of any other token is named after that token.
-        is_pair = np.ones(len(path_token), bool)
-        is_pair[np.cumsum(lengths) - lengths] = False
-        mask[~is_pair] = 0
-        path_of = np.repeat(np.arange(len(paths)), lengths)
-        if edges == "loss":
-            is_pair &= mask > 0
-            scored = np.zeros(len(tokens), bool)
-            scored[path_token[is_pair]] = True
-        else:
-            scored = predecessor >= 0
+        pair_token, pair_path, fields = _pairs(tree, edges)
+        scored = np.zeros(len(tree), bool)
+        scored[pair_token] = True
+        if edges == "all":
+            scored = tree.predecessor >= 0
         target = np.flatnonzero(scored)
-        edge_of = np.cumsum(scored) - 1
-
-        optional = {}
-        for name in PER_TOKEN:
-            values = [getattr(path, name) for path in paths]
-            missing = [path for path, value in zip(paths, values, strict=True) if value is None]
-            if 0 < len(missing) < len(paths):
-                raise UserError(
-                    f"path {missing[0].id or '?'}: {name}: missing, but other paths of the batch have it; "
-                    "give it to all paths or to none"
+        edges_of = _split(target, edge_home[target], len(partitions))
+        pairs_of = _split(np.arange(len(pair_token)), edge_home[pair_token], len(partitions))
+        weight = np.array([path.weight for path in tree.paths], np.float32)
+        loss_tokens = np.array([path.loss_tokens for path in tree.paths], np.float32)
+        exports, context = gateway_rows(partitions)
+        batches = []
+        for i, partition in enumerate(partitions):
+            labels, here = edges_of[i], pairs_of[i]
+            paths = np.arange(len(tree.paths)) if len(partitions) == 1 else np.unique(pair_path[here])
+            pairs = PathPairs(
+                edge=torch.from_numpy(np.searchsorted(labels, pair_token[here])),
+                path=torch.from_numpy(np.searchsorted(paths, pair_path[here])),
+                weight=torch.from_numpy(weight[paths]),
+                loss_tokens=torch.from_numpy(loss_tokens[paths]),
+                **{name: torch.from_numpy(values[here]) for name, values in fields.items()},
+            )
+            batches.append(
+                TreeBatch(
+                    tokens=torch.from_numpy(tree.tokens[partition.own].astype(np.int64)),
+                    layout=_layout(tree, partition, exports[i], cut=len(partitions) > 1),
+                    edge_source=torch.from_numpy(row[tree.predecessor[labels]]),
+                    edge_label=torch.from_numpy(tree.tokens[labels].astype(np.int64)),
+                    edge_token=torch.from_numpy(labels),
+                    pairs=pairs,
+                    n_logical=int(logical[i]),
+                    parent=partition.parent,
+                    context=torch.from_numpy(context[i]) if len(context[i]) else None,
                 )
-            if not missing:
-                optional[name] = torch.from_numpy(np.where(mask > 0, np.concatenate(values), 0)[is_pair])
-        pairs = PathPairs(
-            edge=torch.from_numpy(edge_of[path_token[is_pair]]),
-            path=torch.from_numpy(path_of[is_pair]),
-            loss_mask=torch.from_numpy(mask[is_pair]),
-            weight=torch.tensor([path.weight for path in paths], dtype=torch.float32),
-            loss_tokens=torch.tensor([path.loss_tokens for path in paths], dtype=torch.float32),
-            **optional,
-        )
-        layout = TreeLayout(
-            positions=torch.from_numpy(np.concatenate([tree.positions for tree in trees])),
-            subtree_end=torch.from_numpy(pack([tree.subtree_end for tree in trees]).astype(np.int32)),
-            key_index=torch.arange(len(tokens), dtype=torch.int32),
-        )
-        return TreeBatch(
-            tokens=torch.from_numpy(tokens),
-            layout=layout,
-            edge_source=torch.from_numpy(predecessor[target].astype(np.int64)),
-            edge_label=torch.from_numpy(tokens[target]),
-            pairs=pairs,
-            n_logical=len(path_token),
-        )
+            )
+        return batches
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -136,6 +132,48 @@ class TreeBatch:
     def pin_memory(self) -> TreeBatch:
         """The batch in page-locked host memory, which a GPU reads by itself. Needs CUDA."""
         return _map(self, lambda part: part.pin_memory())
+
+
+def _pairs(tree: TokenTree, edges: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Of each (edge, path) pair the predicted token, the path, and the per-token fields of ``PathPairs``."""
+    paths = tree.paths
+    mask = np.concatenate([path.loss_mask for path in paths])
+    # A path's first token has no edge; the pair of any other token is named after that token.
+    is_pair = np.ones(len(mask), bool)
+    is_pair[tree.path_offsets[:-1]] = False
+    mask[~is_pair] = 0
+    if edges == "loss":
+        is_pair &= mask > 0
+    fields = {"loss_mask": mask[is_pair]}
+    for name in PER_TOKEN:
+        values = [getattr(path, name) for path in paths]
+        missing = [path for path, value in zip(paths, values, strict=True) if value is None]
+        if 0 < len(missing) < len(paths):
+            raise UserError(
+                f"path {missing[0].id or '?'}: {name}: missing, but other paths of the batch have it; "
+                "give it to all paths or to none"
+            )
+        if not missing:
+            fields[name] = np.where(mask > 0, np.concatenate(values), 0)[is_pair]
+    path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
+    return tree.path_index[is_pair], path_of[is_pair], fields
+
+
+def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """``values`` of each part, in the order given."""
+    order = np.argsort(part, kind="stable")
+    return np.split(values[order], np.searchsorted(part[order], np.arange(1, num_parts)))
+
+
+def _layout(tree: TokenTree, partition: Partition, exports: np.ndarray, cut: bool) -> TreeLayout:
+    by_source = np.concatenate([partition.context_index, partition.key_index])
+    return TreeLayout(
+        positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
+        subtree_end=torch.from_numpy(partition.subtree_end),
+        key_index=torch.from_numpy(partition.key_index),
+        key_source=torch.from_numpy(PAD + np.argsort(by_source)) if cut else None,
+        exports=torch.from_numpy(exports) if cut else None,
+    )
 
 
 def _map(record: Any, function: Callable[[Any], Any]) -> Any:

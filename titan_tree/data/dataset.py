@@ -42,7 +42,8 @@ class TreeDataset:
             prefixes again and again.
         advantage: "given" by the data, or made of the rewards within each "group": see ``PathReader``.
         global_batch_groups: groups per optimizer step, over all ranks.
-        max_tokens: tokens of a micro-batch; a larger tree is an error.
+        max_tokens: tokens of a micro-batch.
+        allow_larger: a tree of more is a micro-batch of its own, which a TreePartitioner cuts; or an error.
         max_positions: the model's longest path; None: not checked.
         vocab_size: the model's; None: not checked.
         shuffle_buffer: groups held to draw the next one from; 0 keeps the order of the files.
@@ -50,7 +51,7 @@ class TreeDataset:
         sample_options: keyword arguments of ``tokenizer.samples``.
 
     Raises:
-        UserError: bad input, naming file, line and field; a tree larger than ``max_tokens``.
+        UserError: bad input, naming file, line and field; a tree larger than ``max_tokens``, unless allowed.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TreeDataset:
         advantage: Literal["given", "group"] = "given",
         global_batch_groups: int = 8,
         max_tokens: int = 32_768,
+        allow_larger: bool = False,
         max_positions: int | None = None,
         vocab_size: int | None = None,
         shuffle_buffer: int = 256,
@@ -88,7 +90,8 @@ class TreeDataset:
         self.files = find_files(files)
         self.reader = PathReader(tokenizer, sample_options or {}, vocab_size, max_positions, advantage)
         self.merge, self.layout = merge, layout
-        self.global_batch_groups, self.max_tokens = global_batch_groups, max_tokens
+        self.global_batch_groups = global_batch_groups
+        self.max_tokens, self.allow_larger = max_tokens, allow_larger
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.rank, self.world_size = rank, world_size
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
@@ -145,19 +148,31 @@ class TreeDataset:
         """This rank's trees of a global batch."""
         if self.merge == "batch":
             paths = [path for group in batch for path in self.reader.paths(group)]
-            trees = (merged_trees if self.layout == "tree" else flat_trees)(paths, self.max_tokens)
+            self._check_paths(paths)
+            trees = merged_trees(paths, self.max_tokens) if self.layout == "tree" else flat_trees(paths)
             return balanced(trees, self.world_size)[self.rank]
         trees = []
         for group in batch[self.rank :: self.world_size]:
             paths = self.reader.paths(group)
             if self.layout == "flat":
-                trees += flat_trees(paths, self.max_tokens)
+                self._check_paths(paths)
+                trees += flat_trees(paths)
             else:
                 trees.append(TokenTree.from_paths(paths))
-                where, _ = group.lines[0]
-                what = f"{where}: the tree of group {group.id}, {len(paths)} paths,"
-                _check_fits(what, len(trees[-1]), self.max_tokens, "or cut it with data.merge = 'batch'")
+                what = f"{group.lines[0][0]}: the tree of group {group.id}, {len(paths)} paths,"
+                self._check_fits(what, len(trees[-1]))
         return trees
+
+    def _check_paths(self, paths: Sequence[TokenPath]) -> None:
+        for path in paths:
+            self._check_fits(f"path {path.id}", len(path))
+
+    def _check_fits(self, what: str, tokens: int) -> None:
+        if tokens > self.max_tokens and not self.allow_larger:
+            raise UserError(
+                f"{what} has {tokens:,} tokens, more than data.max_tokens = {self.max_tokens:,}; "
+                "raise that, or cut it with partition.strategy = 'auto'"
+            )
 
 
 def shuffled(groups: Iterable[Group], buffer_size: int, order: random.Random) -> Iterator[Group]:
@@ -174,10 +189,8 @@ def shuffled(groups: Iterable[Group], buffer_size: int, order: random.Random) ->
     yield from buffer
 
 
-def flat_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]:
+def flat_trees(paths: Sequence[TokenPath]) -> list[TokenTree]:
     """Every path a tree of its own."""
-    for path in paths:
-        _check_fits(f"path {path.id}", len(path), max_tokens)
     return [TokenTree.from_paths([path]) for path in paths]
 
 
@@ -190,7 +203,6 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]
     runs: list[list[TokenPath]] = []
     size, before = 0, np.empty(0, np.int32)
     for path in (paths[p] for p in lexicographic_order(paths)):
-        _check_fits(f"path {path.id}", len(path), max_tokens)
         new = len(path) - common_prefix(before, path.tokens)
         if runs and size + new <= max_tokens:
             runs[-1].append(path)
@@ -214,7 +226,7 @@ def balanced(trees: Sequence[TokenTree], shares: int) -> list[list[TokenTree]]:
 
 
 def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
-    """Micro-batches of at most ``max_tokens`` tokens: first-fit decreasing. Each tree must fit by itself."""
+    """Micro-batches of at most ``max_tokens`` tokens: first-fit decreasing. A larger tree is alone."""
     micro_batches: MicroBatches = []
     room: list[int] = []
     for tree in sorted(trees, key=len, reverse=True):
@@ -226,11 +238,3 @@ def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
         micro_batches[fitting].append(tree)
         room[fitting] -= len(tree)
     return micro_batches
-
-
-def _check_fits(what: str, tokens: int, max_tokens: int, otherwise: str = "or leave it out") -> None:
-    if tokens > max_tokens:
-        raise UserError(
-            f"{what} has {tokens:,} tokens, more than data.max_tokens = {max_tokens:,}; "
-            f"raise that, {otherwise}"
-        )

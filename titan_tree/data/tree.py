@@ -129,6 +129,40 @@ class TokenTree:
             path_index=to_dfs[flat],
         )
 
+    @staticmethod
+    def forest(trees: Sequence[TokenTree]) -> TokenTree:
+        """The trees side by side, in the order given. What they have in common is not merged.
+
+        Raises UserError where there are no trees.
+        """
+        if not trees:
+            raise UserError("TokenTree.forest: expected at least one tree, got none")
+        if len(trees) == 1:
+            return trees[0]
+
+        def join(arrays: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+            """Arrays of indices, shifted by the sizes of the trees before; -1 stays."""
+            shifts = np.cumsum([0, *sizes[:-1]])
+            shifted = [np.where(x < 0, -1, x + shift) for x, shift in zip(arrays, shifts, strict=True)]
+            return np.concatenate(shifted).astype(arrays[0].dtype)
+
+        tokens, nodes = [len(t) for t in trees], [len(t.node_parent) for t in trees]
+        return TokenTree(
+            tokens=np.concatenate([t.tokens for t in trees]),
+            node_offsets=np.append(join([t.node_offsets[:-1] for t in trees], tokens), np.int32(sum(tokens))),
+            node_parent=join([t.node_parent for t in trees], nodes),
+            node_depth=np.concatenate([t.node_depth for t in trees]),
+            node_subtree_end=join([t.node_subtree_end for t in trees], tokens),
+            node_paths=np.concatenate([t.node_paths for t in trees]),
+            paths=tuple(path for t in trees for path in t.paths),
+            path_node=join([t.path_node for t in trees], nodes),
+            path_offsets=np.append(
+                join([t.path_offsets[:-1] for t in trees], [len(t.path_index) for t in trees]),
+                sum(len(t.path_index) for t in trees),
+            ),
+            path_index=join([t.path_index for t in trees], tokens),
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.tree_attention import Backend, TreeAttention
 from titan_tree.data.batch import TreeBatch
-from titan_tree.data.layout import TreeLayout
+from titan_tree.data.layout import PAD, TreeLayout
 from titan_tree.errors import UserError
 
 INIT_STD = 0.02
@@ -228,13 +228,23 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.attention = attention
 
-    def forward(self, x: Tensor, rope: Rope, layout: TreeLayout) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, context: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``Block``."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
-        return self.o_proj(self.attention(q, k, v, layout).flatten(-2))
+        exports = None
+        if layout.key_source is not None and layout.exports is not None and context is not None:
+            exports = torch.stack([x.index_select(0, layout.exports) for x in (k, v)], dim=1)
+            k, v = (
+                torch.cat([old, own]).index_select(0, layout.key_source)
+                for old, own in zip(context.unbind(1), (k, v), strict=True)
+            )
+        return self.o_proj(self.attention(q, k, v, layout).flatten(-2)), exports
 
 
 class MLP(nn.Module):
@@ -261,9 +271,16 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Rope, layout: TreeLayout) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, layout)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [N, d] of the next layer; of a partition also keys and values [X, 2, Hkv, D] of its exports.
+
+        context: of a partition [PAD + M - N, 2, Hkv, D] keys and values that earlier forwards exported.
+        """
+        attended, exports = self.self_attn(self.input_layernorm(x), rope, layout, context)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), exports
 
 
 class ModelOutput(NamedTuple):
@@ -271,6 +288,8 @@ class ModelOutput(NamedTuple):
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
+    # Of each layer keys and values [X, 2, Hkv, D] of ``layout.exports``, for child partitions.
+    exports: tuple[Tensor, ...] | None = None
 
 
 class Qwen3(nn.Module):
@@ -298,17 +317,40 @@ class Qwen3(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, batch: TreeBatch, entropy: bool = False) -> ModelOutput:
-        """Log-probabilities, and on request entropies, of the batch's edges."""
+    def forward(
+        self, batch: TreeBatch, entropy: bool = False, gateway: Sequence[Tensor] | None = None
+    ) -> ModelOutput:
+        """Log-probabilities, and on request entropies, of the batch's edges.
+
+        gateway: for a batch with context, of each layer [M - N, 2, Hkv, D]: the rows ``batch.context`` of
+            what its parent partition had of its own ``gateway``, followed by that one's ``exports``.
+        """
         layout = self.attention.prepare(batch.layout)
         rope = Rope.at(layout.positions, self.config.head_dim, self.config.rope_theta)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
-        for layer in self.layers:
-            x = layer(x, rope, layout)
+        num_context = len(layout.subtree_end) - len(layout.key_index)
+        given = [0] * len(self.layers) if gateway is None else [len(context) for context in gateway]
+        if given != [num_context] * len(self.layers):
+            raise UserError(
+                f"Qwen3: gateway: expected {num_context} rows of context for each of {len(self.layers)} "
+                f"layers, got {given}"
+            )
+        exports: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            context = None
+            if layout.key_source is not None:
+                shape = 2, self.config.num_key_value_heads, self.config.head_dim
+                context = x.new_zeros(PAD, *shape)
+                if gateway is not None:
+                    context = torch.cat([context, gateway[i]])
+            x, exported = layer(x, rope, layout, context)
+            if exported is not None:
+                exports.append(exported)
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
-        return ModelOutput(*edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits))
+        scores = edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
+        return ModelOutput(*scores, tuple(exports) or None)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -331,8 +373,9 @@ class Qwen3(nn.Module):
         backward twice. Reads the layout, so call it before the batch goes to a GPU.
         """
         layout, c = batch.layout, self.config
-        assert len(layout.subtree_end) == len(layout.key_index), "pairs are counted without gateway context"
-        num_pairs = int((layout.subtree_end - layout.key_index).sum(dtype=torch.int64))
+        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
+        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
+        num_pairs = int((end - first).sum())
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
         head = c.vocab_size * c.hidden_size
         attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
