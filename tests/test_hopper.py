@@ -131,9 +131,10 @@ def test_kernels_equal_definition(name, seed, emulator):
     assert_exact(emulator, CASES[name], seed)
 
 
-@pytest.mark.parametrize("name", ["forest", "trunk", "few, scattered pieces"])
-def test_head_dim_256(name, emulator):
-    assert_exact(emulator, CASES[name]._replace(dim=256), seed=0)
+@pytest.mark.parametrize("seed", range(5))  # a slot released too early shows in about half of the runs
+@pytest.mark.parametrize("name", ["star", "trunk", "few, scattered pieces"])
+def test_head_dim_256(name, seed, emulator):
+    assert_exact(emulator, CASES[name]._replace(dim=256), seed)
 
 
 def slot_branches(plan: Plan, n_keys: int) -> set[str]:

@@ -17,7 +17,13 @@ from tests.layouts import (
 )
 from tests.oracle import KINDS, hf_model, in_one_pass, random_groups, relative_error, tree_model
 from titan_tree.components.tree_attention import TreeAttention, flash, portable
-from titan_tree.components.tree_attention.hopper import forward_pass, jobs, key_pass
+from titan_tree.components.tree_attention.hopper import (
+    forward_pass,
+    jobs,
+    key_pass,
+    query_pass,
+    wide_key_pass,
+)
 from titan_tree.data.layout import TreeLayout
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +72,7 @@ def results(attention, layout, q, k, v, do):
     return out, *torch.autograd.grad(out, (q, k, v), do)
 
 
-def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None) -> list[list[float]]:
+def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None, deterministic=False) -> list[list[float]]:
     """For each backend the error of o, dq, dk, dv against float64 on the same inputs, relative to do."""
     mask, layout = ancestor_mask(nodes, queries).cuda(), make_layout(nodes, queries).to("cuda")
     q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device="cuda")
@@ -76,7 +82,9 @@ def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None) -> list[list
     return [
         [
             ((a - b).norm() / do.double().norm()).item()
-            for a, b in zip(results(TreeAttention(backend), layout, q, k, v, do), want, strict=True)
+            for a, b in zip(
+                results(TreeAttention(backend, deterministic), layout, q, k, v, do), want, strict=True
+            )
         ]
         for backend in backends
     ]
@@ -145,11 +153,13 @@ def test_bf16_with_context_is_as_exact_as_flex(kind, dim):
         assert_as_exact_as_flex(TREES[name], our_backends(), dim, context_queries(TREES[name], kind))
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(64, (6, 2)), (128, (8, 1))])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dim", "heads"), [(64, (6, 2)), (128, (8, 1)), (256, (4, 1))])
 @pytest.mark.parametrize("backend", OURS)
-def test_fp16_and_heads(backend, dim, heads):
-    for name in ("random", "forest"):
-        assert max(errors(TREES[name], [backend], torch.float16, dim, heads)[0]) < 1e-3
+def test_fp16_and_heads(backend, dim, heads, deterministic):
+    for name in ("random", "forest", "long"):
+        (got,) = errors(TREES[name], [backend], torch.float16, dim, heads, deterministic=deterministic)
+        assert max(got) < 1e-3
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
@@ -193,7 +203,8 @@ def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
 @pytest.mark.parametrize("backend", OURS)
 def test_new_trees_launch_cached_kernels(backend):
     """Another N, another tree, a forest, context: no kernel is compiled again."""
-    modules = [portable, forward_pass, jobs, key_pass] if backend == "hopper" else [portable]
+    of_hopper = [forward_pass, jobs, key_pass, query_pass, wide_key_pass]
+    modules = [portable, *of_hopper] if backend == "hopper" else [portable]
     kernels = {
         f"{module.__name__}.{name}": kernel
         for module in modules
@@ -202,7 +213,8 @@ def test_new_trees_launch_cached_kernels(backend):
     }
 
     def run(nodes, queries=None):
-        errors(nodes, [backend], torch.bfloat16, 64, queries=queries)
+        for dim, deterministic in ((64, False), (64, True), (256, False)):
+            errors(nodes, [backend], torch.bfloat16, dim, queries=queries, deterministic=deterministic)
         device = torch.cuda.current_device()
         return {name: len(kernel.device_caches[device][0]) for name, kernel in kernels.items()}
 

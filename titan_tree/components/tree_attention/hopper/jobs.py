@@ -1,6 +1,7 @@
 """What the passes over keys share: jobs, the producer that fetches their queries, and sums of their parts.
 
-A job is a key block and a range of query tiles (``plan``), for all G heads of its key head; heaviest first.
+A job is a key block and a range of query tiles (``plan``), for all G heads of its key head; of each key head
+the heaviest first.
 The trunk's ranges are cut into several jobs, whose fp32 parts of dk and dv are summed in order.
 """
 

@@ -60,6 +60,9 @@ def count_slots(lists, block, PIECES: gl.constexpr):
     return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
 
 
+# 2. Pieces.
+
+
 @gluon.jit
 def load_pieces(
     piece_rows, slot_rows, column, list_ptr, barrier, slot,

@@ -115,8 +115,8 @@ def _step(
 ):  # fmt: skip
     """dS of slot n, computed beside dq += dS k of the slot before: the first slot has none."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zero = gl.zeros([dq.shape[0], BLOCK_K], gl.float32, SCORES)
     HALF_Q: gl.constexpr = dq.shape[0]
+    zero = gl.zeros([HALF_Q, BLOCK_K], gl.float32, SCORES)
     zero_index = opaque_zero(n)
     q, do = _half(memory.q.slots, group, zero_index, HALF_Q), _half(memory.do, group, zero_index, HALF_Q)
     wait_full(memory.k, n, STAGES_K)
