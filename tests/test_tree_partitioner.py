@@ -178,7 +178,7 @@ def test_long_chains_and_large_trees_are_planned_in_time():
     for strategy in ("greedy", "redundancy_free"):
         plan = TreePartitioner(strategy, max(4000, tree.stats.longest_path)).plan(tree)
         assert plan.stats.n_part >= len(tree)
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 10
 
 
 def tree_of_arrays(parents, length) -> TokenTree:
@@ -227,7 +227,7 @@ def test_multi_path_refuses_what_would_take_forever():
     started = time.perf_counter()
     with pytest.raises(UserError, match=r"multi_path.*greedy"):
         TreePartitioner("multi_path", 400).plan(tree)
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 10
 
 
 def test_bounds_are_used():
@@ -236,3 +236,30 @@ def test_bounds_are_used():
     tight, loose = (TreePartitioner("redundancy_free", 15, chain).plan(tree).stats for chain in (15, 30))
     assert (tight.n_forwards, tight.chain_peak) == (4, 15)
     assert loose.n_forwards == 2
+
+
+def test_plans_are_saved_for_their_tree_alone(tmp_path):
+    tree, other = forest(1), forest(3)
+    plan = TreePartitioner("redundancy_free", 5, 100).plan(tree)
+    plan.save(tmp_path / "plan.npz")
+    loaded = PartitionPlan.load(tmp_path / "plan.npz", tree)
+    assert (loaded.strategy, loaded.reason, loaded.stats) == (plan.strategy, plan.reason, plan.stats)
+    for mine, theirs in zip(loaded.partitions, plan.partitions, strict=True):
+        for name in ("parent", "keys", "subtree_end", "key_index", "scores"):
+            assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
+    with pytest.raises(UserError, match=r"plan.npz"):
+        PartitionPlan.load(tmp_path / "plan.npz", other)
+    (tmp_path / "none.npz").write_text("no plan")
+    with pytest.raises(UserError, match=r"none.npz"):
+        PartitionPlan.load(tmp_path / "none.npz", tree)
+
+
+def test_drawing_shows_every_partition_below_its_parent():
+    plan = TreePartitioner("redundancy_free", 15, 15).plan(tree_of([(-1, 10), (0, 5), (0, 5), (0, 5)]))
+    title, *lines = plan.draw().splitlines()
+    assert "4 forwards run 25 tokens, 25 distinct; chain peak 15" in title
+    assert lines[0].startswith("0: 10 own, 0 context, tokens 0 to 9, chain 10")
+    assert all(f"  {i}: 5 own, 10 context" in line for i, line in enumerate(lines[1:], start=1))
+    long = TreePartitioner("redundancy_free", 1).plan(tree_of([(-1, 300)])).draw().splitlines()
+    assert any("partitions left out" in line for line in long)
+    assert len(long) < 150

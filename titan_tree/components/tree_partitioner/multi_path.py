@@ -30,7 +30,7 @@ from titan_tree.data.partition import Partition
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
 
-MAX_PACKINGS = 100_000  # ways to join the states of two siblings: about a second
+MAX_PACKINGS = 10_000  # ways to join the states of siblings: a second; real trees need a tenth
 
 Bins = tuple[tuple[int, tuple[int, ...]], ...]  # (load, its leaves) of each traversal, ascending
 States = dict[tuple[int, ...], Bins]  # by their loads

@@ -41,7 +41,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
             f"{max_chain_tokens:,}; raise it, or leave it out"
         )
     heights = Heights(tree)
-    planners = [_Planner(heights, max_tokens, max_chain_tokens, discount) for discount in DISCOUNTS]
+    planners = [Planner(heights, max_tokens, max_chain_tokens, discount) for discount in DISCOUNTS]
     for planner in planners:
         planner.run()
     best = min(planners, key=lambda planner: len(planner.parents))
@@ -57,7 +57,7 @@ class _Bin:
     shared: list[tuple[int, int]] = field(default_factory=list)  # (first token, tokens) of the others
 
 
-class _Planner:
+class Planner:
     """Fills ``owned``, the tokens of each partition, and ``parents``; a parent comes before its children."""
 
     def __init__(self, heights: Heights, max_tokens: int, max_chain_tokens: int, discount: float) -> None:

@@ -20,8 +20,7 @@ MASKED = gl.constexpr(-(2.0**100))  # finite and a power of two: see portable.MA
 class Ring(NamedTuple):
     """Slots that one side fills, mostly the producer warp by TMA, and groups of consumer warps read.
 
-    A filling is complete when TMA's bytes, or all WRITERS, have arrived; a slot is empty when all READERS have.
-
+    A slot is full when TMA's bytes, or all WRITERS, have arrived, and empty when all READERS have.
     The n-th filling is in slot n % STAGES; the phase of its barriers is the parity of n // STAGES.
     """
 
