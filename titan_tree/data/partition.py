@@ -165,7 +165,7 @@ class PartitionPlan:
                 for names, counts in ((_PER_KEY, "num_keys"), (_PER_OWN, "num_own"))
                 for name in names
             }
-        except (OSError, BadZipFile, KeyError, ValueError, TypeError) as error:
+        except (OSError, EOFError, BadZipFile, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path}: expected a file written by PartitionPlan.save ({error})") from None
         if fingerprint != _fingerprint(tree):
             raise UserError(

@@ -24,7 +24,7 @@ from titan_tree.data.partition import Partition, in_tree_order
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
 
-DISCOUNTS = (1, 2, 4, 8)  # of what tops leave to be cut again: no one suits all trees, the best plan is taken
+DISCOUNTS = (1, 2, 4)  # of what tops leave to be cut again: no one suits all trees, the best plan is taken
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
