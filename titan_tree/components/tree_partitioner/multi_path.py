@@ -30,7 +30,7 @@ from titan_tree.data.partition import Partition
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
 
-MAX_PACKINGS = 10_000  # ways to join the states of siblings: a second; real trees need a tenth
+MAX_PACKINGS = 10_000  # ways to join the states of siblings at one node: about a second
 
 Bins = tuple[tuple[int, tuple[int, ...]], ...]  # (load, its leaves) of each traversal, ascending
 States = dict[tuple[int, ...], Bins]  # by their loads
