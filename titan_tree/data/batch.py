@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.data.layout import PAD, TreeLayout
-from titan_tree.data.partition import Partition, PartitionPlan, gateway_rows, one_pass
+from titan_tree.data.layout import TreeLayout
+from titan_tree.data.partition import PAD, Partition, PartitionPlan, gateway_rows, one_pass
 from titan_tree.data.paths import PER_TOKEN
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError

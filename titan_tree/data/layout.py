@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch.compile makes graphs of their own for sizes 0 and 1, so partitions have no such sizes.
-PAD = 2
-
 
 @dataclass(frozen=True)
 class TreeLayout:
@@ -26,7 +23,7 @@ class TreeLayout:
     positions: Tensor  # [N] int32: depth in the path, for RoPE
     subtree_end: Tensor  # [M] int32: exclusive end of the subtree of each key, in key columns
     key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
-    # Of a partition (data/partition.py); None where the tree is run as a whole.
+    # Of a partition (data/partition.py, PAD too); None where the tree is run as a whole.
     key_source: Tensor | None = None  # [M] int64: each key's row in PAD rows, the M - N of context, the N own
     exports: Tensor | None = None  # [X >= PAD] int64: own tokens whose keys and values later forwards read
     attention_plan: Any = None  # what an attention backend derived from the above, once per batch

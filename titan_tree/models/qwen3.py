@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.tree_attention import Backend, TreeAttention
 from titan_tree.data.batch import TreeBatch
-from titan_tree.data.layout import PAD, TreeLayout
+from titan_tree.data.layout import TreeLayout
+from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
 
 INIT_STD = 0.02
