@@ -1,5 +1,7 @@
 """TreeAttention against its definition in float64, built from parent pointers alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,55 @@ def test_gateway_context(kind, backend):
     nodes = random_nodes(3, 25, 5, 25, roots=0.0)
     n = sum(length for _, length in nodes)
     assert_exact(nodes, context_queries(n, kind), backend=backend)
+
+
+def assert_exact_on_a_bank(backend, tolerance, dim=16, device="cpu", dtype=torch.float32):
+    """Rows of context anywhere in a larger bank, own rows apart: as with all keys in one tensor."""
+    nodes = random_nodes(0, 40, 5, 20, roots=0.0)
+    n, heads = sum(length for _, length in nodes), (6, 3)
+    columns = np.arange(n // 3, n, 2)
+    own = np.isin(np.arange(n), columns)
+    rows = n + 50
+    place = np.random.default_rng(0).permutation(rows)[: n - len(columns)]
+    source = np.empty(n, np.int64)
+    source[~own], source[own] = place, rows + np.arange(len(columns))
+    layout = replace(make_layout(nodes, columns), key_source=torch.from_numpy(source)).to(device)
+    mask = ancestor_mask(nodes, columns).to(device)
+    q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device=device)
+    q, k, v = (x.detach() for x in (q, k, v))
+    bank = torch.randn(rows, 2, heads[1], dim, device=device, dtype=dtype)
+    bank[place] = torch.stack([k, v], 1)[~own]
+    inputs = [x.requires_grad_() for x in (q, k[own], v[own], bank)]
+    attention = TreeAttention(backend)
+    out = attention(*inputs[:3], attention.prepare(layout), inputs[3])
+    got = torch.autograd.grad(out, inputs, do)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = exact_attention(*exact, mask)
+    dq, dk, dv = torch.autograd.grad(expected, exact, do.double())
+    dbank = torch.zeros_like(bank, dtype=torch.float64)
+    dbank[place] = torch.stack([dk, dv], 1)[~own]
+    results = zip((out, *got), (expected, dq, dk[own], dv[own], dbank), strict=True)
+    assert all((a - b).norm() < tolerance * b.norm() for a, b in results)
+    assert not got[3][[row for row in range(rows) if row not in place]].any()  # nobody reads these
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("reference", torch.float64)])
+def test_context_in_a_bank(backend, dtype):
+    assert_exact_on_a_bank(backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype)
+
+
+def test_context_is_not_saved():
+    """The backward keeps own keys and values and the bank, which is there anyway, but no columns."""
+    layout = replace(make_layout([(-1, 100)], np.arange(90, 100)), key_source=torch.arange(100) + 5)
+    q, k, v, _ = random_qkv(10, 10, (2, 1), 16)
+    bank = torch.randn(95, 2, 1, 16, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        attention = TreeAttention("triton")
+        attention(q, k, v, attention.prepare(layout), bank)
+    large = [x for x in saved if x.is_floating_point() and len(x) > 10]
+    assert all(x is bank for x in large)
+    assert len(large) == 1
 
 
 @pytest.mark.parametrize("kind", ["all", "front", "between", "last", "one past a block"])
@@ -248,7 +299,7 @@ def test_operator_is_sound():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
     metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan]
-    torch.library.opcheck(operator.tree_attention, (q, k, v, metadata, "triton", False))
+    torch.library.opcheck(operator.tree_attention, (q, k, v, None, None, metadata, "triton", False))
 
 
 def test_refuses_what_it_cannot_do(monkeypatch):
@@ -267,7 +318,7 @@ def test_refuses_what_it_cannot_do(monkeypatch):
         for backend in ("triton", "reference"):
             with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
                 TreeAttention(backend)(*wrong, layout)
-    with pytest.raises(UserError, match=r"expected q, k, v of one dtype"):
+    with pytest.raises(UserError, match=r"expected q, k, v and context of one dtype"):
         attention(q.half(), k, v, layout)
     for other in (TreeAttention("reference").prepare(layout), attention.prepare(make_layout([(-1, 200)]))):
         with pytest.raises(UserError, match=r"prepared for another backend"):

@@ -255,11 +255,11 @@ def test_auto_takes_the_cheaper_and_says_why():
     plan = TreePartitioner("auto", 13_000).plan(tree)
     assert (plan.strategy, len(plan)) == ("none", 1)
     assert plan.reason == "the tree's 13,000 tokens fit max_tokens = 13,000"
-    # 5,000 tokens more, at 20 us and 1.4 ns a pair, cost more than one forward more, at 10 ms.
+    # 5,000 tokens more, at 20 us and 1.4 ns a pair, cost more than one forward more, at 15 ms.
     plan = TreePartitioner("auto", 9000).plan(tree)
     assert plan.strategy == "redundancy_free"
     assert plan.reason == (
-        "redundancy_free 0.38 s (13,000 tokens, 3 forwards) against greedy 0.49 s (18,000 tokens, 2 forwards)"
+        "redundancy_free 0.40 s (13,000 tokens, 3 forwards) against greedy 0.50 s (18,000 tokens, 2 forwards)"
         ", estimated for Qwen3-1.7B on an H200"
     )
     # A few tokens more cost less.

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_tree.activations import Activations
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -111,6 +112,13 @@ def build_partitioner(config: PartitionConfig, max_tokens: int) -> TreePartition
     if config.strategy == "none":
         return None
     return TreePartitioner(config.strategy, max_tokens, config.max_chain_tokens)
+
+
+def build_activations(config: PartitionConfig, device: torch.device) -> Activations:
+    device_bytes, host_bytes = (
+        None if gigabytes is None else 1e9 * gigabytes for gigabytes in (config.device_gb, config.host_gb)
+    )
+    return Activations(device, config.activations, device_bytes, host_bytes)
 
 
 def build_dataset(

@@ -71,10 +71,23 @@ class PartitionConfig:
     strategy: Literal["auto", "none", "single_path", "multi_path", "greedy", "redundancy_free"] = "auto"
     # tokens whose activations are alive at once; default: the larger of data.max_tokens and the longest path
     max_chain_tokens: int | None = None
+    # of forwards that wait for others below them; "auto" keeps what fits, see the budgets
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    device_gb: float | None = (
+        None  # "auto": activations on each GPU; the oldest that exceed it go to the host
+    )
+    host_gb: float | None = (
+        None  # "auto": and what exceeds this runs again; default: half of what is available
+    )
 
     def __post_init__(self) -> None:
         good = self.max_chain_tokens is None or self.max_chain_tokens >= 1
         _require(good, "partition.max_chain_tokens", "at least 1", self.max_chain_tokens)
+        for name in ("device_gb", "host_gb"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"partition.{name}", "a number >= 0", value)
+            good = value is None or self.activations == "auto"
+            _require(good, f"partition.{name}", 'partition.activations = "auto" beside it', self.activations)
 
 
 @dataclass

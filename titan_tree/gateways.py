@@ -1,80 +1,90 @@
 """Gateways: what partitions of a tree hand down in their forwards, and hand back up in their backwards.
 
-A partition's keys and values are all that reaches its descendants. So a child runs forward on detached
-copies of the rows it needs, then backward; the gradients of its copies are added up, in fp32, beside those
-of its siblings; when all children are done the parent runs backward, with these sums as gradients of what it
-exported. Every token runs once, and alive are the partitions of one chain. Exact: it is the chain rule, in
-another order (Tree Training, arXiv:2511.00413, version 5).
+A partition's keys and values are all that reaches its descendants. So it leaves them in a bank, from which
+children read them as leaves of graphs of their own; a child runs forward and backward, and the gradients of
+what it read are added up, in fp32, beside those of its siblings; when all children are done the parent runs
+backward, with these sums as gradients of what it left. Every token runs once, and alive are the activations
+of one chain. Exact: it is the chain rule, in another order (Tree Training, arXiv:2511.00413, version 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from titan_tree.activations import Activations
 from titan_tree.data.batch import TreeBatch
 from titan_tree.models.qwen3 import ModelOutput, Qwen3
 
 
-class Gateway:
-    """What a partition leaves while others below it may still run.
+class Bank:
+    """Of each layer [rows, 2, Hkv, D] keys and values, and their gradients: a stack for one chain at a time.
 
-    Its bank, of each layer [rows, 2, Hkv, D]: its own context, then its exports. And the gradients of these,
-    from all that has run below.
+    See ``GatewayRows`` for who writes where.
     """
 
-    def __init__(self, number: int, batch: TreeBatch, context: list[Tensor]) -> None:
-        self.number = number  # of the partition in its plan
-        self.batch = batch
-        self.context = context  # of each layer, leaves of this partition's graph; [] without context
-        self.exports: list[Tensor] = []  # of each layer; [] without exports
-        self.loss: Tensor | None = None  # None: nothing is scored here
-        self.gradients: list[Tensor] = []  # of each layer's bank, fp32 at least; [] until a child is done
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.rows: list[Tensor] = []  # of each layer; [] until the first partition writes
+        self.sums: list[Tensor] = []  # of their gradients, fp32 at least
 
-    def banks(self) -> Iterator[list[Tensor]]:
-        """Of each layer the one or two parts of the bank."""
-        return (list(parts) for parts in zip(*(x for x in (self.context, self.exports) if x), strict=True))
+    def write(self, start: int, exports: Sequence[Tensor]) -> None:
+        """Put a partition's exports on the stack."""
+        if not self.rows:
+            self.rows = [x.new_zeros(self.num_rows, *x.shape[1:]) for x in exports]
+            if torch.is_grad_enabled():
+                wide = torch.promote_types(self.rows[0].dtype, torch.float32)
+                self.sums = [torch.zeros_like(x, dtype=wide) for x in self.rows]
+        for rows, exported in zip(self.rows, exports, strict=True):
+            rows[start : start + len(exported)] = exported.detach()
+        for sums in self.sums:
+            sums[start : start + len(exports[0])] = 0
 
-    def hand_down(self, rows: Tensor) -> list[Tensor]:
-        """Of each layer a copy of the bank's ``rows``: leaves of a child's graph."""
-        copies = (torch.cat([part.detach() for part in bank]).index_select(0, rows) for bank in self.banks())
-        return [copy.requires_grad_(torch.is_grad_enabled()) for copy in copies]
+    def read(self, stop: int) -> list[Tensor] | None:
+        """Of each layer the first rows: a leaf, without a copy, whose gradient goes into the sums at once."""
+        if not self.rows:
+            return None
+        # .data: writes to rows further up the stack, later, are no changes of these.
+        leaves = [rows.data[:stop] for rows in self.rows]
+        if torch.is_grad_enabled():
+            for leaf, sums in zip(leaves, self.sums, strict=True):
+                leaf.requires_grad_().register_post_accumulate_grad_hook(_AddTo(sums[:stop]))
+        return leaves
 
-    def backward(self, parent: Gateway | None) -> None:
-        """The gradients of the parameters, and those of the context into the parent's sums.
-
-        To be called when all that runs below is done.
-        """
-        roots = [] if self.loss is None else [self.loss]
-        gradients: list[Tensor | None] = [None] * len(roots)
-        num_context = len(self.context[0]) if self.context else 0
-        if self.gradients:
-            for export, total in zip(self.exports, self.gradients, strict=bool(self.exports)):
-                roots.append(export)
-                gradients.append(total[num_context:].to(export.dtype))
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        if parent is not None and self.context:
-            below = [total[:num_context] for total in self.gradients]
-            assert self.batch.context is not None
-            parent._add(self.batch.context, [leaf.grad for leaf in self.context])
-            parent._add(self.batch.context, below)
-
-    def _add(self, rows: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        """Add a child's gradients, of each layer or of none, to the bank's ``rows``, which are distinct."""
-        if not self.gradients:
-            self.gradients = [_zeros_like(bank) for bank in self.banks()]
-        for total, gradient in zip(self.gradients, gradients, strict=False):
-            if gradient is not None:
-                total.index_add_(0, rows, gradient.to(total.dtype))
+    def gradients(self, layer: int, start: int, stop: int) -> Tensor:
+        """Those of a partition's exports."""
+        return self.sums[layer][start:stop].to(self.rows[layer].dtype)
 
 
-def _zeros_like(bank: Sequence[Tensor]) -> Tensor:
-    """fp32 at least."""
-    rows, like = sum(map(len, bank)), bank[0]
-    return like.new_zeros(rows, *like.shape[1:], dtype=torch.promote_types(like.dtype, torch.float32))
+@dataclass
+class _AddTo:
+    """Moves a leaf's gradient into ``sums``."""
+
+    sums: Tensor
+
+    def __call__(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        self.sums += leaf.grad
+        leaf.grad = None
+
+
+@dataclass
+class _Running:
+    """A partition whose forward has run, but not its backward."""
+
+    number: int  # in its plan
+    batch: TreeBatch
+    waits: bool  # for others, which hang from it
+    saved: bool = True  # False: its forward runs again before its backward
+    # Where the backward begins: edges of the graph, not tensors, whose numbers nobody needs any more.
+    scored: list[tuple[GradientEdge, Tensor]] = field(
+        default_factory=list
+    )  # with its gradient, if it has one
+    exports: list[tuple[GradientEdge, int]] = field(default_factory=list)  # with its layer, but frozen ones
 
 
 def run_partitions(
@@ -85,7 +95,8 @@ def run_partitions(
     *,
     entropy: bool = False,
     before_last: Callable[[], None] | None = None,
-) -> None:
+    activations: Activations | None = None,
+) -> int:
     """Run the batches of a plan: every forward once and, where gradients are enabled, every backward once.
 
     A partition's graph, keys and values are freed as soon as all that hangs from it is done.
@@ -96,26 +107,77 @@ def run_partitions(
             loss, or None where there is nothing to differentiate.
         entropy: of the model's output.
         before_last: called right before the last backward.
+        activations: where those of waiting partitions are kept; None: where they are.
+    Returns:
+        Tokens of forwards that ran again, because ``activations`` did not keep them.
     """
-    alive: list[Gateway] = []
+    activations = activations or Activations(device)
+    gradients = torch.is_grad_enabled()
+    bank = Bank(max(batch.bank_rows + batch.num_exports for batch in batches))
+    alive: list[_Running] = []
+    num_again = 0
 
-    def finish() -> None:
-        done = alive.pop()
-        if torch.is_grad_enabled():
-            done.backward(alive[-1] if alive else None)
+    def forward(batch: TreeBatch) -> ModelOutput:
+        return model(batch, entropy=entropy, gateway=bank.read(batch.bank_rows))
 
-    for number, on_host in enumerate(batches):
-        while alive and alive[-1].number != on_host.parent:
+    def score(running: _Running, out: ModelOutput) -> None:
+        """Differentiates what the loss needs of the vocabulary; the rest waits."""
+        loss = use(running.number, running.batch, out)
+        if not gradients:
+            return
+        if loss is not None and loss.requires_grad:
+            end, gradient = loss, torch.ones_like(loss)
+            if out.cut is not None:
+                loss.backward()
+                end, leaf = out.cut
+                gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            if end.requires_grad:  # not where all blocks are frozen
+                running.scored = [(get_gradient_edge(end), gradient)]
+        if running.waits:
+            layers = enumerate(out.exports or ())
+            running.exports = [(get_gradient_edge(x), i) for i, x in layers if x.requires_grad]
+
+    def run(running: _Running) -> None:
+        batch = running.batch
+        if running.waits and gradients and activations.are_full():
+            running.saved = False
+            with torch.no_grad():
+                out = forward(batch.without_edges())
+        else:
+            with activations.saving(running.waits, shared=bank.rows):
+                out = forward(batch)
+            score(running, out)
+        if running.waits:
+            bank.write(batch.bank_rows, out.exports or ())
+
+    def finish(before_backward: Callable[[], None] | None = None) -> None:
+        nonlocal num_again
+        running = alive.pop()
+        batch = running.batch
+        if not gradients:
+            return
+        if not running.saved:
+            with activations.saving(waits=False, shared=bank.rows):
+                out = forward(batch)
+            score(running, out)
+            num_again += len(batch)
+        start, stop = batch.bank_rows, batch.bank_rows + batch.num_exports
+        pairs = running.scored + [(edge, bank.gradients(i, start, stop)) for edge, i in running.exports]
+        if before_backward is not None:
+            before_backward()
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+
+    try:
+        for number, on_host in enumerate(batches):
+            while alive and alive[-1].number != on_host.parent:
+                finish()
+            waits = number + 1 < len(batches) and batches[number + 1].parent == number
+            alive.append(_Running(number, on_host.to(device, non_blocking=True), waits))
+            run(alive[-1])
+        while len(alive) > 1:
             finish()
-        batch = on_host.to(device, non_blocking=True)
-        context = [] if batch.context is None else alive[-1].hand_down(batch.context)
-        alive.append(Gateway(number, batch, context))
-        out = model(batch, entropy=entropy, gateway=context or None)
-        alive[-1].exports = list(out.exports or ())
-        alive[-1].loss = use(number, batch, out)
-        del out
-    while len(alive) > 1:
-        finish()
-    if before_last is not None:
-        before_last()
-    finish()
+        finish(before_last)
+    finally:
+        activations.release()
+    return num_again

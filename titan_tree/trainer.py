@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_tree.build import (
+    build_activations,
     build_dataset,
     build_loss,
     build_lr_schedulers,
@@ -90,6 +91,7 @@ class Trainer:
             loss,
             self.device,
             partitioner,
+            build_activations(config.partition, self.device),
             config.parallel.reduce_gradients,
             config.parallel.reshard_after_forward,
         )

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from titan_tree.activations import Activations
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.partition import one_pass
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
+from titan_tree.distributed.parallelize import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.gateways import run_partitions
 from titan_tree.models.qwen3 import ModelOutput, Qwen3
@@ -46,7 +48,7 @@ class StepCounts:
     executed_tokens: int  # N_part: more than the distinct ones where partitions share tokens
     scored_edges: int
     forwards: int  # one per micro-batch, or more where it is cut into partitions
-    context_rows: int  # of keys and values that partitions read from those above them
+    gateway_bytes: int  # keys and values that partitions read from those above them
     flops: float  # the model's own, forward and backward, without recomputation
 
     @property
@@ -82,6 +84,8 @@ class StepResult:
     loss: Tensor  # 0-dim fp32
     metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
     counts: StepCounts
+    # Forwards that ran again: to recompute activations, or to score first what a loss of whole paths needs.
+    extra_forward_tokens: Tensor
     chain_peak: int  # of the rank with the most
     num_micro_batches: int  # of the rank with the most
 
@@ -98,6 +102,7 @@ class TreeStep:
         loss: see ``TreeLoss``.
         device: where the model is.
         partitioner: cuts micro-batches into partitions; None: each runs in one forward, whatever its size.
+        activations: where those of partitions that wait for others are kept; None: on the device.
         reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch only (keeps an
             unsharded fp32 gradient on each rank), or after "every" one, which partitions cannot.
         reshard_after_forward: what FSDP2 does where there are no partitions.
@@ -109,11 +114,13 @@ class TreeStep:
         loss: TreeLoss,
         device: torch.device | str = "cpu",
         partitioner: TreePartitioner | None = None,
+        activations: Activations | None = None,
         reduce_gradients: str = "last",
         reshard_after_forward: bool = True,
     ) -> None:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
+        self.activations = activations or Activations(self.device)
         self.reduce_gradients = reduce_gradients
         self.reshard_after_forward = reshard_after_forward
         self._warned = False
@@ -135,7 +142,7 @@ class TreeStep:
             executed_tokens=sum(map(len, every)),
             scored_edges=sum(len(batch.edge_label) for batch in every),
             forwards=len(every),
-            context_rows=sum(len(batch.context) for batch in every if batch.context is not None),
+            gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in every),
             flops=sum(self.model.training_flops(batch) for batch in every),
         )
         whole = [
@@ -166,19 +173,22 @@ class TreeStep:
         self._hold_parameters(nested)
         out_of_memory = ""
         try:
-            for i, batches in enumerate(micro_batches):
-                last = i == num_runs - 1
-                if not nested:
-                    self._sum_gradients(last or self.reduce_gradients == "every")
-                whole = step.whole[i] if i < len(step.whole) else None
-                run_partitions(
-                    self.model,
-                    batches,
-                    self.device,
-                    total.add if whole is None else self._surrogate(batches, whole, total),
-                    entropy=self.loss.needs_entropy,
-                    before_last=self._release_parameters if nested and last else None,
-                )
+            with cast_weights(self.model):
+                for i, batches in enumerate(micro_batches):
+                    last = i == num_runs - 1
+                    if not nested:
+                        self._sum_gradients(last or self.reduce_gradients == "every")
+                    whole = step.whole[i] if i < len(step.whole) else None
+                    use = total.add if whole is None else self._surrogate(batches, whole, total)
+                    total.extra_forward_tokens += run_partitions(
+                        self.model,
+                        batches,
+                        self.device,
+                        use,
+                        entropy=self.loss.needs_entropy,
+                        before_last=self._release_parameters if nested and last else None,
+                        activations=self.activations,
+                    )
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error).splitlines()[0]
         if out_of_memory:  # outside of the handler, whose exception holds the partitions' tensors
@@ -187,10 +197,11 @@ class TreeStep:
                 f"the GPU's memory does not hold the activations of {chain_peak:,} tokens; lower {budget}, "
                 f"or set training.activation_checkpoint ({out_of_memory})"
             )
-        loss, sums = self._over_ranks(total.loss, total.sums)
-        token_weight = sums.pop("token_weight")
+        extra = torch.full_like(total.loss, total.extra_forward_tokens)
+        loss, sums = self._over_ranks(total.loss, total.sums | {"extra_forward_tokens": extra})
+        token_weight, extra = sums.pop("token_weight"), sums.pop("extra_forward_tokens")
         metrics = {name: value / token_weight for name, value in sums.items()}
-        return StepResult(loss, metrics, counts, chain_peak, num_micro_batches)
+        return StepResult(loss, metrics, counts, extra, chain_peak, num_micro_batches)
 
     def _surrogate(
         self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total
@@ -212,6 +223,7 @@ class TreeStep:
 
         with torch.no_grad():
             run_partitions(self.model, batches, self.device, keep, entropy=self.loss.needs_entropy)
+        total.extra_forward_tokens += sum(map(len, batches))
         whole = whole.to(self.device, non_blocking=True)
         order = torch.cat(tokens).argsort()
         values = [torch.cat(scores[name])[order].requires_grad_() for name in names]
@@ -290,6 +302,7 @@ class _Total:
     normalizer: float
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
+    extra_forward_tokens: int = 0
 
     def add(self, number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         """The loss to differentiate: 0 of a batch that scores nothing, but takes part in collectives."""

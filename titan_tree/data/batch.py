@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.data.layout import TreeLayout
-from titan_tree.data.partition import PAD, Partition, PartitionPlan, gateway_rows, one_pass
+from titan_tree.data.partition import GatewayRows, Partition, PartitionPlan, gateway_rows, one_pass
 from titan_tree.data.paths import PER_TOKEN
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
@@ -52,10 +52,10 @@ class TreeBatch:
     edge_token: Tensor  # [E] int64: the predicted token's index in the (forest of) trees, ascending
     pairs: PathPairs
     n_logical: int  # tokens that training every path alone would run: N_flat, summed over a plan's batches
-    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and of each row
-    # of context its place among that batch's own rows of context, then its exports.
+    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and how many rows
+    # of the bank (data/partition.py, GatewayRows) it reads from, that one's and those of all above it.
     parent: int = -1
-    context: Tensor | None = None  # [M - N] int64
+    bank_rows: int = 0
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Literal["all", "loss"] = "all") -> TreeBatch:
@@ -95,7 +95,7 @@ class TreeBatch:
         pairs_of = _split(np.arange(len(pair_token)), edge_home[pair_token], len(partitions))
         weight = np.array([path.weight for path in tree.paths], np.float32)
         loss_tokens = np.array([path.loss_tokens for path in tree.paths], np.float32)
-        exports, context = gateway_rows(partitions)
+        gateways = gateway_rows(partitions)
         batches = []
         for i, partition in enumerate(partitions):
             labels, here = edges_of[i], pairs_of[i]
@@ -110,20 +110,30 @@ class TreeBatch:
             batches.append(
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own].astype(np.int64)),
-                    layout=_layout(tree, partition, exports[i], cut=len(partitions) > 1),
+                    layout=_layout(tree, partition, gateways[i] if len(partitions) > 1 else None),
                     edge_source=torch.from_numpy(row[tree.predecessor[labels]]),
                     edge_label=torch.from_numpy(tree.tokens[labels].astype(np.int64)),
                     edge_token=torch.from_numpy(labels),
                     pairs=pairs,
                     n_logical=int(logical[i]),
                     parent=partition.parent,
-                    context=torch.from_numpy(context[i]) if len(context[i]) else None,
+                    bank_rows=gateways[i].start if len(partitions) > 1 else 0,
                 )
             )
         return batches
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_exports(self) -> int:
+        """Rows that the batch's partition leaves in the bank."""
+        return 0 if self.layout.exports is None else len(self.layout.exports)
+
+    def without_edges(self) -> TreeBatch:
+        """The batch without anything to score, for a forward that is after ``exports`` only."""
+        none = self.edge_source[:0]
+        return dataclasses.replace(self, edge_source=none, edge_label=none, edge_token=none)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """The batch on another device. Pinned host memory and ``non_blocking`` make it asynchronous."""
@@ -165,14 +175,19 @@ def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndar
     return np.split(values[order], np.searchsorted(part[order], np.arange(1, num_parts)))
 
 
-def _layout(tree: TokenTree, partition: Partition, exports: np.ndarray, cut: bool) -> TreeLayout:
-    by_source = np.concatenate([partition.context_index, partition.key_index])
-    return TreeLayout(
+def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) -> TreeLayout:
+    layout = TreeLayout(
         positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
         key_index=torch.from_numpy(partition.key_index),
-        key_source=torch.from_numpy(PAD + np.argsort(by_source)) if cut else None,
-        exports=torch.from_numpy(exports) if cut else None,
+    )
+    if gateway is None:
+        return layout
+    source = np.empty(len(partition.keys), np.int64)
+    source[partition.context_index] = gateway.context
+    source[partition.key_index] = gateway.start + np.arange(len(partition))
+    return dataclasses.replace(
+        layout, key_source=torch.from_numpy(source), exports=torch.from_numpy(gateway.exports)
     )
 
 

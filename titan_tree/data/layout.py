@@ -23,9 +23,9 @@ class TreeLayout:
     positions: Tensor  # [N] int32: depth in the path, for RoPE
     subtree_end: Tensor  # [M] int32: exclusive end of the subtree of each key, in key columns
     key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
-    # Of a partition (data/partition.py, PAD too); None where the tree is run as a whole.
-    key_source: Tensor | None = None  # [M] int64: each key's row in PAD rows, the M - N of context, the N own
-    exports: Tensor | None = None  # [X >= PAD] int64: own tokens whose keys and values later forwards read
+    # Of a partition (data/partition.py, GatewayRows); None where the tree is run as a whole.
+    key_source: Tensor | None = None  # [M] int64: each key's row among those of the bank, then the N own
+    exports: Tensor | None = None  # [X] int64: own tokens whose keys and values later forwards read
     attention_plan: Any = None  # what an attention backend derived from the above, once per batch
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:

@@ -215,29 +215,35 @@ def one_pass(tree: TokenTree) -> PartitionPlan:
     return PartitionPlan(tree, "none", (in_tree_order(tree, -1, tokens, tokens[:0]),))
 
 
-def gateway_rows(partitions: Sequence[Partition]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What each partition leaves for those below it, and where each finds its context.
+@dataclass(frozen=True, eq=False)
+class GatewayRows:
+    """A partition's place in the *bank*, where partitions of one chain leave rows for those below them.
 
-    A partition's *bank* is its own context, then its exports: the own tokens that a child has as context.
-
-    Returns for each partition (exports [X >= PAD] rows of own tokens; [m - n] rows of the parent's bank that
-    are the context), int64.
+    The bank is a stack: PAD rows that nobody reads, then the exports of the chain's partitions, from the
+    root's on.
     """
+
+    start: int  # rows that the partitions above fill; those of this one come next
+    exports: np.ndarray  # [X >= PAD] int64: own tokens, by their place among them, that go into the bank
+    context: np.ndarray  # [m - n] int64: rows of the bank that are the context
+
+
+def gateway_rows(partitions: Sequence[Partition]) -> list[GatewayRows]:
+    """Of each partition of a plan. Exported are the own tokens that some child has as context."""
     wanted: list[list[np.ndarray]] = [[] for _ in partitions]
     for partition in partitions:
         if partition.parent >= 0:
             wanted[partition.parent].append(partition.context)
-    exports = []
-    banks = []
+    # What a child does not take from its parent's own tokens, the parent has as context: found in its bank.
+    banks: list[np.ndarray] = []  # tokens of rows PAD, PAD + 1, ...
+    rows = []
     for partition, tokens in zip(partitions, wanted, strict=True):
-        asked = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
-        rows = np.flatnonzero(np.isin(partition.own, asked))
-        rows = np.pad(rows, (0, max(PAD - len(rows), 0)))  # what nobody reads
-        exports.append(rows)
-        banks.append(np.concatenate([partition.context, partition.own[rows]]))
-    context = []
-    for partition in partitions:
         bank = banks[partition.parent] if partition.parent >= 0 else partition.context
         order = np.argsort(bank, kind="stable")
-        context.append(order[np.searchsorted(bank[order], partition.context)])
-    return exports, context
+        context = PAD + order[np.searchsorted(bank[order], partition.context)]
+        asked = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
+        exports = np.flatnonzero(np.isin(partition.own, asked))
+        exports = np.pad(exports, (0, max(PAD - len(exports), 0)))
+        rows.append(GatewayRows(PAD + len(bank), exports, context))
+        banks.append(np.concatenate([bank, partition.own[exports]]))
+    return rows

@@ -7,10 +7,13 @@ is the same on a laptop, one GPU and N GPUs.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -25,6 +28,8 @@ def init_distributed() -> tuple[DeviceMesh, torch.device]:
 
     Tensors on a GPU travel over NCCL, host numbers over gloo: agreeing on counts never waits for the GPU.
     """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # else forwards of ever new sizes leave gaps in the memory
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -53,9 +58,9 @@ def parallelize(
     One graph serves all blocks and all batch sizes (dynamic), and a graph break is an error (fullgraph).
 
     Weights and gradients stay fp32; ``dtype`` is that of the computation. FSDP2 casts what it gathers, a
-    rank alone casts where a weight is used: the same numbers, but FSDP2 would also copy weights once and
-    gradients twice (2 % of a step, docs/performance.md). Gradients are summed over ranks, not averaged: the
-    loss is already divided by the normalizer of the global batch.
+    rank alone casts once a step (``cast_weights``): the same numbers, but FSDP2 would also copy weights once
+    and gradients twice (2 % of a step, docs/performance.md). Gradients are summed over ranks, not averaged:
+    the loss is already divided by the normalizer of the global batch.
     """
     if activation_checkpoint != "none":
         policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
@@ -63,6 +68,8 @@ def parallelize(
         policy(policy.Config(preserve_rng_state=False)).apply(model)
     blocks = list(model.get_submodule("layers").children())
     if compile:
+        # A graph for each kind of size that Inductor tells apart (docs/design.md), fewer than this.
+        torch._dynamo.config.recompile_limit = 64
         for module in (*blocks, model.get_submodule("norm")):
             module.compile(fullgraph=True, dynamic=True)
     model.compute_dtype = dtype
@@ -82,3 +89,42 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: no scaling pass, and gloo has none
     return model
+
+
+@contextmanager
+def cast_weights(model: Qwen3) -> Iterator[None]:
+    """Within, weights of another dtype than the model's computation are replaced by copies in that dtype.
+
+    Cast once, however many forwards run, and no graph keeps casts of its own. Each gradient of a copy is
+    added to that of the weight at once, in the weight's dtype. FSDP2 does as much by itself.
+    """
+    dtype = model.compute_dtype
+    if dtype is None or isinstance(model, FSDPModule):
+        yield
+        return
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if weight.dtype != dtype:
+                    replaced.append((module, name, weight))
+                    setattr(module, name, _copy(weight, dtype))
+        yield
+    finally:
+        for module, name, weight in replaced:
+            setattr(module, name, weight)
+
+
+def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    def add_gradient(copy: Tensor) -> None:
+        assert copy.grad is not None
+        if weight.grad is None:
+            weight.grad = copy.grad.to(weight.dtype)
+        else:
+            weight.grad += copy.grad
+        copy.grad = None
+
+    copy = nn.Parameter(weight.detach().to(dtype), weight.requires_grad)
+    if copy.requires_grad:
+        copy.register_post_accumulate_grad_hook(add_gradient)
+    return copy

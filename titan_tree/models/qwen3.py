@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.tree_attention import Backend, TreeAttention
@@ -239,13 +240,9 @@ class Attention(nn.Module):
         )
         q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
         exports = None
-        if layout.key_source is not None and layout.exports is not None and context is not None:
+        if layout.exports is not None:
             exports = torch.stack([x.index_select(0, layout.exports) for x in (k, v)], dim=1)
-            k, v = (
-                torch.cat([old, own]).index_select(0, layout.key_source)
-                for old, own in zip(context.unbind(1), (k, v), strict=True)
-            )
-        return self.o_proj(self.attention(q, k, v, layout).flatten(-2)), exports
+        return self.o_proj(self.attention(q, k, v, layout, context).flatten(-2)), exports
 
 
 class MLP(nn.Module):
@@ -277,7 +274,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [N, d] of the next layer; of a partition also keys and values [X, 2, Hkv, D] of its exports.
 
-        context: of a partition [PAD + M - N, 2, Hkv, D] keys and values that earlier forwards exported.
+        context: of a partition [R, 2, Hkv, D] keys and values that earlier forwards exported.
         """
         attended, exports = self.self_attn(self.input_layernorm(x), rope, layout, context)
         x = x + attended
@@ -289,6 +286,9 @@ class ModelOutput(NamedTuple):
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
+    # Of a partition hidden states [E, d] of the predicting tokens, twice: where the blocks' graph ends, and
+    # the leaf where that of logprobs begins: the loss's part, with all logits, waits for no other partition.
+    cut: tuple[Tensor, Tensor] | None = None
     # Of each layer keys and values [X, 2, Hkv, D] of ``layout.exports``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
 
@@ -323,35 +323,52 @@ class Qwen3(nn.Module):
     ) -> ModelOutput:
         """Log-probabilities, and on request entropies, of the batch's edges.
 
-        gateway: for a batch with context, of each layer [M - N, 2, Hkv, D]: the rows ``batch.context`` of
-            what its parent partition had of its own ``gateway``, followed by that one's ``exports``.
+        gateway: for a partition that is not its plan's first, of each layer the bank's first
+            ``batch.bank_rows`` rows [R, 2, Hkv, D], with the ``exports`` of all partitions above it.
         """
         layout = self.attention.prepare(batch.layout)
         rope = Rope.at(layout.positions, self.config.head_dim, self.config.rope_theta)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
-        num_context = len(layout.subtree_end) - len(layout.key_index)
-        given = [0] * len(self.layers) if gateway is None else [len(context) for context in gateway]
-        if given != [num_context] * len(self.layers):
-            raise UserError(
-                f"Qwen3: gateway: expected {num_context} rows of context for each of {len(self.layers)} "
-                f"layers, got {given}"
-            )
+        contexts = self._contexts(batch, gateway, x)
         exports: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            context = None
-            if layout.key_source is not None:
-                shape = 2, self.config.num_key_value_heads, self.config.head_dim
-                context = x.new_zeros(PAD, *shape)
-                if gateway is not None:
-                    context = torch.cat([context, gateway[i]])
+        for layer, context in zip(self.layers, contexts, strict=True):
             x, exported = layer(x, rope, layout, context)
             if exported is not None:
                 exports.append(exported)
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
-        scores = edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
-        return ModelOutput(*scores, tuple(exports) or None)
+        if not exports:
+            return ModelOutput(*self._scores(hidden, head, batch, entropy))
+        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+        with saved_tensors_hooks(
+            torch.Tensor.detach, torch.Tensor.detach
+        ):  # whatever moves those of the blocks
+            scores = self._scores(leaf, head, batch, entropy)
+        return ModelOutput(*scores, (hidden, leaf), tuple(exports))
+
+    def _scores(
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
+
+    def _contexts(
+        self, batch: TreeBatch, gateway: Sequence[Tensor] | None, like: Tensor
+    ) -> Sequence[Tensor | None]:
+        """Of each layer; of a plan's first partition the bank's PAD empty rows."""
+        if not batch.bank_rows and gateway is None:
+            return [None] * len(self.layers)
+        if batch.bank_rows == PAD and gateway is None:
+            # With gradients, as rows of the bank have them, so that torch.compile makes one graph of both.
+            shape = PAD, 2, self.config.num_key_value_heads, self.config.head_dim
+            return [like.new_zeros(shape, requires_grad=torch.is_grad_enabled())] * len(self.layers)
+        given = [len(context) for context in gateway or ()]
+        if given != [batch.bank_rows] * len(self.layers) or not batch.bank_rows:
+            raise UserError(
+                f"Qwen3: gateway: expected {batch.bank_rows} rows for each of {len(self.layers)} layers, got "
+                f"{given}"
+            )
+        return list(gateway or ())
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -365,6 +382,12 @@ class Qwen3(nn.Module):
     def num_parameters(self) -> int:
         """Parameters, a tied embedding counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def gateway_bytes(self, batch: TreeBatch) -> int:
+        """Keys and values that the batch's partition reads from those above it."""
+        rows = len(batch.layout.subtree_end) - len(batch)
+        c, dtype = self.config, self.compute_dtype or self.embed_tokens.weight.dtype
+        return 2 * rows * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * dtype.itemsize
 
     def training_flops(self, batch: TreeBatch) -> int:
         """Floating-point operations of a forward and backward pass on ``batch``, recomputation not counted.

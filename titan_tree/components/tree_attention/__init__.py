@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from titan_tree.components.tree_attention import context as rows
 from titan_tree.components.tree_attention import flash, flex, hopper, operator, plan, reference
 from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
@@ -56,13 +57,18 @@ class TreeAttention(nn.Module):
         with torch.no_grad():
             return layout.with_plan((library or plan).prepare(layout))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None = None
+    ) -> Tensor:
         """[N, Hq, D] from q [N, Hq, D] and k, v [M, Hkv, D] with Hkv a divisor of Hq (GQA); layout of N, M.
 
         ``layout`` comes from ``prepare``; one that does not is prepared here, at that cost in every call.
         Its tensors must stay as they were then.
+
+        context: of a partition, [R, 2, Hkv, D] keys and values of ancestors; k and v are then of own tokens,
+            [N, Hkv, D], and ``layout.key_source`` names rows of both. Kept for the backward are no others.
         """
-        _check(q, k, v, layout)
+        _check(q, k, v, layout, context)
         name = self._resolve(q)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
         if deterministic and name in ("flash", "flex"):
@@ -72,8 +78,10 @@ class TreeAttention(nn.Module):
         if layout.attention_plan is None:
             layout = self.prepare(layout)
         if name in LIBRARY:
+            if context is not None and layout.key_source is not None:
+                k, v = rows.join(k, v, context, layout.key_source)
             return LIBRARY[name].attention(q, k, v, layout, layout.attention_plan)
-        return operator.attention(q, k, v, layout, layout.attention_plan, name, deterministic)
+        return operator.attention(q, k, v, context, layout, layout.attention_plan, name, deterministic)
 
     def _resolve(self, like: Tensor) -> str:
         """The backend for tensors like this one. All of our kernels share one plan, so dtypes may differ."""
@@ -87,13 +95,23 @@ class TreeAttention(nn.Module):
         return f"backend={self.backend!r}, deterministic={self.deterministic}"
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None) -> None:
     n, m = layout.key_index.shape[0], layout.subtree_end.shape[0]
+    if context is not None:
+        if layout.key_source is None or context.ndim != 4 or context.shape[1:] != (2, *k.shape[1:]):
+            raise UserError(
+                "TreeAttention: context: expected [R, 2, Hkv, D] beside k of [N, Hkv, D] and a layout with "
+                f"key_source, got {list(context.shape)} beside {list(k.shape)}"
+            )
+        m = n
     fits = q.ndim == k.ndim == v.ndim == 3 and q.shape[0] == n and k.shape[0] == m and k.shape == v.shape
     if not fits or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise UserError(
             f"TreeAttention: expected q [{n}, H, D] and k, v [{m}, Hkv, D] with Hkv dividing H, got {shapes}"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise UserError(f"TreeAttention: expected q, k, v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    dtypes = [x.dtype for x in (q, k, v, context) if x is not None]
+    if len(set(dtypes)) > 1:
+        raise UserError(
+            f"TreeAttention: expected q, k, v and context of one dtype, got {', '.join(map(str, dtypes))}"
+        )

@@ -13,8 +13,9 @@ from titan_tree.data.tree import TokenTree
 FLOPS = 500e12  # per second, about what dense training reaches in bf16
 TOKEN_SECONDS = 6 * 1.7e9 / FLOPS  # 6 FLOPs per parameter: 20 us
 PAIR_SECONDS = 12 * 28 * 16 * 128 / FLOPS  # of a query and a key that it sees, 12 FLOPs per dim: 1.4 ns
-FORWARD_SECONDS = 10e-3  # launching the kernels of one forward and backward
-CONTEXT_SECONDS = 4 * (28 * 2 * 8 * 128 * 2) / 4e12  # a row of keys and values, moved 4 times: 0.1 us
+# What partitions take beyond that, fitted to measured steps (docs/performance.md, Trees larger than memory).
+FORWARD_SECONDS = 15e-3  # one more forward and backward: smaller kernels, gradients of all weights added
+CONTEXT_SECONDS = 0.7e-6  # a row of keys and values of 28 layers, gathered twice, and its gradients
 
 
 def choose(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> PartitionPlan:

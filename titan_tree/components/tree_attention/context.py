@@ -1,0 +1,73 @@
+"""Keys and values of a partition: rows of context, which ancestors left, and its own, in DFS order.
+
+Row r of the [R] rows of context followed by the N own ones is named by ``source``: key column m is row
+``source[m]``. The columns in order exist while attention computes, never for the backward, which makes them
+again: what a partition keeps of its ancestors is nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def join(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: keys and values [M, Hkv, D] from own k, v [N, Hkv, D] and context [R, 2, Hkv, D]."""
+    joined = (torch.cat([old, own]) for old, own in zip(context.unbind(1), (k, v), strict=True))
+    k, v = (x.index_select(0, source) for x in joined)
+    return k, v
+
+
+def gather(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """``join``, not differentiable, all contiguous."""
+    columns = k.new_empty(len(source), *k.shape[1:]), v.new_empty(len(source), *v.shape[1:])
+    _move(source, context, k, v, *columns, to_columns=True)
+    return columns
+
+
+def scatter(
+    dk: Tensor, dv: Tensor, context: Tensor, source: Tensor, num_own: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of own k and v and of the context from those of the columns, as ``join`` has them.
+
+    ``source`` names no row twice and every own one.
+    """
+    own = dk.new_empty(num_own, *dk.shape[1:]), dv.new_empty(num_own, *dv.shape[1:])
+    dcontext = torch.zeros_like(context)
+    _move(source, dcontext, *own, dk, dv, to_columns=False)
+    return *own, dcontext
+
+
+def _move(
+    source: Tensor, context: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, to_columns: bool
+) -> None:
+    size = k.shape[1] * k.shape[2]
+    grid = (len(source),)
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device_of(k):
+        _move_kernel[grid](source, context, own_k, own_v, k, v, len(context), size, block, to_columns)
+
+
+@triton.jit
+def _move_kernel(
+    source, context, own_k, own_v, k, v, num_context, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TO_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program moves one key and its value, of SIZE elements, from its row to its column or back."""
+    column = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, BLOCK)
+    mask = element < SIZE
+    row = tl.load(source + column)
+    if row < num_context:
+        key_row, value_row = context + 2 * row * SIZE, context + (2 * row + 1) * SIZE
+    else:
+        key_row, value_row = own_k + (row - num_context) * SIZE, own_v + (row - num_context) * SIZE
+    key_column, value_column = k + column * SIZE, v + column * SIZE
+    if TO_COLUMNS:
+        tl.store(key_column + element, tl.load(key_row + element, mask=mask), mask=mask)
+        tl.store(value_column + element, tl.load(value_row + element, mask=mask), mask=mask)
+    else:
+        tl.store(key_row + element, tl.load(key_column + element, mask=mask), mask=mask)
+        tl.store(value_row + element, tl.load(value_column + element, mask=mask), mask=mask)
