@@ -8,6 +8,8 @@
 | agent-fine | 24 turns of about 40 tokens                                                 | 32,208  | 764   |
 | agent-long | 24 turns of about 500 tokens, a prompt of 6,000                             | 135,719 | 278   |
 | bushy      | 16 turns of about 40 tokens, hardly a prompt: few pairs are visible         | 29,497  | 795   |
+
+``long_rollouts`` makes trees larger than memory: as many rollouts as it takes, up to a given length.
 """
 
 from __future__ import annotations
@@ -86,6 +88,33 @@ def rollouts(seed: int, num_tokens: int, prompt: int, turns: int, median: float,
             room -= length
         paths.append(path)
     return nodes
+
+
+def long_rollouts(num_tokens: int, longest: int, vocab_size: int, seed: int = 0) -> TokenTree:
+    """Rollouts of about 40 turns. The first has ``longest`` tokens, an eighth of them prompt; none has more.
+
+    Each leaf ends a path. The first rollouts of a larger tree are those of a smaller one.
+    """
+    rng = random.Random(seed)
+    nodes: Nodes = [(-1, longest // 8)]
+    depth = [nodes[0][1]]  # tokens of the path to each node's end
+    room = num_tokens - depth[0]
+    paths: list[list[int]] = []
+    while room > 0:
+        path, goal = [0], longest
+        if paths:
+            earlier = rng.choice(paths)
+            path = earlier[: 1 + int((len(earlier) - 1) * rng.random() ** 0.33)]
+            goal = int(longest * rng.uniform(0.5, 1.0))
+        while depth[path[-1]] < goal and room > 0:
+            length = max(1, int(longest / 64 * rng.lognormvariate(0, 0.8)))
+            length = min(length, room, goal - depth[path[-1]])
+            nodes.append((path[-1], length))
+            depth.append(depth[path[-1]] + length)
+            path.append(len(nodes) - 1)
+            room -= length
+        paths.append(path)
+    return with_tokens(nodes, leaves(nodes), vocab_size, seed)
 
 
 def even_nodes(seed: int, num_tokens: int, length: int, branching: float) -> Nodes:
