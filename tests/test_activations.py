@@ -76,12 +76,11 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "compile"),
-    [("none", False), ("full", False), ("none", True)],
-    ids=["eager", "AC", "compiled"],
-)
-@pytest.mark.parametrize("name", POLICIES)
+EXECUTION = [(name, checkpoint, False) for name in POLICIES for checkpoint in ("none", "full")]
+EXECUTION += [(name, "none", True) for name in ("offload", "host is full")]
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "compile"), EXECUTION)
 def test_gradients_do_not_change(name, checkpoint, compile):
     torch._dynamo.reset()
     model = tree_model(hf_model(tied=True, max_position_embeddings=4096))
