@@ -13,6 +13,7 @@ A generated tree (trees.long_rollouts) of ``--tokens`` distinct tokens, no path 
 Beside them in one pass: a path of ``--longest`` tokens alone, the yardstick of memory, and the first
 ``--fits`` tokens of the tree, that of throughput. Random weights and tokens, every token counts in the loss.
 
+"mallocs" of a timed step hold it up: they count how often the caching allocator had to ask the driver.
 Activations are what is allocated at the peak beyond what was before the step: weights and gradients in fp32.
 tok/s are of distinct tokens. TFLOP/s count the model's operations on distinct tokens, so repeated ones earn
 nothing.
@@ -130,6 +131,7 @@ def measure(
     host_s = time.perf_counter() - started
     one_pass = model.training_flops(TreeBatch.from_trees([tree], edges="loss"))
     seconds, peak = [], 0
+    mallocs = device_mallocs(device)
     for _ in range(args.steps):
         before = allocated(device)
         started = time.perf_counter()
@@ -149,6 +151,7 @@ def measure(
         "tok/s": round(result.counts.distinct_tokens / median(seconds)),
         "TFLOP/s": round(one_pass / median(seconds) / 1e12, 1),
         "GiB": round(peak / 2**30, 2),
+        "mallocs": device_mallocs(device) - mallocs,
         "gateways GiB": round(result.counts.gateway_bytes / 2**30, 1),
         "loss": round(loss, 5),
     }
@@ -197,6 +200,12 @@ def allocated(device: torch.device, peak: bool = False) -> int:
         return torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
+
+
+def device_mallocs(device: torch.device) -> int:
+    """Times that the caching allocator has asked the driver for memory, or given some back to be able to."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return sum(stats.get(name, 0) for name in ("num_device_alloc", "num_device_free"))
 
 
 def parse_args() -> argparse.Namespace:

@@ -160,6 +160,7 @@ def run_partitions(
             with activations.saving(waits=False, shared=bank.rows):
                 out = forward(batch)
             score(running, out)
+            del out  # its exports' numbers: the bank has them
             num_again += len(batch)
         start, stop = batch.bank_rows, batch.bank_rows + batch.num_exports
         pairs = running.scored + [(edge, bank.gradients(i, start, stop)) for edge, i in running.exports]
