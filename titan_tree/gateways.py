@@ -182,3 +182,23 @@ def run_partitions(
     finally:
         activations.release()
     return num_again
+
+
+@torch.no_grad()
+def score_partitions(
+    model: Qwen3, batches: Sequence[TreeBatch], device: torch.device, entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of all edges of a plan: predicted tokens, ascending; log-probs; on request entropies. No gradients."""
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+
+    def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
+        tokens.append(batch.edge_token)
+        logprobs.append(out.logprobs)
+        if out.entropy is not None:
+            entropies.append(out.entropy)
+
+    run_partitions(model, batches, device, keep, entropy=entropy)
+    ascending, order = torch.cat(tokens).sort()
+    return ascending, torch.cat(logprobs)[order], torch.cat(entropies)[order] if entropies else None

@@ -14,8 +14,8 @@ from titan_tree.data.partition import one_pass
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
-from titan_tree.gateways import run_partitions
-from titan_tree.models.qwen3 import ModelOutput, Qwen3
+from titan_tree.gateways import score_partitions
+from titan_tree.models.qwen3 import Qwen3
 
 
 def tree_logprobs(
@@ -49,22 +49,13 @@ def tree_logprobs(
     tree = TokenTree.from_paths(paths)
     plan = one_pass(tree) if max_tokens is None else TreePartitioner("auto", max_tokens).plan(tree)
     device = next(model.parameters()).device
-    tokens: list[Tensor] = []
-    values: list[Tensor] = []
-
-    def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
-        tokens.append(batch.edge_token)
-        values.append(out.logprobs)
-
     batches = TreeBatch.from_plan(plan)
     if len(batches) == 1:
         batch = batches[0].to(device)
-        keep(0, batch, model(batch))
+        tokens, values = batch.edge_token, model(batch).logprobs
     else:
-        run_partitions(model, batches, device, keep)
-    place = torch.empty(len(tree), dtype=torch.int64, device=device)  # of each token's log-prob
-    place[torch.cat(tokens)] = torch.arange(sum(map(len, tokens)), device=device)
+        tokens, values, _ = score_partitions(model, batches, device)
     predicted = np.ones(len(tree.path_index), bool)
     predicted[tree.path_offsets[:-1]] = False
     index = torch.from_numpy(tree.path_index[predicted]).to(device)
-    return list(torch.cat(values)[place[index]].split([len(path) - 1 for path in paths]))
+    return list(values[torch.searchsorted(tokens, index)].split([len(path) - 1 for path in paths]))

@@ -29,7 +29,7 @@ from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import cast_weights
 from titan_tree.errors import UserError
-from titan_tree.gateways import run_partitions
+from titan_tree.gateways import run_partitions, score_partitions
 from titan_tree.models.qwen3 import ModelOutput, Qwen3
 
 logger = logging.getLogger(__name__)
@@ -212,27 +212,17 @@ class TreeStep:
         log-probs; a partition's loss is its log-probs weighted by these derivatives: the same first-order
         gradient, and one more forward.
         """
-        names = ("logprobs", "entropy") if self.loss.needs_entropy else ("logprobs",)
-        tokens: list[Tensor] = []
-        scores: dict[str, list[Tensor]] = {name: [] for name in names}
-
-        def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
-            tokens.append(batch.edge_token)
-            for name in names:
-                scores[name].append(getattr(out, name))
-
-        with torch.no_grad():
-            run_partitions(self.model, batches, self.device, keep, entropy=self.loss.needs_entropy)
         total.extra_forward_tokens += sum(map(len, batches))
+        scores = score_partitions(self.model, batches, self.device, self.loss.needs_entropy)[1:]
+        named = zip(("logprobs", "entropy"), scores, strict=True)
+        values = {name: score.requires_grad_() for name, score in named if score is not None}
         whole = whole.to(self.device, non_blocking=True)
-        order = torch.cat(tokens).argsort()
-        values = [torch.cat(scores[name])[order].requires_grad_() for name in names]
-        loss = total.of(values[0], whole, values[1] if self.loss.needs_entropy else None)
-        derivatives = torch.autograd.grad(loss, values)
+        loss = total.of(values["logprobs"], whole, values.get("entropy"))
+        derivatives = dict(zip(values, torch.autograd.grad(loss, list(values.values())), strict=True))
 
         def weighted(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
             at = torch.searchsorted(whole.edge_token, batch.edge_token)
-            terms = [(d[at] * getattr(out, name)).sum() for name, d in zip(names, derivatives, strict=True)]
+            terms = [(d[at] * getattr(out, name)).sum() for name, d in derivatives.items()]
             return torch.stack(terms).sum()
 
         return weighted
