@@ -166,29 +166,11 @@ class TreeStep:
         counts, num_micro_batches, num_partitions, chain_peak = _agree(step)
         self._check(counts, num_partitions)
         total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
-        micro_batches = list(step.micro_batches)
         nested = num_partitions > 1
-        num_runs = max(len(micro_batches), 1) if nested else num_micro_batches
-        micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
-        self._hold_parameters(nested)
         out_of_memory = ""
         try:
             with cast_weights(self.model):
-                for i, batches in enumerate(micro_batches):
-                    last = i == num_runs - 1
-                    if not nested:
-                        self._sum_gradients(last or self.reduce_gradients == "every")
-                    whole = step.whole[i] if i < len(step.whole) else None
-                    use = total.add if whole is None else self._surrogate(batches, whole, total)
-                    total.extra_forward_tokens += run_partitions(
-                        self.model,
-                        batches,
-                        self.device,
-                        use,
-                        entropy=self.loss.needs_entropy,
-                        before_last=self._release_parameters if nested and last else None,
-                        activations=self.activations,
-                    )
+                self._run_micro_batches(step, nested, num_micro_batches, total)
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error).splitlines()[0]
         if out_of_memory:  # outside of the handler, whose exception holds the partitions' tensors
@@ -202,6 +184,27 @@ class TreeStep:
         token_weight, extra = sums.pop("token_weight"), sums.pop("extra_forward_tokens")
         metrics = {name: value / token_weight for name, value in sums.items()}
         return StepResult(loss, metrics, counts, extra, chain_peak, num_micro_batches)
+
+    def _run_micro_batches(self, step: StepInput, nested: bool, most: int, total: _Total) -> None:
+        """nested: some rank has partitions. most: micro-batches of the rank with the most."""
+        micro_batches = list(step.micro_batches)
+        num_runs = max(len(micro_batches), 1) if nested else most
+        micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
+        self._hold_parameters(nested)
+        for i, batches in enumerate(micro_batches):
+            last = i == num_runs - 1
+            if not nested:
+                self._sum_gradients(last or self.reduce_gradients == "every")
+            whole = step.whole[i] if i < len(step.whole) else None
+            total.extra_forward_tokens += run_partitions(
+                self.model,
+                batches,
+                self.device,
+                total.add if whole is None else self._surrogate(batches, whole, total),
+                entropy=self.loss.needs_entropy,
+                before_last=self._release_parameters if nested and last else None,
+                activations=self.activations,
+            )
 
     def _surrogate(
         self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total
