@@ -117,7 +117,7 @@ class TreeBatch:
                     pairs=pairs,
                     n_logical=int(logical[i]),
                     parent=partition.parent,
-                    bank_rows=gateways[i].start if len(partitions) > 1 else 0,
+                    bank_rows=gateways[i].bank_rows if len(partitions) > 1 else 0,
                 )
             )
         return batches
@@ -185,7 +185,7 @@ def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) 
         return layout
     source = np.empty(len(partition.keys), np.int64)
     source[partition.context_index] = gateway.context
-    source[partition.key_index] = gateway.start + np.arange(len(partition))
+    source[partition.key_index] = gateway.bank_rows + np.arange(len(partition))
     return dataclasses.replace(
         layout, key_source=torch.from_numpy(source), exports=torch.from_numpy(gateway.exports)
     )

@@ -223,7 +223,7 @@ class GatewayRows:
     root's on.
     """
 
-    start: int  # rows that the partitions above fill; those of this one come next
+    bank_rows: int  # rows that the partitions above fill; those of this one come next
     exports: np.ndarray  # [X >= PAD] int64: own tokens, by their place among them, that go into the bank
     context: np.ndarray  # [m - n] int64: rows of the bank that are the context
 
