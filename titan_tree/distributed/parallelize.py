@@ -69,7 +69,7 @@ def parallelize(
     blocks = list(model.get_submodule("layers").children())
     if compile:
         # A graph for each kind of size that Inductor tells apart (docs/design.md), fewer than this.
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for module in (*blocks, model.get_submodule("norm")):
             module.compile(fullgraph=True, dynamic=True)
     model.compute_dtype = dtype
