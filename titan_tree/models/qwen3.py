@@ -341,9 +341,8 @@ class Qwen3(nn.Module):
         if not exports:
             return ModelOutput(*self._scores(hidden, head, batch, entropy))
         leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-        with saved_tensors_hooks(
-            torch.Tensor.detach, torch.Tensor.detach
-        ):  # whatever moves those of the blocks
+        # Whatever moves what the blocks save. Detached: an output would hold the graph that holds it.
+        with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self._scores(leaf, head, batch, entropy)
         return ModelOutput(*scores, (hidden, leaf), tuple(exports))
 
