@@ -196,15 +196,17 @@ class TreeStep:
             if not nested:
                 self._sum_gradients(last or self.reduce_gradients == "every")
             whole = step.whole[i] if i < len(step.whole) else None
-            total.extra_forward_tokens += run_partitions(
+            use = total.add if whole is None else self._surrogate(batches, whole, total)
+            again = run_partitions(
                 self.model,
                 batches,
                 self.device,
-                total.add if whole is None else self._surrogate(batches, whole, total),
+                use,
                 entropy=self.loss.needs_entropy,
                 before_last=self._release_parameters if nested and last else None,
                 activations=self.activations,
             )
+            total.extra_forward_tokens += again  # not around the call: the surrogate adds its own
 
     def _surrogate(
         self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total
