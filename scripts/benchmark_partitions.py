@@ -8,6 +8,7 @@ A generated tree (trees.long_rollouts) of ``--tokens`` distinct tokens, no path 
 - *redundancy_free*: every token once; activations of the waiting partitions stay on the GPU.
 - *offload*, *recompute*: the same partitions; those activations go to the host, or their forward runs again.
 - *budget*: the same, with ``--device-gb`` for activations, and so some of them on the host.
+- *wider*: the same as redundancy_free, with ``--wider`` tokens for a chain: fewer and larger partitions.
 - *greedy*: traversals of ``--fits`` tokens that share what they can and compute the rest again.
 
 Beside them in one pass: a path of ``--longest`` tokens alone, the yardstick of memory, and the first
@@ -51,7 +52,7 @@ from titan_tree.models.qwen3 import Qwen3
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree_step import TreeStep
 
-RUNS = ["redundancy_free", "recompute", "greedy", "offload", "budget"]
+RUNS = ["redundancy_free", "wider", "recompute", "greedy", "offload", "budget"]
 
 
 def main() -> None:
@@ -83,11 +84,12 @@ def compare(model: Qwen3, tree: TokenTree, args: argparse.Namespace, device: tor
     path = random_tree("chain", args.longest, vocab_size)
     fits = long_rollouts(args.fits, args.longest, vocab_size)
     partitions = TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
-    # Has partitions of all kinds of sizes, so that nothing is left to be compiled.
+    wider = TreePartitioner("redundancy_free", args.max_tokens, args.wider)
     smaller = long_rollouts(args.tokens // 4, args.longest, vocab_size)
     budget = 1e9 * args.device_gb
     runs = {
-        "redundancy_free": Contender("redundancy_free", tree, partitions, warm_up=smaller),
+        "redundancy_free": Contender("redundancy_free", tree, partitions),
+        "wider": Contender(f"chain of {args.wider:,}", tree, wider, warm_up=smaller),
         "recompute": Contender("recompute", tree, partitions, "recompute", warm_up=smaller),
         "offload": Contender("offload", tree, partitions, "offload", warm_up=fits),
         "budget": Contender(f"{args.device_gb:g} GB", tree, partitions, "auto", budget, warm_up=fits),
@@ -220,6 +222,7 @@ def parse_args() -> argparse.Namespace:
         "--max-tokens", type=int, default=16_384, help="of one forward (default: %(default)s)"
     )
     parser.add_argument("--max-chain-tokens", type=int, help="default: the larger of max-tokens and longest")
+    parser.add_argument("--wider", type=int, default=34_000, help="of run wider (default: %(default)s)")
     parser.add_argument("--run", nargs="*", choices=RUNS, default=RUNS)
     parser.add_argument("--device-gb", type=float, default=20, help="of run budget (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

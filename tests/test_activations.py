@@ -204,3 +204,8 @@ def test_refuses_what_it_does_not_know(tmp_path):
         tiny_config(tmp_path, partition__activations="keep", partition__device_gb=3.0)
     with pytest.raises(UserError, match=r"partition.host_gb: expected a number >= 0, got -1"):
         tiny_config(tmp_path, partition__host_gb=-1.0)
+
+
+def test_the_device_is_named_as_tensors_name_it():
+    """Else no tensor would be on it: "cuda" is not "cuda:0", nor "cpu:0" "cpu"."""
+    assert Activations(torch.device("cpu:0")).device == torch.empty(0, device="cpu:0").device

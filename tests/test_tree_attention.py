@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.layouts import SMALL, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
-from titan_tree.components.tree_attention import TreeAttention, operator, portable
+from titan_tree.components.tree_attention import TreeAttention, context, operator, portable
 from titan_tree.components.tree_attention.plan import (
     JOBS,
     KEYS,
@@ -340,3 +340,10 @@ def test_refuses_what_it_cannot_do(monkeypatch):
     monkeypatch.setattr(portable, "INTERPRET", False)
     with pytest.raises(UserError, match=r"needs a CUDA device, got cpu"):
         attention(*qkv(), layout)
+
+
+def test_kernel_that_adds_gradients():
+    total, gradient = torch.randn(5000, dtype=torch.float64), torch.randn(5000)
+    expected = total + gradient
+    context._add_kernel[(2,)](total, gradient, 5000, 4096)
+    assert torch.equal(total, expected)

@@ -54,7 +54,8 @@ class Activations:
         if policy not in get_args(Policy):
             expected = ", ".join(get_args(Policy))
             raise UserError(f"Activations: policy: expected one of {expected}, got {policy!r}")
-        self.device, self.policy = device, policy
+        self.device = torch.empty(0, device=device).device  # "cuda" with its index: as tensors name it
+        self.policy = policy
         self.device_bytes = math.inf if device_bytes is None else device_bytes
         self.host_bytes = _half_of_host(device) if host_bytes is None else host_bytes
         self.on_device = self.on_host = self.leaving = self.arriving = 0  # bytes

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from titan_tree.activations import Activations
+from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.data.batch import TreeBatch
 from titan_tree.models.qwen3 import ModelOutput, Qwen3
 
@@ -68,7 +69,7 @@ class _AddTo:
 
     def __call__(self, leaf: Tensor) -> None:
         assert leaf.grad is not None
-        self.sums += leaf.grad
+        add_gradient(self.sums, leaf.grad)
         leaf.grad = None
 
 

@@ -40,6 +40,26 @@ def scatter(
     return *own, dcontext
 
 
+def add_gradient(total: Tensor, gradient: Tensor) -> None:
+    """``total += gradient``, contiguous; torch adds dtypes that differ at half of a GPU's bandwidth."""
+    if total.device.type != "cuda":
+        total += gradient
+        return
+    with torch.cuda.device_of(total):
+        _add_kernel[(triton.cdiv(total.numel(), _ADDED),)](total, gradient, total.numel(), _ADDED)
+
+
+_ADDED = 4096  # elements of a program
+
+
+@triton.jit
+def _add_kernel(total, gradient, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    x = tl.load(gradient + i, mask=mask).to(total.dtype.element_ty)
+    tl.store(total + i, tl.load(total + i, mask=mask) + x, mask=mask)
+
+
 def _move(
     source: Tensor, context: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor, to_columns: bool
 ) -> None:

@@ -68,9 +68,13 @@ def opaque_zero(i):
 
 def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """x [N, H, D] as a matrix [N, H * D] moved by TMA in tiles; rows past N read as zero, are not written."""
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    return TensorDescriptor.from_tensor(x.flatten(1), [rows, columns], layout)
+    return TensorDescriptor.from_tensor(x.flatten(1), [rows, columns], _tile_layout(rows, columns, x.dtype))
+
+
+@functools.cache  # to make one takes the host as long as a launch
+def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def vector(x: Tensor, size: int) -> TensorDescriptor:
@@ -78,8 +82,10 @@ def vector(x: Tensor, size: int) -> TensorDescriptor:
 
     A run starts at a multiple of 4: TMA knows only addresses of 16 bytes, and stops the GPU at others.
     """
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor.from_tensor(x.flatten(), [size], layout)
+    return TensorDescriptor.from_tensor(x.flatten(), [size], _VECTOR_LAYOUT)
+
+
+_VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 @functools.cache
