@@ -48,7 +48,7 @@ from titan_tree.data.batch import TreeBatch
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.errors import UserError
-from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.decoder import Decoder
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree_step import TreeStep
 
@@ -79,7 +79,7 @@ class Contender:
     warm_up: TokenTree | None = None  # runs first; None: ``tree``
 
 
-def compare(model: Qwen3, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> None:
+def compare(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> None:
     vocab_size = model.config.vocab_size
     path = random_tree("chain", args.longest, vocab_size)
     fits = long_rollouts(args.fits, args.longest, vocab_size)
@@ -119,7 +119,7 @@ def compare(model: Qwen3, tree: TokenTree, args: argparse.Namespace, device: tor
 
 
 def measure(
-    contender: Contender, model: Qwen3, args: argparse.Namespace, device: torch.device
+    contender: Contender, model: Decoder, args: argparse.Namespace, device: torch.device
 ) -> dict[str, object]:
     tree = contender.tree
     activations = Activations(device, contender.policy, contender.device_bytes)
@@ -159,7 +159,7 @@ def measure(
     }
 
 
-def train(model: Qwen3, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> None:
+def train(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> None:
     """A tree twenty times larger than what fits: that it does not, and that nothing is left behind."""
     optimizer = OptimizerConfig()
     optimizers = build_optimizers(optimizer, model)

@@ -7,6 +7,7 @@ Nothing here uses titan_tree's trees, attention or losses: a path is a list of t
 import random
 
 import torch
+import transformers
 from transformers import Qwen3Config as HFConfig
 from transformers import Qwen3ForCausalLM
 
@@ -14,7 +15,7 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
-from titan_tree.models.qwen3 import Qwen3, Qwen3Config
+from titan_tree.models.registry import MODELS
 
 KINDS = ("random", "chain", "star", "forest")
 
@@ -80,9 +81,50 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
     return model.to(device, dtype)
 
 
+def hybrid_model(tied, kind="Qwen3_5", num_layers=4, seed=0, **sizes):
+    """A small random Qwen3.5 or dense Qwen3-Next (``kind`` "Qwen3Next"), in which every parameter matters."""
+    config = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        # DeltaNet's outputs cancel to anything: with the published 1e-6 its norm blows up their rounding.
+        "rms_norm_eps": 1e-3,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }
+    text = "Text" if kind == "Qwen3_5" else ""
+    dense = {"mlp_only_layers": list(range(num_layers))} if kind == "Qwen3Next" else {}
+    config_class = getattr(transformers, f"{kind}{text}Config")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        config_class(**(config | dense | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+    ).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(("dt_bias", "conv1d.weight")):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):
+                parameter.uniform_(0.05, 2.0).log_()
+    return model
+
+
 def tree_model(hf, attention="auto"):
     """Our model with the weights of ``hf``, on its device, in its dtype."""
-    model = Qwen3(Qwen3Config.from_hf(hf.config.to_dict(), "test"), attention).to(hf.device, hf.dtype)
+    kind = hf.config.model_type
+    model_class = next(model for model in MODELS.values() if kind in model.hf_architectures)
+    config = model_class.Config.from_hf(hf.config.to_dict(), "test")
+    model = model_class(config, attention).to(hf.device, hf.dtype)
     weights = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
     if hf.config.tie_word_embeddings:
         del weights["lm_head.weight"]

@@ -206,6 +206,8 @@ def test_refuses_what_it_does_not_know(tmp_path):
         tiny_config(tmp_path, partition__host_gb=-1.0)
 
 
-def test_the_device_is_named_as_tensors_name_it():
-    """Else no tensor would be on it: "cuda" is not "cuda:0", nor "cpu:0" "cpu"."""
-    assert Activations(torch.device("cpu:0")).device == torch.empty(0, device="cpu:0").device
+def test_the_device_may_be_named_with_its_number():
+    """And without: "cuda" holds tensors of "cuda:0", as "cpu:0" those of "cpu"."""
+    kept = Watched(torch.device("cpu:0"), "offload")
+    gradients_of(tree_model(hf_model(tied=True)), kept)
+    assert kept.most_on_host > 0

@@ -114,7 +114,7 @@ def test_tokenizer_and_special_tokens_come_from_the_source(written, snapshot, tm
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 7
-    with pytest.raises(UserError, match="expected a snapshot with tokenizer files"):
+    with pytest.raises(UserError, match=r"config.json or tokenizer files, found neither"):
         save_pretrained(load_pretrained(snapshot), tmp_path / "other", source=tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_a_tied_models_second_embedding_must_be_equal(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type: expected one of qwen3, got llama"),
+        ({"model_type": "llama"}, "model_type: expected one of qwen3, qwen3_5_text, .*, got llama"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures: expected Qwen3ForCausalLM"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}},

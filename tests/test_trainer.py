@@ -88,10 +88,12 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
     assert b[1] < a[1] - 1e-3
 
 
-def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5"])
+def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
     for layout in ("tree", "flat"):
-        config = tiny_config(tmp_path / layout, data__layout=layout, training__steps=50)
+        options: dict[str, Any] = {"model__name": model, "data__layout": layout, "training__steps": 50}
+        config = tiny_config(tmp_path / layout, **options)
         train(config)
         runs[layout] = read_metrics(config)
     for tree, flat in zip(runs["tree"], runs["flat"], strict=True):

@@ -54,8 +54,7 @@ class Activations:
         if policy not in get_args(Policy):
             expected = ", ".join(get_args(Policy))
             raise UserError(f"Activations: policy: expected one of {expected}, got {policy!r}")
-        self.device = torch.empty(0, device=device).device  # "cuda" with its index: as tensors name it
-        self.policy = policy
+        self.device, self.policy = device, policy
         self.device_bytes = math.inf if device_bytes is None else device_bytes
         self.host_bytes = _half_of_host(device) if host_bytes is None else host_bytes
         self.on_device = self.on_host = self.leaving = self.arriving = 0  # bytes
@@ -99,7 +98,8 @@ class Activations:
         is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         storage = tensor.untyped_storage()
         is_shared = is_weight or storage.data_ptr() in self._shared
-        if is_shared or tensor.device != self.device or storage.nbytes() < SMALLEST:
+        elsewhere = tensor.device.type != self.device.type  # of one type: "cuda" is "cuda:0", a rank has one
+        if is_shared or elsewhere or storage.nbytes() < SMALLEST:
             # Not the tensor itself: an operator's output would hold the graph that holds it.
             return tensor.detach()
         known = self._blocks.get(storage.data_ptr())

@@ -28,14 +28,14 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import model_from_config, read_weights
-from titan_tree.models.qwen3 import Qwen3
 from titan_tree.models.registry import build_model
 
 
 def build_parallel_model(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
-) -> Qwen3:
+) -> Decoder:
     """The model with fp32 weights, sharded over ``mesh``.
 
     A snapshot's weights go tensor by tensor to every rank's shards, so no rank ever holds the model.
@@ -74,7 +74,7 @@ def build_parallel_model(
     return built
 
 
-def build_optimizers(config: OptimizerConfig, model: Qwen3) -> titan.OptimizersContainer:
+def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.OptimizersContainer:
     """AdamW, without weight decay on vectors (norm weights)."""
     vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
@@ -124,7 +124,7 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 def build_dataset(
     config: DataConfig,
     tokenizer: TreeTokenizer | None,
-    model: Qwen3,
+    model: Decoder,
     mesh: DeviceMesh,
     allow_larger: bool = False,
 ) -> TreeDataset:

@@ -1,10 +1,11 @@
 """Gateways: what partitions of a tree hand down in their forwards, and hand back up in their backwards.
 
-A partition's keys and values are all that reaches its descendants. So it leaves them in a bank, from which
-children read them as leaves of graphs of their own; a child runs forward and backward, and the gradients of
-what it read are added up, in fp32, beside those of its siblings; when all children are done the parent runs
-backward, with these sums as gradients of what it left. Every token runs once, and alive are the activations
-of one chain. Exact: it is the chain rule, in another order (Tree Training, arXiv:2511.00413, version 5).
+A partition's keys and values, and the states of recurrent layers, are all that reaches its descendants. So it
+leaves them in a bank, from which children read them as leaves of graphs of their own; a child runs forward
+and backward, and the gradients of what it read are added up, in fp32, beside those of its siblings; when all
+children are done the parent runs backward, with these sums as gradients of what it left. Every token runs
+once, and alive are the activations of one chain. Exact: it is the chain rule, in another order (Tree
+Training, arXiv:2511.00413, version 5).
 """
 
 from __future__ import annotations
@@ -19,46 +20,60 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from titan_tree.activations import Activations
 from titan_tree.components.tree_attention.context import add_gradient
 from titan_tree.data.batch import TreeBatch
-from titan_tree.models.qwen3 import ModelOutput, Qwen3
+from titan_tree.models.decoder import Decoder, ModelOutput
 
 
 class Bank:
-    """Of each layer [rows, 2, Hkv, D] keys and values, and their gradients: a stack for one chain at a time.
+    """What layers export for later forwards, and its gradients: stacks for one chain at a time.
 
-    See ``GatewayRows`` for who writes where.
+    For each tensor that layers export (``Decoder.stacks``) its rows, one partition's after another's. See
+    ``GatewayRows`` for who writes where.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.rows: list[Tensor] = []  # of each layer; [] until the first partition writes
+    def __init__(self, stacks: Sequence[str], batches: Sequence[TreeBatch]) -> None:
+        self.stacks = stacks
+        self._num_rows = [
+            max(
+                sum(getattr(rows, stack) for rows in (batch.rows_above, batch.rows_left)) for batch in batches
+            )
+            for stack in stacks
+        ]
+        self.rows: list[Tensor] = []  # [] until the first partition writes
         self.sums: list[Tensor] = []  # of their gradients, fp32 at least
 
-    def write(self, start: int, exports: Sequence[Tensor]) -> None:
-        """Put a partition's exports on the stack."""
+    def write(self, batch: TreeBatch, exports: Sequence[Tensor]) -> None:
+        """Put a partition's exports on the stacks."""
         if not self.rows:
-            self.rows = [x.new_zeros(self.num_rows, *x.shape[1:]) for x in exports]
+            sized = zip(exports, self._num_rows, strict=True)
+            self.rows = [x.new_zeros(num_rows, *x.shape[1:]) for x, num_rows in sized]
             if torch.is_grad_enabled():
-                wide = torch.promote_types(self.rows[0].dtype, torch.float32)
-                self.sums = [torch.zeros_like(x, dtype=wide) for x in self.rows]
-        for rows, exported in zip(self.rows, exports, strict=True):
-            rows[start : start + len(exported)] = exported.detach()
-        for sums in self.sums:
-            sums[start : start + len(exports[0])] = 0
+                self.sums = [
+                    torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.rows
+                ]
+        for i, (rows, exported) in enumerate(zip(self.rows, exports, strict=True)):
+            rows[self._written(batch, i)] = exported.detach()
+        for i, sums in enumerate(self.sums):
+            sums[self._written(batch, i)] = 0
 
-    def read(self, stop: int) -> list[Tensor] | None:
-        """Of each layer the first rows: a leaf, without a copy, whose gradient goes into the sums at once."""
+    def read(self, batch: TreeBatch) -> list[Tensor] | None:
+        """The rows above a partition: leaves, without a copy, whose gradients go into the sums at once."""
         if not self.rows:
             return None
+        stops = [getattr(batch.rows_above, stack) for stack in self.stacks]
         # .data: writes to rows further up the stack, later, are no changes of these.
-        leaves = [rows.data[:stop] for rows in self.rows]
+        leaves = [rows.data[:stop] for rows, stop in zip(self.rows, stops, strict=True)]
         if torch.is_grad_enabled():
             for leaf, sums in zip(leaves, self.sums, strict=True):
-                leaf.requires_grad_().register_post_accumulate_grad_hook(_AddTo(sums[:stop]))
+                leaf.requires_grad_().register_post_accumulate_grad_hook(_AddTo(sums[: len(leaf)]))
         return leaves
 
-    def gradients(self, layer: int, start: int, stop: int) -> Tensor:
-        """Those of a partition's exports."""
-        return self.sums[layer][start:stop].to(self.rows[layer].dtype)
+    def gradient(self, batch: TreeBatch, i: int) -> Tensor:
+        """That of a partition's i-th export."""
+        return self.sums[i][self._written(batch, i)].to(self.rows[i].dtype)
+
+    def _written(self, batch: TreeBatch, i: int) -> slice:
+        above, left = (getattr(rows, self.stacks[i]) for rows in (batch.rows_above, batch.rows_left))
+        return slice(above, above + left)
 
 
 @dataclass
@@ -85,11 +100,11 @@ class _Running:
     scored: list[tuple[GradientEdge, Tensor]] = field(
         default_factory=list
     )  # with its gradient, if it has one
-    exports: list[tuple[GradientEdge, int]] = field(default_factory=list)  # with its layer, but frozen ones
+    exports: list[tuple[GradientEdge, int]] = field(default_factory=list)  # with its number, but frozen ones
 
 
 def run_partitions(
-    model: Qwen3,
+    model: Decoder,
     batches: Sequence[TreeBatch],
     device: torch.device,
     use: Callable[[int, TreeBatch, ModelOutput], Tensor | None],
@@ -114,12 +129,12 @@ def run_partitions(
     """
     activations = activations or Activations(device)
     gradients = torch.is_grad_enabled()
-    bank = Bank(max(batch.bank_rows + batch.num_exports for batch in batches))
+    bank = Bank(model.stacks, batches)
     alive: list[_Running] = []
     num_again = 0
 
     def forward(batch: TreeBatch) -> ModelOutput:
-        return model(batch, entropy=entropy, gateway=bank.read(batch.bank_rows))
+        return model(batch, entropy=entropy, gateway=bank.read(batch))
 
     def score(running: _Running, out: ModelOutput) -> None:
         """Differentiates what the loss needs of the vocabulary; the rest waits."""
@@ -135,8 +150,8 @@ def run_partitions(
             if end.requires_grad:  # not where all blocks are frozen
                 running.scored = [(get_gradient_edge(end), gradient)]
         if running.waits:
-            layers = enumerate(out.exports or ())
-            running.exports = [(get_gradient_edge(x), i) for i, x in layers if x.requires_grad]
+            numbered = enumerate(out.exports or ())
+            running.exports = [(get_gradient_edge(x), i) for i, x in numbered if x.requires_grad]
 
     def run(running: _Running) -> None:
         batch = running.batch
@@ -149,7 +164,7 @@ def run_partitions(
                 out = forward(batch)
             score(running, out)
         if running.waits:
-            bank.write(batch.bank_rows, out.exports or ())
+            bank.write(batch, out.exports or ())
 
     def finish(before_backward: Callable[[], None] | None = None) -> None:
         nonlocal num_again
@@ -163,8 +178,7 @@ def run_partitions(
             score(running, out)
             del out  # its exports' numbers: the bank has them
             num_again += len(batch)
-        start, stop = batch.bank_rows, batch.bank_rows + batch.num_exports
-        pairs = running.scored + [(edge, bank.gradients(i, start, stop)) for edge, i in running.exports]
+        pairs = running.scored + [(edge, bank.gradient(batch, i)) for edge, i in running.exports]
         if before_backward is not None:
             before_backward()
         if pairs:
@@ -187,7 +201,7 @@ def run_partitions(
 
 @torch.no_grad()
 def score_partitions(
-    model: Qwen3, batches: Sequence[TreeBatch], device: torch.device, entropy: bool = False
+    model: Decoder, batches: Sequence[TreeBatch], device: torch.device, entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of all edges of a plan: predicted tokens, ascending; log-probs; on request entropies. No gradients."""
     tokens: list[Tensor] = []

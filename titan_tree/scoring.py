@@ -15,11 +15,11 @@ from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
 from titan_tree.gateways import score_partitions
-from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.decoder import Decoder
 
 
 def tree_logprobs(
-    model: Qwen3, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+    model: Decoder, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
 ) -> list[Tensor]:
     """log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list, every shared prefix computed once.
 

@@ -34,7 +34,6 @@ from titan_tree.build import (
     build_partitioner,
     build_profiler,
     build_tokenizer,
-    tokenizer_folder,
 )
 from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.config import Config, dump_config
@@ -43,8 +42,8 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.errors import UserError
 from titan_tree.metrics import MetricsLogger, cost_metrics
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import save_pretrained
-from titan_tree.models.qwen3 import Qwen3
 from titan_tree.tree_step import StepCounts, StepInput, TreeStep
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class Trainer:
     device: torch.device
 
     # what is trained, and how
-    model: Qwen3
+    model: Decoder
     optimizers: titan.OptimizersContainer
     lr_schedulers: titan.LRSchedulersContainer
     tree_step: TreeStep
@@ -214,7 +213,7 @@ class Trainer:
         if dist.get_rank() == 0:
             if folder.exists():
                 shutil.rmtree(folder)  # of an earlier run in this run's folder
-            save_pretrained(self.model, folder, weights, source=tokenizer_folder(self.config.model.hf_path))
+            save_pretrained(self.model, folder, weights, source=self.config.model.hf_path)
             logger.info("Hugging Face snapshot: %s", folder)
         dist.barrier()
 

@@ -30,7 +30,7 @@ from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.gateways import run_partitions, score_partitions
-from titan_tree.models.qwen3 import ModelOutput, Qwen3
+from titan_tree.models.decoder import Decoder, ModelOutput
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class TreeStep:
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Decoder,
         loss: TreeLoss,
         device: torch.device | str = "cpu",
         partitioner: TreePartitioner | None = None,

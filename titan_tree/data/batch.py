@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.data.chunks import make_chunks
 from titan_tree.data.layout import TreeLayout
-from titan_tree.data.partition import GatewayRows, Partition, PartitionPlan, gateway_rows, one_pass
+from titan_tree.data.partition import (
+    GatewayRows,
+    Partition,
+    PartitionPlan,
+    gateway_rows,
+    one_pass,
+    predecessors,
+)
 from titan_tree.data.paths import PER_TOKEN
 from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
@@ -36,6 +44,16 @@ class PathPairs:
     ref_logprobs: Tensor | None = None  # [F] float32, nats
 
 
+class Rows(NamedTuple):
+    """A number of rows in each stack of the bank (data/partition.py, GatewayRows)."""
+
+    keys: int
+    states: int
+
+
+NO_ROWS = Rows(0, 0)
+
+
 @dataclass(frozen=True)
 class TreeBatch:
     """N distinct tokens of several trees packed one after another, without padding.
@@ -52,10 +70,10 @@ class TreeBatch:
     edge_token: Tensor  # [E] int64: the predicted token's index in the (forest of) trees, ascending
     pairs: PathPairs
     n_logical: int  # tokens that training every path alone would run: N_flat, summed over a plan's batches
-    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and how many rows
-    # of the bank (data/partition.py, GatewayRows) it reads from, that one's and those of all above it.
+    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and the rows of
+    # the bank that it reads from, that one's and those of all above it.
     parent: int = -1
-    bank_rows: int = 0
+    rows_above: Rows = NO_ROWS
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Literal["all", "loss"] = "all") -> TreeBatch:
@@ -95,9 +113,9 @@ class TreeBatch:
         pairs_of = _split(np.arange(len(pair_token)), edge_home[pair_token], len(partitions))
         weight = np.array([path.weight for path in tree.paths], np.float32)
         loss_tokens = np.array([path.loss_tokens for path in tree.paths], np.float32)
-        gateways = gateway_rows(partitions)
+        gateways = gateway_rows(tree, partitions) if len(partitions) > 1 else [None]
         batches = []
-        for i, partition in enumerate(partitions):
+        for i, (partition, gateway) in enumerate(zip(partitions, gateways, strict=True)):
             labels, here = edges_of[i], pairs_of[i]
             paths = np.arange(len(tree.paths)) if len(partitions) == 1 else np.unique(pair_path[here])
             pairs = PathPairs(
@@ -110,14 +128,14 @@ class TreeBatch:
             batches.append(
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own].astype(np.int64)),
-                    layout=_layout(tree, partition, gateways[i] if len(partitions) > 1 else None),
+                    layout=_layout(tree, partition, gateway),
                     edge_source=torch.from_numpy(row[tree.predecessor[labels]]),
                     edge_label=torch.from_numpy(tree.tokens[labels].astype(np.int64)),
                     edge_token=torch.from_numpy(labels),
                     pairs=pairs,
                     n_logical=int(logical[i]),
                     parent=partition.parent,
-                    bank_rows=gateways[i].bank_rows if len(partitions) > 1 else 0,
+                    rows_above=NO_ROWS if gateway is None else Rows(gateway.bank_rows, gateway.state_rows),
                 )
             )
         return batches
@@ -126,9 +144,10 @@ class TreeBatch:
         return len(self.tokens)
 
     @property
-    def num_exports(self) -> int:
+    def rows_left(self) -> Rows:
         """Rows that the batch's partition leaves in the bank."""
-        return 0 if self.layout.exports is None else len(self.layout.exports)
+        layout = self.layout
+        return Rows(*(0 if x is None else len(x) for x in (layout.exports, layout.state_exports)))
 
     def without_edges(self) -> TreeBatch:
         """The batch without anything to score, for a forward that is after ``exports`` only."""
@@ -176,10 +195,14 @@ def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndar
 
 
 def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) -> TreeLayout:
+    no_exports = np.empty(0, np.int64)
+    predecessor = predecessors(tree, partition) if gateway is None else gateway.predecessor
     layout = TreeLayout(
         positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
         key_index=torch.from_numpy(partition.key_index),
+        predecessor=torch.from_numpy(predecessor),
+        chunks=make_chunks(predecessor, no_exports if gateway is None else gateway.state_exports),
     )
     if gateway is None:
         return layout
@@ -187,7 +210,10 @@ def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) 
     source[partition.context_index] = gateway.context
     source[partition.key_index] = gateway.bank_rows + np.arange(len(partition))
     return dataclasses.replace(
-        layout, key_source=torch.from_numpy(source), exports=torch.from_numpy(gateway.exports)
+        layout,
+        key_source=torch.from_numpy(source),
+        exports=torch.from_numpy(gateway.exports),
+        state_exports=torch.from_numpy(gateway.state_exports),
     )
 
 

@@ -1,4 +1,4 @@
-"""TreeLayout: the one piece of metadata that attention and positions read."""
+"""TreeLayout: the one piece of metadata that attention, recurrent layers and positions read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from titan_tree.data.chunks import Chunks
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,31 @@ class TreeLayout:
     # Of a partition (data/partition.py, GatewayRows); None where the tree is run as a whole.
     key_source: Tensor | None = None  # [M] int64: each key's row among those of the bank, then the N own
     exports: Tensor | None = None  # [X] int64: own tokens whose keys and values later forwards read
-    attention_plan: Any = None  # what an attention backend derived from the above, once per batch
+    # For layers with a state that passes from token to token.
+    predecessor: Tensor | None = None  # [N] int32: the query before it on its path; -1: none, a root;
+    # -2 - r: not here, a gateway's row r has the state after it.
+    state_exports: Tensor | None = None  # [S] int64: own tokens after which later forwards want the state
+    chunks: Chunks | None = None
+    # What components derived from the above, once per batch.
+    attention_plan: Any = None
+    conv_plan: Any = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
-        """The layout on another device; a plan stays behind, its backend makes it anew."""
+        """The layout on another device; plans stay behind, components make them anew."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeLayout:
-        """The layout in page-locked host memory, without a plan."""
+        """The layout in page-locked host memory, without plans."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
-        gateway = (None if x is None else function(x) for x in (self.key_source, self.exports))
-        own = map(function, (self.positions, self.subtree_end, self.key_index))
-        return TreeLayout(*own, *gateway)
+        def mapped(value: Any) -> Any:
+            if isinstance(value, Chunks):
+                return Chunks(*map(function, value))
+            return function(value) if isinstance(value, Tensor) else value
+
+        values = {field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return TreeLayout(**values | {"attention_plan": None, "conv_plan": None})
 
     def with_plan(self, plan: Any) -> TreeLayout:
         """The same layout, carrying a backend's ``attention_plan``."""

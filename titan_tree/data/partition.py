@@ -219,31 +219,94 @@ def one_pass(tree: TokenTree) -> PartitionPlan:
 class GatewayRows:
     """A partition's place in the *bank*, where partitions of one chain leave rows for those below them.
 
-    The bank is a stack: PAD rows that nobody reads, then the exports of the chain's partitions, from the
-    root's on.
+    The bank is two stacks, one of keys and values and one of recurrent states: PAD rows that nobody reads,
+    then what the chain's partitions left, from the root's on.
     """
 
     bank_rows: int  # rows that the partitions above fill; those of this one come next
     exports: np.ndarray  # [X >= PAD] int64: own tokens, by their place among them, that go into the bank
     context: np.ndarray  # [m - n] int64: rows of the bank that are the context
+    # The same of states. Wanted are those after tokens that own tokens of another partition follow.
+    state_rows: int
+    state_exports: np.ndarray  # [S >= PAD] int64
+    predecessor: np.ndarray  # [n] int32, see ``TreeLayout.predecessor``
 
 
-def gateway_rows(partitions: Sequence[Partition]) -> list[GatewayRows]:
+def gateway_rows(tree: TokenTree, partitions: Sequence[Partition]) -> list[GatewayRows]:
     """Of each partition of a plan. Exported are the own tokens that some child has as context."""
     wanted: list[list[np.ndarray]] = [[] for _ in partitions]
     for partition in partitions:
         if partition.parent >= 0:
             wanted[partition.parent].append(partition.context)
+    states = _wanted_states(tree, partitions)
     # What a child does not take from its parent's own tokens, the parent has as context: found in its bank.
     banks: list[np.ndarray] = []  # tokens of rows PAD, PAD + 1, ...
+    state_banks: list[np.ndarray] = []
     rows = []
-    for partition, tokens in zip(partitions, wanted, strict=True):
-        bank = banks[partition.parent] if partition.parent >= 0 else partition.context
-        order = np.argsort(bank, kind="stable")
-        context = PAD + order[np.searchsorted(bank[order], partition.context)]
-        asked = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
-        exports = np.flatnonzero(np.isin(partition.own, asked))
-        exports = np.pad(exports, (0, max(PAD - len(exports), 0)))
-        rows.append(GatewayRows(PAD + len(bank), exports, context))
+    for i, partition in enumerate(partitions):
+        above = partition.parent >= 0
+        bank = banks[partition.parent] if above else partition.context
+        state_bank = state_banks[partition.parent] if above else partition.context[:0]
+        exports, state_exports = (_places(partition, tokens[i]) for tokens in (wanted, states))
+        rows.append(
+            GatewayRows(
+                bank_rows=PAD + len(bank),
+                exports=exports,
+                context=_rows_of(bank, partition.context),
+                state_rows=PAD + len(state_bank),
+                state_exports=state_exports,
+                predecessor=predecessors(tree, partition, state_bank),
+            )
+        )
         banks.append(np.concatenate([bank, partition.own[exports]]))
+        state_banks.append(np.concatenate([state_bank, partition.own[state_exports]]))
     return rows
+
+
+def _places(partition: Partition, tokens: list[np.ndarray]) -> np.ndarray:
+    """Those of ``tokens``, PAD at least, among own ones. The last own token, if need be, fills up."""
+    asked = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
+    places = np.flatnonzero(np.isin(partition.own, asked))
+    return np.pad(places, (0, max(PAD - len(places), 0)), constant_values=len(partition) - 1)
+
+
+def _rows_of(bank: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    order = np.argsort(bank, kind="stable")
+    return PAD + order[np.searchsorted(bank[order], tokens)]
+
+
+def predecessors(tree: TokenTree, partition: Partition, state_bank: np.ndarray | None = None) -> np.ndarray:
+    """``TreeLayout.predecessor``. state_bank: tokens of the rows PAD, PAD + 1, ... of states."""
+    before, is_own, place = _followed(tree, partition)
+    predecessor = np.where(is_own, place, -1).astype(np.int32)
+    elsewhere = (before >= 0) & ~is_own
+    if elsewhere.any():
+        assert state_bank is not None
+        predecessor[elsewhere] = -2 - _rows_of(state_bank, before[elsewhere])
+    return predecessor
+
+
+def _followed(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each own token the tree's token before it, whether that is own, and its place if so.
+
+    Where a traversal runs a token several times, each copy of a path stands in one piece: the token before
+    is the nearest one to the left.
+    """
+    before, n = tree.predecessor[partition.own], len(partition)
+    places = np.sort(partition.own.astype(np.int64) * n + np.arange(n))
+    nearest = places[np.searchsorted(places, before.astype(np.int64) * n + np.arange(n)) - 1]
+    return before, (before >= 0) & (nearest // n == before), nearest % n
+
+
+def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[list[np.ndarray]]:
+    """Of each partition the own tokens that own tokens of partitions below follow."""
+    wanted: list[list[np.ndarray]] = [[] for _ in partitions]
+    for partition in partitions:
+        before, is_own, _ = _followed(tree, partition)
+        left = np.unique(before[(before >= 0) & ~is_own])
+        above = partition.parent
+        while len(left):
+            here = np.isin(left, partitions[above].own)
+            wanted[above].append(left[here])
+            left, above = left[~here], partitions[above].parent
+    return wanted

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_tree.distributed import titan
-from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.decoder import Decoder
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
 
@@ -43,14 +43,14 @@ def init_distributed() -> tuple[DeviceMesh, torch.device]:
 
 
 def parallelize(
-    model: Qwen3,
+    model: Decoder,
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype = torch.bfloat16,
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
-) -> Qwen3:
+) -> Decoder:
     """Apply activation checkpointing, torch.compile and FSDP2 to ``model.layers`` in place; also on meta.
 
     The order matters. Checkpointing wraps a block first, so that compile sees what is recomputed and fuses
@@ -92,7 +92,7 @@ def parallelize(
 
 
 @contextmanager
-def cast_weights(model: Qwen3) -> Iterator[None]:
+def cast_weights(model: Decoder) -> Iterator[None]:
     """Within, weights of another dtype than the model's computation are replaced by copies in that dtype.
 
     Cast once, however many forwards run, and no graph keeps casts of its own. Each gradient of a copy is

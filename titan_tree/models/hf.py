@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_tree.components.tree_attention import Backend
 from titan_tree.errors import UserError
-from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -34,6 +37,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
+PREFIX, TEXT_PREFIX = "model.", "model.language_model."  # of a model alone, and of one with vision
+NOT_LOADED = ("model.visual.", "visual.", "mtp.")  # vision, and the head that predicts several tokens
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -42,7 +47,7 @@ def load_pretrained(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
-) -> Qwen3:
+) -> Decoder:
     """The model of a local snapshot, weights cast to ``dtype``. Host memory: one tensor beyond the model.
 
     Raises UserError, in one line, for whatever is missing, superfluous, broken, of another shape, or not
@@ -57,63 +62,98 @@ def load_pretrained(
     return model
 
 
-def model_from_config(folder: str | Path, attention: Backend = "auto") -> Qwen3:
+def model_from_config(folder: str | Path, attention: Backend = "auto") -> Decoder:
     """The model that a snapshot's config.json describes, without its weights, on the default device."""
     path = Path(folder) / CONFIG
     config = _read_json(path)
+    known = {name: model for model in MODELS.values() for name in model.hf_architectures}
     model_type = config.get("model_type")
-    if model_type not in MODELS:
-        raise UserError(f"{path}: model_type: expected one of {', '.join(MODELS)}, got {model_type}")
-    model_class = MODELS[model_type]
-    architectures = config.get("architectures") or [model_class.hf_architecture]
-    if architectures != [model_class.hf_architecture]:
-        raise UserError(f"{path}: architectures: expected {model_class.hf_architecture}, got {architectures}")
+    if model_type not in known:
+        raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type}")
+    model_class = known[model_type]
+    expected = [model_class.hf_architectures[model_type]]
+    # The text model of one with vision is also saved alone, under the name of the whole.
+    if (architectures := config.get("architectures") or expected) != expected:
+        raise UserError(f"{path}: architectures: expected {expected[0]}, got {architectures}")
     return model_class(model_class.Config.from_hf(config, str(path)), attention)
 
 
-def read_weights(folder: str | Path, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of ``model``, by its own names, as stored, one at a time on CPU.
 
     ``model`` only says what is expected, so it may lie on the meta device or be sharded. Names, shapes
     and dtypes of all files are checked before the first tensor comes.
     """
     folder = Path(folder)
-    expected = {_hf_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
+    expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     files = _weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
+    skipped = []
     for file in files:
         with _open(file) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                stored = shard.get_slice(name)
-                shapes[name] = tuple(stored.get_shape())
-                if (dtype := stored.get_dtype()) not in DTYPES:
+            for stored in shard.keys():  # noqa: SIM118
+                if stored.startswith(NOT_LOADED):
+                    skipped.append(stored)
+                    continue
+                tensor = shard.get_slice(stored)
+                shapes[_own_name(stored)] = tuple(tensor.get_shape())
+                if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise UserError(
-                        f"{file}: {name}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
+                        f"{file}: {stored}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
                     )
+    if skipped:
+        kinds = sorted({name.removeprefix("model.").partition(".")[0] for name in skipped})
+        logger.info(
+            "%s: not loaded: %d tensors of %s; an export that names this snapshot as its source has them",
+            folder,
+            len(skipped),
+            " and ".join(kinds),
+        )
 
     # A tied model's file may hold the embedding a second time, as the published Qwen3-0.6B does.
-    embedding, copy = _hf_name("embed_tokens.weight"), "lm_head.weight"
+    embedding, copy = "embed_tokens.weight", "lm_head.weight"
     has_copy = copy in shapes and copy not in expected
     if has_copy:
         shapes.pop(copy)
-    _same_names(folder, set(expected), set(shapes))
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise UserError(f"{folder}: {name}: expected shape {shape} by config.json, got {shapes[name]}")
+    packed = _packed(model, set(shapes))
+    found = {part for name in shapes for part in packed.get(name, (name,))}
+    _same_names(folder, set(map(_hf_name, expected)), set(map(_hf_name, found)))
+    for name, shape in shapes.items():
+        parts = [expected[part] for part in packed.get(name, (name,))]
+        want = sum(part[0] for part in parts), *parts[0][1:]
+        if shape != want:
+            raise UserError(f"{folder}: {_hf_name(name)}: expected shape {want} by config.json, got {shape}")
     if has_copy and not torch.equal(_read_one(files, embedding), _read_one(files, copy)):
         raise UserError(
-            f"{folder}: {copy} differs from {embedding}, but config.json says tie_word_embeddings: true; "
-            "set it to false"
+            f"{folder}: {copy} differs from {_hf_name(embedding)}, but config.json says "
+            "tie_word_embeddings: true; set it to false"
         )
     for file in files:
         with _open(file) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                if name in expected:
-                    yield name.removeprefix("model."), shard.get_tensor(name)
+            for stored in shard.keys():  # noqa: SIM118
+                if (name := _own_name(stored)) in packed:
+                    yield from zip(packed[name], model.unpack(name, shard.get_tensor(stored)), strict=True)
+                elif name in expected and not stored.startswith(NOT_LOADED):
+                    yield name, shard.get_tensor(stored)
+
+
+def _packed(model: Decoder, names: set[str]) -> dict[str, list[str]]:
+    """Of stored tensors that hold several of the model's, the names of these."""
+    return {
+        name: [name.removesuffix(suffix) + part for part in parts]
+        for name in names
+        for suffix, parts in model.packed.items()
+        if name.endswith(suffix)
+    }
+
+
+def _own_name(stored: str) -> str:
+    """The model's name of a stored tensor."""
+    return stored.removeprefix(TEXT_PREFIX).removeprefix(PREFIX)
 
 
 def save_pretrained(
-    model: Qwen3,
+    model: Decoder,
     folder: str | Path,
     state_dict: Mapping[str, Tensor] | None = None,
     source: str | Path | None = None,
@@ -126,10 +166,11 @@ def save_pretrained(
     Args:
         folder: must not exist yet, or be empty.
         state_dict: the weights, by the model's names, where the model's own are sharded.
-        source: a snapshot whose tokenizer files and special token ids are taken over.
+        source: the snapshot that the model comes from: its tokenizer files, its special token ids and the
+            weights that were not loaded (vision, prediction of several tokens) are taken over.
         max_shard_bytes: tensors go to several files, none larger unless one tensor is.
     Raises:
-        UserError: the folder is taken, ``source`` has no tokenizer, or writing failed (a full disk).
+        UserError: the folder is taken, ``source`` is no snapshot, or writing failed (a full disk).
     """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -140,24 +181,42 @@ def save_pretrained(
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
     config = {**model.config.to_hf(), "dtype": dtypes[0]}
-    tokenizer = []
+    others: dict[str, Tensor] = {}
+    tokenizer: list[Path] = []
+    prefix = PREFIX
     if source is not None:
         tokenizer = [file for name in TOKENIZER_FILES if (file := Path(source) / name).is_file()]
-        if not tokenizer:
-            raise UserError(f"{source}: expected a snapshot with tokenizer files, found none")
         if (Path(source) / CONFIG).is_file():
             carried = _read_json(Path(source) / CONFIG)
             config |= {name: carried[name] for name in SPECIAL_TOKENS if name in carried}
+            others = _not_loaded(Path(source))
+            if "text_config" in carried:  # the text model goes back to where it was
+                config = carried | {"text_config": carried["text_config"] | config, "dtype": dtypes[0]}
+                prefix = TEXT_PREFIX
+        elif not tokenizer:
+            raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
 
     with _appearing_whole(folder) as temporary:
-        _write_weights({_hf_name(name): w for name, w in weights.items()}, temporary, max_shard_bytes)
+        named = {_hf_name(name, prefix): w for name, w in weights.items()}
+        _write_weights(named | others, temporary, max_shard_bytes)
         _write_json(temporary / CONFIG, config)
         for file in tokenizer:
             shutil.copyfile(file, temporary / file.name)
 
 
-def _hf_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
+def _not_loaded(folder: Path) -> dict[str, Tensor]:
+    """Those weights of a snapshot; none where it has no weights."""
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        return {}
+    others: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        with _open(file) as shard:
+            others |= {n: shard.get_tensor(n) for n in shard.keys() if n.startswith(NOT_LOADED)}  # noqa: SIM118
+    return others
+
+
+def _hf_name(name: str, prefix: str = PREFIX) -> str:
+    return name if name.startswith("lm_head.") else prefix + name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -207,8 +266,9 @@ def _open(file: Path) -> Iterator[Any]:
 def _read_one(files: list[Path], name: str) -> Tensor:
     for file in files:
         with _open(file) as shard:
-            if name in shard.keys():  # noqa: SIM118
-                return shard.get_tensor(name)
+            for stored in shard.keys():  # noqa: SIM118
+                if _own_name(stored) == name:
+                    return shard.get_tensor(stored)
     raise AssertionError(f"{name} was listed before")
 
 

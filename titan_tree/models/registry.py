@@ -9,13 +9,14 @@ from typing import Any
 
 from titan_tree.components.tree_attention import Backend
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.qwen3 import Qwen3
+from titan_tree.models.qwen3_5 import Qwen35
 
-# By our name, which is also the ``model_type`` of a Hugging Face config.json.
-MODELS: dict[str, type[Qwen3]] = {"qwen3": Qwen3}
+MODELS: dict[str, type[Decoder]] = {"qwen3": Qwen3, "qwen3_5": Qwen35}
 
 
-def build_model(name: str, flavor: str, attention: Backend = "auto", **overrides: Any) -> Qwen3:
+def build_model(name: str, flavor: str, attention: Backend = "auto", **overrides: Any) -> Decoder:
     """A model with fresh weights, on the default device (under ``torch.device("meta")``: without any).
 
     Args:

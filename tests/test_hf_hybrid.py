@@ -1,0 +1,126 @@
+"""Snapshots of hybrids: Qwen3.5 alone and with vision, and the dense Qwen3-Next, in and out."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.oracle import hybrid_model, path_logprobs, tree_batch
+from titan_tree.data.paths import TokenPath
+from titan_tree.errors import UserError
+from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def assert_scores_like(model, hf):
+    logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
+    torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS).detach(), rtol=1e-5, atol=1e-5)
+
+
+def with_vision(tied=True):
+    """A model for text and pictures, the text model that it has, and what else it consists of."""
+    text = hybrid_model(tied)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(
+        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied
+    )
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).float()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.weight.data.copy_(text.lm_head.weight)
+    return whole, text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3Next"])
+def test_loads_what_transformers_wrote(tmp_path, kind, tied):
+    hf = hybrid_model(tied, kind)
+    hf.save_pretrained(tmp_path, max_shard_size="30KB")
+    model = load_pretrained(tmp_path, dtype=torch.float32)
+    assert_scores_like(model, hf)
+    assert model.config.layer_types == hf.config.layer_types
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_what_we_write(tmp_path, tied):
+    hf = hybrid_model(tied, "Qwen3Next")
+    hf.save_pretrained(tmp_path / "next")
+    model = load_pretrained(tmp_path / "next", dtype=torch.float32)
+    save_pretrained(model, tmp_path / "out", max_shard_bytes=30_000)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(again).__name__ == "Qwen3_5ForCausalLM"
+    want = dict(model.named_parameters())
+    got = {name.removeprefix("model."): weight for name, weight in again.named_parameters()}
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    torch.testing.assert_close(path_logprobs(again, TOKENS), path_logprobs(hf, TOKENS))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
+    whole, text = with_vision(tied)
+    whole.save_pretrained(tmp_path / "in")
+    weights = load_file(tmp_path / "in/model.safetensors")
+    weights["mtp.fc.weight"] = torch.randn(4, 8)
+    save_file(weights, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        model = load_pretrained(tmp_path / "in", dtype=torch.float32)
+    (line,) = [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()]
+    vision = [name for name in weights if name.startswith("model.visual.")]
+    assert f"not loaded: {len(vision) + 1} tensors of mtp and visual" in line
+    assert_scores_like(model, text)
+
+    with torch.no_grad():
+        model.norm.weight.add_(1)  # trained
+    save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert config["text_config"]["model_type"] == "qwen3_5_text"
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert saved.keys() == weights.keys() - ({"lm_head.weight"} if tied else set())
+    changed = {name for name, weight in saved.items() if not torch.equal(weight, weights[name])}
+    assert changed == {"model.language_model.norm.weight"}
+    again = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "out", dtype="auto")
+    ids = torch.tensor([TOKENS])
+    with torch.no_grad():
+        logprobs = again(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids.T[1:])[:, 0]
+        ours = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
+    torch.testing.assert_close(ours, logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types: .* every n-th layer"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE of type default only"),
+        ({"output_gate_type": "tanh"}, "output_gate_type: Qwen3.5 here supports swish only, got tanh"),
+        ({"num_experts": 4}, "num_experts: Qwen3.5 here supports dense models only, got 4"),
+        ({"linear_num_value_heads": ...}, "missing linear_num_value_heads; is it .* of a Qwen3.5"),
+        ({"linear_key_head_dim": 8}, r"conv1d.weight: expected shape \(64, 1, 4\) by config.json, got"),
+        ({"num_hidden_layers": 5, "layer_types": ...}, r"missing tensors: .*layers.4"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(tmp_path, changes, message):
+    hybrid_model(tied=True).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    with pytest.raises(UserError, match=message) as error:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_older_configs_say_how_often_attention_comes(tmp_path):
+    hybrid_model(tied=True).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["layer_types"], config["rope_parameters"]
+    path.write_text(
+        json.dumps(config | {"full_attention_interval": 2, "rope_theta": 5e5, "partial_rotary_factor": 0.25})
+    )
+    ours = model_from_config(tmp_path).config
+    assert ours.layer_types == ["linear_attention", "full_attention"] * 2
+    assert (ours.rope_theta, ours.rotary_dim) == (5e5, 4)

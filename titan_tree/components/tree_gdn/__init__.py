@@ -1,0 +1,69 @@
+"""Gated DeltaNet on token trees: the gated delta rule and the causal convolution before it.
+
+    S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - S_t^T k_t))^T;  o_t = S_t^T q_t      (arXiv:2412.06464)
+
+for each head, where t - 1 is the token before t *on its path*: a node starts from the state at its parent's
+end, and the gradients that its children send there add up. Of a partition the first states come from a
+gateway, and those that later forwards start from go into it.
+
+chunks (data/)   which tokens are read at once, and from where their state comes
+reference.py     both in plain torch, to which all else is compared
+conv.py          the convolution: kernels and operator
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from titan_tree.components.tree_gdn import reference
+from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
+from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
+from titan_tree.data.layout import TreeLayout
+from titan_tree.errors import UserError
+
+__all__ = ["Backend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]
+
+Backend = Literal["auto", "reference"]
+
+
+class TreeGDN(nn.Module):
+    """The gated delta rule of N tokens on a forest, with queries and keys normalised to length 1.
+
+    Without parameters. H key heads, G value heads, a multiple of H: value head i uses key head i // (G / H).
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: TreeLayout,
+        states: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """o [N, G, V] in v's dtype, computed in fp32 at least, from q, k [N, H, K] and v [N, G, V].
+
+        Args:
+            q: scaled by K ** -0.5 here, after normalisation.
+            g: [N, G] fp32, log of the decay, <= 0.
+            beta: [N, G], 0 .. 1.
+            states: of a partition [R, G, K, V] fp32: the states that ``layout.predecessor`` names.
+        Returns:
+            o, and of a partition the states [S, G, K, V] after the tokens ``layout.state_exports``.
+        """
+        _check(q, k, v, g, beta, layout)
+        return reference.gated_delta_rule(q, k, v, g, beta, layout, states)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout) -> None:
+    n, heads, _ = v.shape
+    if q.shape != k.shape or len(k) != n or heads % k.shape[1] or {g.shape, beta.shape} != {(n, heads)}:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v, g, beta))
+        raise UserError(
+            f"TreeGDN: expected q, k [N, H, K], v [N, G, V], H dividing G, and g, beta [N, G], got {shapes}"
+        )
+    if layout.chunks is None or layout.predecessor is None or len(layout.predecessor) != n:
+        raise UserError(f"TreeGDN: expected a layout of {n} tokens with predecessors and chunks (TreeBatch)")

@@ -1,0 +1,303 @@
+"""What our models share: a decoder on token trees, and its parts.
+
+What differs from a plain decoder: activations are [N, d], one row per distinct token of a packed forest,
+with no batch dimension and no padding; rotary angles follow a token's depth in its path; a layer mixes a
+token with its ancestors only; and the output is log-probabilities of edges, never logits.
+
+N tokens, E edges, d hidden size, H query heads, K key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_tree.components.logprobs import edge_logprobs
+from titan_tree.components.tree_attention import Backend, TreeAttention
+from titan_tree.data.batch import TreeBatch
+from titan_tree.data.layout import TreeLayout
+from titan_tree.data.partition import PAD
+from titan_tree.errors import UserError
+from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding (RoFormer, arXiv:2104.09864) of N tokens, in the half-split layout of NeoX and Qwen.
+
+    Of a head's dims the first R are rotated. Not a tuple: FSDP2's mixed precision would cast the tensors of a
+    tuple to bf16.
+    """
+
+    cos: Tensor  # [N, 1, R / 2] fp32
+    sin: Tensor  # [N, 1, R / 2] fp32
+
+    @staticmethod
+    def at(positions: Tensor, rotary_dim: int, theta: float) -> Rope:
+        """The angles ``position * theta ** (-2i / R)`` for positions [N]."""
+        exponent = torch.arange(0, rotary_dim, 2, device=positions.device).float() / rotary_dim
+        angle = positions[:, None, None].float() * (1.0 / theta**exponent)
+        return Rope(angle.cos(), angle.sin())
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [N, heads, D] rotated, computed in fp32 at least, in x's dtype."""
+        size = self.cos.shape[-1]
+        low, high = x[..., : 2 * size].to(at_least_fp32(x)).split(size, dim=-1)
+        rotated = torch.cat([low * self.cos - high * self.sin, high * self.cos + low * self.sin], dim=-1)
+        if 2 * size == x.shape[-1]:
+            return rotated.to(x.dtype)
+        return torch.cat([rotated.to(x.dtype), x[..., 2 * size :]], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) over the last dimension in fp32 at least, cast back to x's dtype, then times the weight.
+
+    Of this and of ``Linear`` the weights may be wider than x, as master weights are; x's dtype counts.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(at_least_fp32(x))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * (wide * scale).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """x @ weight.T in x's dtype."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__(size_in, size_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        d, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(d, hidden)
+        self.up_proj = Linear(d, hidden)
+        self.down_proj = Linear(hidden, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Mixer(nn.Module, ABC):
+    """What mixes a token with its ancestors: attention, or a recurrence."""
+
+    # What it leaves for later forwards, tensor by tensor: the stack of the bank (data/partition.py,
+    # GatewayRows) that has its rows.
+    stacks: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[N, d], and of a partition its exports, a tensor for each of ``stacks``.
+
+        gateway: of a partition what earlier forwards exported, likewise; () where nothing is cut.
+        """
+
+    @abstractmethod
+    def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        """PAD empty rows for each of ``stacks``; activations like x, whose device is that of all."""
+
+    @abstractmethod
+    def flops(self, num_tokens: int, num_pairs: int) -> int:
+        """Operations, forward and backward, besides those of matrices; ``num_pairs`` of a token and one that
+        it sees."""
+
+
+class Block(nn.Module):
+    """Pre-norm decoder layer: the unit of FSDP, activation checkpointing and compilation.
+
+    Args:
+        name: of the mixer, which the published models call by what it is.
+    """
+
+    def __init__(self, config: DecoderConfig, norm: type[RMSNorm], name: str, mixer: Mixer) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mixer_name = name
+        self.add_module(name, mixer)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    @property
+    def mixer(self) -> Mixer:
+        return cast(Mixer, getattr(self, self.mixer_name))
+
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x [N, d] of the next layer, and exports. See ``Mixer.forward``."""
+        mixed, exports = self.mixer(self.input_layernorm(x), rope, layout, gateway)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), exports
+
+
+class ModelOutput(NamedTuple):
+    """What a model returns. A tuple, because FSDP2 hooks its backward on tensors found in tuples."""
+
+    logprobs: Tensor  # [E] fp32, nats
+    entropy: Tensor | None = None  # [E] fp32, nats, on request
+    # Of a partition hidden states [E, d] of the predicting tokens, twice: where the blocks' graph ends, and
+    # the leaf where that of logprobs begins: the loss's part, with all logits, waits for no other partition.
+    cut: tuple[Tensor, Tensor] | None = None
+    # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
+    exports: tuple[Tensor, ...] | None = None
+
+
+class Decoder(nn.Module, ABC):
+    """A decoder on a ``TreeBatch``. Parameters are uninitialised until ``init_weights`` or a checkpoint.
+
+    Positions must lie below ``config.max_position_embeddings`` and tokens below ``config.vocab_size``;
+    whoever reads the paths checks that on the host, where it costs no synchronisation.
+
+    Args:
+        attention: backend of ``TreeAttention``.
+    """
+
+    Config: ClassVar[type[DecoderConfig]]
+    hf_architectures: ClassVar[Mapping[str, str]]  # by model_type, of a config.json
+    flavors: ClassVar[Mapping[str, DecoderConfig]]
+    norm_class: ClassVar[type[RMSNorm]]
+    # Tensors of a snapshot that hold several parameters: ends of their names, and of those.
+    packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init__(self, config: DecoderConfig, attention: Backend = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = TreeAttention(attention)  # no parameters: one for all layers
+        self.compute_dtype: torch.dtype | None = None  # of activations; None: that of the weights
+        self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
+        blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
+        # Of each tensor that layers export, one after another, the stack that has its rows.
+        self.stacks = [stack for block in blocks for stack in block.mixer.stacks]
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    @abstractmethod
+    def make_block(self, index: int) -> Block:
+        """The layer ``index``."""
+
+    def forward(
+        self, batch: TreeBatch, entropy: bool = False, gateway: Sequence[Tensor] | None = None
+    ) -> ModelOutput:
+        """Log-probabilities, and on request entropies, of the batch's edges.
+
+        gateway: for a partition that is not its plan's first, for each of ``stacks`` the first rows of the
+            bank, ``batch.rows_above``, with the exports of all partitions above it.
+        """
+        layout = self.prepare(batch.layout)
+        rope = Rope.at(layout.positions, self.config.rotary_dim, self.config.rope_theta)
+        embedding = self.embed_tokens.weight.to(self.compute_dtype)
+        x = F.embedding(batch.tokens, embedding)
+        gateways = iter(self._gateways(batch, gateway, x))
+        exports: list[Tensor] = []
+        for layer in self.blocks:
+            x, exported = layer(x, rope, layout, tuple(islice(gateways, len(layer.mixer.stacks))))
+            exports += exported
+        hidden = self.norm(x)[batch.edge_source]
+        head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
+        if not exports:
+            return ModelOutput(*self._scores(hidden, head, batch, entropy))
+        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+        # Whatever moves what the blocks save. Detached: an output would hold the graph that holds it.
+        with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+            scores = self._scores(leaf, head, batch, entropy)
+        return ModelOutput(*scores, (hidden, leaf), tuple(exports))
+
+    def prepare(self, layout: TreeLayout) -> TreeLayout:
+        """The layout with all that layers derive from it, once per batch."""
+        return self.attention.prepare(layout)
+
+    def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The parameters in a tensor of ``packed``."""
+        raise NotImplementedError
+
+    @property
+    def blocks(self) -> Iterable[Block]:
+        """``layers``, whatever they are wrapped in."""
+        return cast(Iterable[Block], self.layers)
+
+    def _scores(
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
+
+    def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
+        """For each of ``stacks``; for a plan's first partition empty rows."""
+        above = batch.rows_above
+        if gateway is None and above == (0, 0):
+            return ()
+        if gateway is None and above == (PAD, PAD):
+            # With gradients, as rows of the bank have them, so that torch.compile makes one graph of both.
+            rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(x)]
+            return [row.requires_grad_(torch.is_grad_enabled()) for row in rows]
+        expected = [getattr(above, stack) for stack in self.stacks]
+        given = [len(rows) for rows in gateway or ()]
+        if given != expected or not above.keys:
+            raise UserError(f"gateway: expected {expected} rows of the bank's tensors, got {given}")
+        return list(gateway or ())
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Matrices from N(0, 0.02^2), norm weights 1. Also after ``to_empty`` from the meta device."""
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, INIT_STD, generator=generator)
+
+    def num_parameters(self) -> int:
+        """Parameters, a tied embedding counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def gateway_bytes(self, batch: TreeBatch) -> int:
+        """What the batch's partition reads from those above it."""
+        layout = batch.layout
+        used = {"keys": len(layout.subtree_end) - len(batch), "states": 0}
+        if layout.predecessor is not None:
+            used["states"] = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
+        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
+        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
+        return sum(row.nbytes // PAD * used[stack] for row, stack in zip(rows, self.stacks, strict=True))
+
+    def training_flops(self, batch: TreeBatch) -> int:
+        """Floating-point operations of a forward and backward pass on ``batch``, recomputation not counted.
+
+        6 per parameter of a layer's matrices and token, 6 per parameter of the output projection and
+        edge, and what mixes tokens (``Mixer.flops``). Reads the layout, so call it before the batch
+        goes to a GPU.
+        """
+        layout, c = batch.layout, self.config
+        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
+        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
+        num_pairs = int((end - first).sum())
+        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
+        head = c.vocab_size * c.hidden_size
+        mixing = sum(layer.mixer.flops(len(batch), num_pairs) for layer in self.blocks)
+        return 6 * (matrices * len(batch) + head * len(batch.edge_label)) + mixing
+
+
+def at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
