@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, object]] = {
     "offload": {"data__max_tokens": 12, "partition__activations": "offload"},
     "recompute": {"data__max_tokens": 12, "partition__activations": "recompute"},
     "partitions of one rank": {"data__max_tokens": 12, "data__global_batch_groups": 1},
+    "hybrid": {"data__max_tokens": 12, "model__name": "qwen3_5"},
 }
 
 
