@@ -81,7 +81,7 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
     return model.to(device, dtype)
 
 
-def hybrid_model(tied, kind="Qwen3_5", num_layers=4, seed=0, **sizes):
+def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
     """A small random Qwen3.5 or dense Qwen3-Next (``kind`` "Qwen3Next"), in which every parameter matters."""
     config = {
         "vocab_size": 61,
@@ -116,7 +116,7 @@ def hybrid_model(tied, kind="Qwen3_5", num_layers=4, seed=0, **sizes):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif name.endswith("A_log"):
                 parameter.uniform_(0.05, 2.0).log_()
-    return model
+    return model.to(device, dtype)
 
 
 def tree_model(hf, attention="auto"):

@@ -65,6 +65,12 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
     whole.save_pretrained(tmp_path / "in")
     weights = load_file(tmp_path / "in/model.safetensors")
     weights["mtp.fc.weight"] = torch.randn(4, 8)
+    (tmp_path / "in/preprocessor_config.json").write_text("{}")
+    path = tmp_path / "in/config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 1}
+    config["text_config"]["rope_parameters"] |= {"mrope_section": [2, 2, 0], "mrope_interleaved": True}
+    path.write_text(json.dumps(config | {"torch_dtype": "float16"}))
     save_file(weights, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.INFO):
         model = load_pretrained(tmp_path / "in", dtype=torch.float32)
@@ -78,7 +84,12 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
     save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
-    assert config["text_config"]["model_type"] == "qwen3_5_text"
+    text = config["text_config"]
+    assert (text["model_type"], text["mtp_num_hidden_layers"]) == ("qwen3_5_text", 1)
+    assert text["rope_parameters"]["mrope_section"] == [2, 2, 0]
+    assert config["dtype"] == text["dtype"] == "float32"
+    assert "torch_dtype" not in config
+    assert (tmp_path / "out/preprocessor_config.json").is_file()
     saved = load_file(tmp_path / "out/model.safetensors")
     assert saved.keys() == weights.keys() - ({"lm_head.weight"} if tied else set())
     changed = {name for name, weight in saved.items() if not torch.equal(weight, weights[name])}
@@ -101,6 +112,18 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
         ({"linear_num_value_heads": ...}, "missing linear_num_value_heads; is it .* of a Qwen3.5"),
         ({"linear_key_head_dim": 8}, r"conv1d.weight: expected shape \(64, 1, 4\) by config.json, got"),
         ({"num_hidden_layers": 5, "layer_types": ...}, r"missing tensors: .*layers.4"),
+        ({"rope_parameters": ...}, "missing rope_theta"),
+        ({"rope_parameters": "default"}, "rope_parameters: .* a table only, got default"),
+        ({"layer_types": 5}, "layer_types: .* a list only, got 5"),
+        ({"mlp_only_layers": 4}, "mlp_only_layers: .* a list only, got 4"),
+        ({"text_config": [1]}, r"text_config: .* a table only, got \[1\]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
+        ({"model_type": ["x"]}, "model_type: expected one of"),
+        (
+            {"architectures": "Qwen3_5ForCausalLM"},
+            r"expected \['Qwen3_5.*'\], got Qwen3_5ForCaus",
+        ),
+        ({"attn_output_gate": False}, "attn_output_gate: .* supports true only"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path, changes, message):
@@ -124,3 +147,27 @@ def test_older_configs_say_how_often_attention_comes(tmp_path):
     ours = model_from_config(tmp_path).config
     assert ours.layer_types == ["linear_attention", "full_attention"] * 2
     assert (ours.rope_theta, ours.rotary_dim) == (5e5, 4)
+
+
+def test_two_tensors_for_one_parameter_are_refused(tmp_path):
+    hybrid_model(tied=True).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"norm.weight": weights["model.norm.weight"].clone()}, path)
+    with pytest.raises(UserError, match=r"there is a second tensor for norm.weight"):
+        load_pretrained(tmp_path)
+    layer = "model.layers.0.linear_attn."
+    both = [weights[f"{layer}in_proj_{name}.weight"] for name in ("qkv", "z")]
+    save_file(weights | {f"{layer}in_proj_qkvz.weight": torch.cat(both)}, path)
+    with pytest.raises(UserError, match=r"linear_attn.in_proj_(qkv|z).weight: two tensors hold it"):
+        load_pretrained(tmp_path)
+
+
+def test_the_source_must_be_of_the_same_family(tmp_path):
+    hybrid_model(tied=True).save_pretrained(tmp_path / "in")
+    model = load_pretrained(tmp_path / "in")
+    path = tmp_path / "in/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3"}))
+    with pytest.raises(UserError, match=r"model_type: expected .* as the model is, got qwen3"):
+        save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
 """Qwen3.5 on token trees: against transformers on every path alone, in one pass and in partitions."""
 
+import copy
+
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ from tests.oracle import (
     tree_batch,
     tree_model,
 )
-from tests.test_gateways import RandomCuts, forest_of, in_partitions
+from tests.test_gateways import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.paths import TokenPath
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
 from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
 from titan_tree.models.registry import build_model
@@ -154,3 +157,28 @@ def test_a_step_over_partitions_counts_their_gateways():
     assert prepared.counts.forwards == 3  # two of them read the first one's
     assert prepared.counts.gateway_bytes == 2 * (3 * (state + tail) + 4 * key)
     assert step.run(prepared).loss.isfinite()
+
+
+@torch.fx.experimental._config.patch(use_duck_shape=True)  # which ``parallelize`` changes
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+def test_compiled_and_checkpointed(checkpoint):
+    """In one pass and in partitions, the same numbers as without."""
+    model = tree_model(hybrid_model(tied=True))
+    compiled = parallelize(
+        copy.deepcopy(model),
+        OneRank(),
+        dtype=torch.float32,
+        compile=checkpoint == "none",
+        activation_checkpoint=checkpoint,
+    )
+    for seed in range(1 if checkpoint == "none" else 3):
+        groups = random_groups(seed, max_length=20)
+        want = in_one_pass(model, groups)
+        got = in_one_pass(compiled, groups)
+        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
+        plain = {names[name]: gradient for name, gradient in got[2].items()}
+        assert_same((got[0], got[1], plain), want, 1e-5)
+        loss, cut = in_partitions(compiled, RandomCuts(0.4, seed).plan(forest_of(groups)))
+        assert loss == pytest.approx(want[1], rel=1e-5)
+        for name, gradient in cut.items():
+            assert relative_error(gradient, want[2][names[name]]) < 1e-5, name

@@ -9,6 +9,7 @@ import torch
 from tests.layouts import random_nodes
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.reference import gated_delta_rule
+from titan_tree.data.chains import make_chains
 from titan_tree.data.chunks import make_chunks
 from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
@@ -34,13 +35,15 @@ def predecessors(nodes):
 
 def layout_of(before, exports=(), size=64):
     n = torch.zeros(len(before), dtype=torch.int32)
+    chunks = make_chunks(before, np.array(exports, int), size)
     return TreeLayout(
         positions=n,
         subtree_end=n,
         key_index=n,
         predecessor=torch.from_numpy(before).int(),
         state_exports=torch.tensor(exports) if len(exports) else None,
-        chunks=make_chunks(before, np.array(exports, int), size),
+        chunks=chunks,
+        chains=make_chains(chunks, max(0, -1 - int(before.min()))),
     )
 
 
@@ -164,5 +167,5 @@ def test_shapes_are_checked():
         UserError, match=r"expected q, k \[N, H, K\], .* got \[30, 2, 5\], \[30, 2, 5\], \[30, 3"
     ):
         TreeGDN()(q, k, v[:, :3], g[:, :3], beta[:, :3], layout)
-    with pytest.raises(UserError, match="expected a layout of 30 tokens with predecessors and chunks"):
+    with pytest.raises(UserError, match="expected a layout of 30 tokens with chunks and chains"):
         TreeGDN()(q, k, v, g, beta, TreeLayout(layout.positions, layout.subtree_end, layout.key_index))

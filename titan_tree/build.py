@@ -75,7 +75,7 @@ def build_parallel_model(
 
 
 def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.OptimizersContainer:
-    """AdamW, without weight decay on vectors (norm weights)."""
+    """AdamW, without weight decay on vectors: weights of norms, and DeltaNet's decays."""
     vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     return titan.OptimizersContainer.Config(

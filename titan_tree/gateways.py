@@ -115,7 +115,7 @@ def run_partitions(
 ) -> int:
     """Run the batches of a plan: every forward once and, where gradients are enabled, every backward once.
 
-    A partition's graph, keys and values are freed as soon as all that hangs from it is done.
+    A partition's graph and what it left are freed as soon as all that hangs from it is done.
 
     Args:
         batches: in the plan's order (``TreeBatch.from_plan``), on the host or the device.

@@ -28,8 +28,8 @@ def tree_logprobs(
     Args:
         model: on the device to compute on.
         token_lists: each of one token at least.
-        max_tokens: of one forward; None: all in one. Larger trees run in pieces that hand keys and values
-            down, every token once, in memory for one path and one piece. Needs ``torch.no_grad``.
+        max_tokens: of one forward; None: all in one. Larger trees run in pieces that hand keys, values and
+            states down, every token once, in memory for one path and one piece. Needs ``torch.no_grad``.
     Returns:
         One fp32 tensor [len(tokens) - 1] per list, in nats, in the order given.
     Raises:

@@ -48,7 +48,7 @@ class StepCounts:
     executed_tokens: int  # N_part: more than the distinct ones where partitions share tokens
     scored_edges: int
     forwards: int  # one per micro-batch, or more where it is cut into partitions
-    gateway_bytes: int  # keys and values that partitions read from those above them
+    gateway_bytes: int  # keys, values and states that partitions read from those above them
     flops: float  # the model's own, forward and backward, without recomputation
 
     @property

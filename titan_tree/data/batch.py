@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.data.chains import make_chains
 from titan_tree.data.chunks import make_chunks
 from titan_tree.data.layout import TreeLayout
 from titan_tree.data.partition import (
@@ -197,12 +198,14 @@ def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndar
 def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) -> TreeLayout:
     no_exports = np.empty(0, np.int64)
     predecessor = predecessors(tree, partition) if gateway is None else gateway.predecessor
+    chunks = make_chunks(predecessor, no_exports if gateway is None else gateway.state_exports)
     layout = TreeLayout(
         positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
         key_index=torch.from_numpy(partition.key_index),
         predecessor=torch.from_numpy(predecessor),
-        chunks=make_chunks(predecessor, no_exports if gateway is None else gateway.state_exports),
+        chunks=chunks,
+        chains=make_chains(chunks, 0 if gateway is None else gateway.state_rows),
     )
     if gateway is None:
         return layout

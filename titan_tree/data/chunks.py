@@ -8,6 +8,7 @@ else wants: the chunk of another child, or a later forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ class Chunks(NamedTuple):
     # [C] int32: an earlier chunk, from whose end this one goes on; -1: from zero; -2 - r: a gateway's row r
     before: Tensor
     exported: Tensor  # [X] int32: chunks whose last states later forwards read; [0] where none does
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Chunks:
+        """All tensors through ``function``, which moves or pins them."""
+        return Chunks(*map(function, self))
 
 
 def make_chunks(predecessor: np.ndarray, exports: np.ndarray, size: int = CHUNK) -> Chunks:

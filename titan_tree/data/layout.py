@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_tree.data.chains import Chains
 from titan_tree.data.chunks import Chunks
 
 
@@ -33,6 +34,7 @@ class TreeLayout:
     # -2 - r: not here, a gateway's row r has the state after it.
     state_exports: Tensor | None = None  # [S] int64: own tokens after which later forwards want the state
     chunks: Chunks | None = None
+    chains: Chains | None = None  # of chunks; part of it stays on the host
     # What components derived from the above, once per batch.
     attention_plan: Any = None
     conv_plan: Any = None
@@ -47,8 +49,8 @@ class TreeLayout:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
         def mapped(value: Any) -> Any:
-            if isinstance(value, Chunks):
-                return Chunks(*map(function, value))
+            if isinstance(value, Chunks | Chains):
+                return value.map(function)
             return function(value) if isinstance(value, Tensor) else value
 
         values = {field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)}

@@ -70,6 +70,9 @@ def parallelize(
     if compile:
         # A graph for each kind of size that Inductor tells apart (docs/design.md), fewer than this.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        if "states" in model.stacks:
+            # Sizes of a layout's many small tables are equal by chance, which must not bind a graph.
+            torch.fx.experimental._config.use_duck_shape = False
         for module in (*blocks, model.get_submodule("norm")):
             module.compile(fullgraph=True, dynamic=True)
     model.compute_dtype = dtype

@@ -107,7 +107,8 @@ class DecoderConfig(ABC):
         open_fields = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         rope = hf.get("rope_parameters") or open_fields
         scaling = hf.get("rope_scaling") or {}
-        for spelling in (rope, scaling):
+        for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
+            cls._expect(hf, where, field, isinstance(spelling, dict), "a table")
             if spelling.get("rope_type", spelling.get("type", "default")) != "default":
                 raise UserError(
                     f"{where}: {cls.family} here supports RoPE of type default only, got {dict(spelling)}"

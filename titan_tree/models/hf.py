@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
+CARRIED_FILES = (  # from a model's source to its export
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -35,6 +35,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 PREFIX, TEXT_PREFIX = "model.", "model.language_model."  # of a model alone, and of one with vision
@@ -68,13 +71,13 @@ def model_from_config(folder: str | Path, attention: Backend = "auto") -> Decode
     config = _read_json(path)
     known = {name: model for model in MODELS.values() for name in model.hf_architectures}
     model_type = config.get("model_type")
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type}")
     model_class = known[model_type]
     expected = [model_class.hf_architectures[model_type]]
     # The text model of one with vision is also saved alone, under the name of the whole.
     if (architectures := config.get("architectures") or expected) != expected:
-        raise UserError(f"{path}: architectures: expected {expected[0]}, got {architectures}")
+        raise UserError(f"{path}: architectures: expected {expected}, got {architectures}")
     return model_class(model_class.Config.from_hf(config, str(path)), attention)
 
 
@@ -95,8 +98,10 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
                 if stored.startswith(NOT_LOADED):
                     skipped.append(stored)
                     continue
-                tensor = shard.get_slice(stored)
-                shapes[_own_name(stored)] = tuple(tensor.get_shape())
+                tensor, name = shard.get_slice(stored), _own_name(stored)
+                if name in shapes:
+                    raise UserError(f"{file}: {stored}: there is a second tensor for {name}; remove one")
+                shapes[name] = tuple(tensor.get_shape())
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise UserError(
                         f"{file}: {stored}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
@@ -116,8 +121,11 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
     if has_copy:
         shapes.pop(copy)
     packed = _packed(model, set(shapes))
-    found = {part for name in shapes for part in packed.get(name, (name,))}
+    found = [part for name in shapes for part in packed.get(name, (name,))]
     _same_names(folder, set(map(_hf_name, expected)), set(map(_hf_name, found)))
+    if len(found) > len(expected):
+        double = next(name for name in found if found.count(name) > 1)
+        raise UserError(f"{folder}: {_hf_name(double)}: two tensors hold it; remove one")
     for name, shape in shapes.items():
         parts = [expected[part] for part in packed.get(name, (name,))]
         want = sum(part[0] for part in parts), *parts[0][1:]
@@ -166,8 +174,9 @@ def save_pretrained(
     Args:
         folder: must not exist yet, or be empty.
         state_dict: the weights, by the model's names, where the model's own are sharded.
-        source: the snapshot that the model comes from: its tokenizer files, its special token ids and the
-            weights that were not loaded (vision, prediction of several tokens) are taken over.
+        source: the snapshot that the model comes from: taken over are its tokenizer and processor files,
+            the weights that were not loaded (vision, prediction of several tokens), and of config.json what
+            the model does not know; where the weights are unknown to it, special token ids alone.
         max_shard_bytes: tensors go to several files, none larger unless one tensor is.
     Raises:
         UserError: the folder is taken, ``source`` is no snapshot, or writing failed (a full disk).
@@ -180,28 +189,47 @@ def save_pretrained(
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
-    config = {**model.config.to_hf(), "dtype": dtypes[0]}
+    config, prefix = {**model.config.to_hf(), "dtype": dtypes[0]}, PREFIX
     others: dict[str, Tensor] = {}
-    tokenizer: list[Path] = []
-    prefix = PREFIX
+    files: list[Path] = []
     if source is not None:
-        tokenizer = [file for name in TOKENIZER_FILES if (file := Path(source) / name).is_file()]
+        files = [file for name in CARRIED_FILES if (file := Path(source) / name).is_file()]
         if (Path(source) / CONFIG).is_file():
-            carried = _read_json(Path(source) / CONFIG)
-            config |= {name: carried[name] for name in SPECIAL_TOKENS if name in carried}
+            config, prefix = _carried_config(model, config, Path(source) / CONFIG)
             others = _not_loaded(Path(source))
-            if "text_config" in carried:  # the text model goes back to where it was
-                config = carried | {"text_config": carried["text_config"] | config, "dtype": dtypes[0]}
-                prefix = TEXT_PREFIX
-        elif not tokenizer:
+        elif not files:
             raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
 
     with _appearing_whole(folder) as temporary:
         named = {_hf_name(name, prefix): w for name, w in weights.items()}
         _write_weights(named | others, temporary, max_shard_bytes)
         _write_json(temporary / CONFIG, config)
-        for file in tokenizer:
+        for file in files:
             shutil.copyfile(file, temporary / file.name)
+
+
+def _carried_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """The source's config.json with the model's ``own`` sizes, and the prefix of the weights' names.
+
+    A text model goes back to where it was in one with vision.
+    """
+    carried = _read_json(path)
+    if carried.get("model_type") not in model.hf_architectures:
+        raise UserError(
+            f"{path}: model_type: expected one of {', '.join(model.hf_architectures)}, as the model is, got "
+            f"{carried.get('model_type')}"
+        )
+    text = carried.get("text_config")
+    before = carried if text is None else text
+    own = own | {"rope_parameters": (before.get("rope_parameters") or {}) | own["rope_parameters"]}
+    gone = {"quantization_config", "torch_dtype", "partial_rotary_factor", "full_attention_interval"}
+    sizes = {*vars(model.config), *gone, "rope_parameters", "rope_scaling", "layer_types"}
+    named = {"dtype", "architectures", "model_type"}
+    config = own | {name: value for name, value in before.items() if name not in sizes | named}
+    if text is None:
+        return config, PREFIX
+    whole = {name: value for name, value in carried.items() if name not in gone}
+    return whole | {"text_config": config, "dtype": own["dtype"]}, TEXT_PREFIX
 
 
 def _not_loaded(folder: Path) -> dict[str, Tensor]:

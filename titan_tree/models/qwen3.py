@@ -33,7 +33,8 @@ class Qwen3Config(DecoderConfig):
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(f"{where}: Qwen3 here supports RoPE of all dims only, got {rope}")
         types = hf.get("layer_types")
-        cls._expect(hf, where, "layer_types", set(types or ()) <= {"full_attention"}, "full_attention")
+        full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
+        cls._expect(hf, where, "layer_types", full, "full_attention")
         optional = ("rms_norm_eps", "tie_word_embeddings")  # our defaults are transformers'
         config = cls._read(hf, where, optional, rope_theta=rope.get("rope_theta"))
         # Without "layer_types", layers from max_window_layers on have a window where it is switched on.

@@ -54,7 +54,7 @@ class Qwen35Config(DecoderConfig):
                 f"linear_num_key_heads: expected a divisor of linear_num_value_heads "
                 f"({self.linear_num_value_heads}), got {self.linear_num_key_heads}"
             )
-        if self.partial_rotary_factor > 1 or self.rotary_dim % 2:
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise UserError(
                 f"partial_rotary_factor: expected an even number of the head's {self.head_dim} dims, got "
                 f"{self.partial_rotary_factor}"
@@ -81,32 +81,32 @@ class Qwen35Config(DecoderConfig):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Qwen35Config:
         """See ``DecoderConfig.from_hf``. Of a model with vision, its text model; also a dense Qwen3-Next."""
-        text = hf.get("text_config") or hf
+        text = hf.get("text_config", hf)
+        cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
+        for field in ("quantization_config", "tie_word_embeddings"):  # of the whole, where there is one
+            text = {**text, field: hf.get(field)}
+        for field in ("layer_types", "mlp_only_layers"):
+            cls._expect(text, where, field, isinstance(text.get(field) or [], list), "a list")
         rope = cls._read_rope(text, where)
-        num_layers = text.get("num_hidden_layers") or 0
         types = text.get("layer_types")
         every = text.get("full_attention_interval")
-        if types is not None:
+        if types:
             every = types.index(FULL) + 1 if FULL in types else len(types) + 1
         config = cls._read(
             text,
             where,
-            optional=[*_OURS, "rms_norm_eps", "tie_word_embeddings", "partial_rotary_factor", "rope_theta"],
+            optional=[*_OURS, "rms_norm_eps", "tie_word_embeddings", "partial_rotary_factor"],
             rope_theta=rope.get("rope_theta"),
             partial_rotary_factor=rope.get("partial_rotary_factor"),
             full_attention_interval=every,
-            tie_word_embeddings=hf.get("tie_word_embeddings"),
         )
-        cls._expect(
-            text,
-            where,
-            "layer_types",
-            types is None or types == config.layer_types,
-            f"{FULL} in every n-th layer and {LINEAR} in all others",
-        )
+        pattern = f"{FULL} in every n-th layer and {LINEAR} in all others"
+        cls._expect(text, where, "layer_types", not types or types == config.layer_types, pattern)
         gate = text.get("output_gate_type")
         cls._expect(text, where, "output_gate_type", gate in (None, "swish", "silu"), "swish")
-        dense = set(text.get("mlp_only_layers") or ()) >= set(range(num_layers))
+        gated = text.get("attn_output_gate", True)
+        cls._expect(text, where, "attn_output_gate", bool(gated), "true")
+        dense = set(text.get("mlp_only_layers") or ()) >= set(range(config.num_hidden_layers))
         cls._expect(text, where, "num_experts", not text.get("num_experts") or dense, "dense models")
         return config
 

@@ -6,33 +6,50 @@ for each head, where t - 1 is the token before t *on its path*: a node starts fr
 end, and the gradients that its children send there add up. Of a partition the first states come from a
 gateway, and those that later forwards start from go into it.
 
-chunks (data/)   which tokens are read at once, and from where their state comes
+chunks, chains   in data/: which tokens are read at once, from where their state comes, in which order
 reference.py     both in plain torch, to which all else is compared
+kernels_*.py     the rule in Triton, forward and backward
+operator.py      what autograd, torch.compile and checkpointing know of it
 conv.py          the convolution: kernels and operator
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from titan_tree.components.tree_gdn import reference
+from titan_tree.components.tree_gdn import operator
 from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
 from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
+from titan_tree.data.chains import Chains
+from titan_tree.data.chunks import Chunks
 from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
 
 __all__ = ["Backend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "triton", "reference"]
 
 
 class TreeGDN(nn.Module):
     """The gated delta rule of N tokens on a forest, with queries and keys normalised to length 1.
 
     Without parameters. H key heads, G value heads, a multiple of H: value head i uses key head i // (G / H).
+    Deterministic.
+
+    Args:
+        backend: "triton": own kernels, for bf16 and fp32, heads of 16, 32, 64 or 128 dims. "reference": plain
+            torch, any dtype and size. "auto": the first on a GPU, the second elsewhere.
     """
+
+    def __init__(self, backend: Backend = "auto") -> None:
+        super().__init__()
+        if backend not in get_args(Backend):
+            raise UserError(
+                f"TreeGDN: backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}"
+            )
+        self.backend = backend
 
     def forward(
         self,
@@ -54,16 +71,22 @@ class TreeGDN(nn.Module):
         Returns:
             o, and of a partition the states [S, G, K, V] after the tokens ``layout.state_exports``.
         """
-        _check(q, k, v, g, beta, layout)
-        return reference.gated_delta_rule(q, k, v, g, beta, layout, states)
+        chunks, chains = _check(q, k, v, g, beta, layout)
+        kernels = self.backend == "triton" or (self.backend == "auto" and q.is_cuda)
+        o, exported = operator.gated_delta_rule(q, k, v, g, beta, states, chunks, chains, kernels)
+        return o, None if layout.state_exports is None else exported
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout
+) -> tuple[Chunks, Chains]:
     n, heads, _ = v.shape
-    if q.shape != k.shape or len(k) != n or heads % k.shape[1] or {g.shape, beta.shape} != {(n, heads)}:
+    gates_fit = g.shape == (n, heads) == beta.shape
+    if q.shape != k.shape or k.shape[0] != n or heads % k.shape[1] or not gates_fit:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v, g, beta))
         raise UserError(
             f"TreeGDN: expected q, k [N, H, K], v [N, G, V], H dividing G, and g, beta [N, G], got {shapes}"
         )
-    if layout.chunks is None or layout.predecessor is None or len(layout.predecessor) != n:
-        raise UserError(f"TreeGDN: expected a layout of {n} tokens with predecessors and chunks (TreeBatch)")
+    if layout.chunks is None or layout.chains is None or layout.positions.shape[0] != n:
+        raise UserError(f"TreeGDN: expected a layout of {n} tokens with chunks and chains (TreeBatch)")
+    return layout.chunks, layout.chains

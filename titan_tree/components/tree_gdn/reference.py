@@ -10,6 +10,9 @@ Within a chunk that starts from state S, with decays summed from its start, G_i 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,50 +27,65 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """See ``TreeGDN.forward``."""
     assert layout.chunks is not None
-    start, before, exported = layout.chunks
+    start, before, exported = (x.tolist() for x in layout.chunks)
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     repeat = v.shape[1] // k.shape[1]
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     q, k = (normalize(x).repeat_interleave(repeat, 1) for x in (q, k))
-
-    # Chunks of equal size, filled up with tokens that change nothing: of keys 0, that do not decay.
-    length = start.diff()
-    place = torch.arange(int(length.max()), device=v.device)
-    token = (start[:-1, None] + place).clamp(max=len(v) - 1)
-    is_token = place < length[:, None]
-
-    def in_chunks(x: Tensor) -> Tensor:
-        """[C, heads, size, ...]"""
-        return (x[token] * is_token.view(*is_token.shape, *[1] * (x.ndim - 1))).transpose(1, 2)
-
-    q, k, v, g, beta = map(in_chunks, (q * k.shape[-1] ** -0.5, k, v, g, beta))
-    total = g.cumsum(-1)
-    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    a = (beta[..., None] * decay * (k @ k.mT)).tril(-1)
-    t = torch.linalg.solve_triangular(
-        a + torch.eye(a.shape[-1], dtype=wide, device=a.device), torch.diag_embed(beta), upper=False
-    )
-    p = decay * (q @ k.mT)
-    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    q, key_in, key_out = q * from_start, k * from_start, k * to_end
-    keep = total[..., -1].exp()[..., None, None]
+    chunks = _prepared(q * k.shape[-1] ** -0.5, k, v, g, beta, start)
 
     zero = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
     outputs: list[Tensor] = []
-    last: list[Tensor] = []  # of each chunk the state at its end
-    for c, source in enumerate(before.tolist()):
+    last: dict[int, Tensor] = {}  # states at the ends of chunks
+    wanted = {*before, *exported}
+    for c, source in enumerate(before):
         if source <= -2:
             assert states is not None
             state = states[-2 - source].to(wide)
         else:
             state = last[source] if source >= 0 else zero
-        new = t[c] @ (v[c] - key_in[c] @ state)
-        outputs.append(q[c] @ state + p[c] @ new)
-        last.append(keep[c] * state + key_out[c].mT @ new)
-    out = torch.stack(outputs).transpose(1, 2)[is_token].to(dtype)
+        read, mixed, t, key_in, key_out, value, keep = chunks[c]
+        new = t @ (value - key_in @ state)
+        outputs.append((read @ state + mixed @ new)[:, : start[c + 1] - start[c]])
+        if c in wanted:
+            last[c] = keep * state + key_out.mT @ new
+    out = torch.cat(outputs, dim=1).transpose(0, 1).to(dtype)
     if layout.state_exports is None:
         return out, None
-    return out, torch.stack([last[c] for c in exported.tolist()])
+    return out, torch.stack([last[c] for c in exported])
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Sequence[int]
+) -> dict[int, tuple[Tensor, ...]]:
+    """Of each chunk, [heads, size, ...]: exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v and exp(G_last).
+
+    Chunks are filled up to a power of two, so that short ones cost little, with tokens that change nothing:
+    of keys 0, that do not decay.
+    """
+    sizes = [1 << (stop - first - 1).bit_length() for first, stop in pairwise(start)]
+    prepared: dict[int, tuple[Tensor, ...]] = {}
+    for size in set(sizes):
+        members = [c for c, other in enumerate(sizes) if other == size]
+        first, stop = (torch.tensor([start[c + i] for c in members], device=v.device) for i in (0, 1))
+        token = first[:, None] + torch.arange(size, device=v.device)
+        is_token = token < stop[:, None]
+        token = token.clamp(max=len(v) - 1)
+
+        def in_chunks(x: Tensor, token: Tensor = token, is_token: Tensor = is_token) -> Tensor:
+            return (x[token] * is_token.view(*is_token.shape, *[1] * (x.ndim - 1))).transpose(1, 2)
+
+        qs, ks, vs, gs, betas = map(in_chunks, (q, k, v, g, beta))
+        total = gs.cumsum(-1)
+        decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+        a = (betas[..., None] * decay * (ks @ ks.mT)).tril(-1)
+        one = torch.eye(size, dtype=v.dtype, device=v.device)
+        t = torch.linalg.solve_triangular(a + one, torch.diag_embed(betas), upper=False)
+        p = decay * (qs @ ks.mT)
+        gain, rest = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+        columns = qs * gain, p, t, ks * gain, ks * rest, vs, total[..., -1].exp()[..., None, None]
+        prepared |= {c: tuple(x[i] for x in columns) for i, c in enumerate(members)}
+    return prepared
 
 
 def normalize(x: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""Qwen3.5 on token trees on a GPU: exact in fp32, and in bf16 as close to fp32 as training path by path."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
+from tests.oracle import (
+    KINDS,
+    assert_same,
+    hybrid_model,
+    in_one_pass,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_model,
+)
+from tests.test_gateways import RandomCuts, forest_of, in_partitions
+
+pytestmark = pytest.mark.gpu
+MODEL = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 4096,
+    "device": "cuda",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fp32_equals_every_path_alone(tied):
+    hf = hybrid_model(tied, **MODEL)
+    model = tree_model(hf, "triton")
+    for seed in range(2 * len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_fp32_partitions_equal_one_pass(share):
+    model = tree_model(hybrid_model(True, **MODEL), "triton")
+    for seed in range(len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        _, want_loss, want = in_one_pass(model, groups)
+        loss, got = in_partitions(model, RandomCuts(share, seed).plan(forest_of(groups)))
+        assert loss == pytest.approx(want_loss, rel=1e-5)
+        for name, gradient in want.items():
+            assert relative_error(got[name], gradient) < 1e-5, name
+
+
+def test_compiled_blocks_equal_eager_ones():
+    model = tree_model(hybrid_model(True, **MODEL), "triton")
+    compiled = copy.deepcopy(model)
+    for block in compiled.layers:
+        block.compile(fullgraph=True, dynamic=True)
+    for seed in range(len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        assert_same(in_one_pass(compiled, groups), in_one_pass(model, groups), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", HOPPER])
+def test_gradients_are_deterministic(backend):
+    model = tree_model(hybrid_model(True, dtype=torch.bfloat16, **MODEL), backend)
+    model.attention.deterministic = True
+    groups = random_groups(2, **FOREST)
+    first, second = in_one_pass(model, groups), in_one_pass(model, groups)
+    assert first[1] == second[1]
+    for name, gradient in first[2].items():
+        assert torch.equal(gradient, second[2][name]), name
+
+
+@pytest.mark.parametrize("backend", ["triton", HOPPER])
+def test_bf16_gradients_are_at_the_noise_floor(backend):
+    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+
+    There transformers computes the recurrence in fp32, from bf16 inputs.
+    """
+    noisy = hybrid_model(True, dtype=torch.bfloat16, **MODEL)
+    exact = copy.deepcopy(noisy).float()
+    model = tree_model(noisy, backend)
+    mine, theirs = {}, {}
+    for seed in range(3 * len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        want = per_path(exact, flat(groups))[2]
+        for errors, got in (
+            (mine, in_one_pass(model, groups)[2]),
+            (theirs, per_path(noisy, flat(groups))[2]),
+        ):
+            for name, gradient in want.items():
+                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
+    ratios = {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+    worst = max(ratios, key=ratios.__getitem__)
+    mean = sum(ratios.values()) / len(ratios)
+    print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
+    assert ratios[worst] <= 1.2, worst

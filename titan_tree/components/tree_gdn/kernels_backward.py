@@ -1,0 +1,345 @@
+"""The gated delta rule on chunks in Triton: gradients. Letters and layouts are those of kernels_forward.py.
+
+From dS', the gradient of a chunk's last state, and X = dv, with s the scale of q:
+
+    dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
+
+Neither A nor k k^T is made again, since dA beta = -X n^T. Nor does any gate's gradient need a product of its
+own: with the gradient of k split in that of its rows in A and e k S, and that of its columns,
+
+    dbeta_i = (X_i.v_i + k_i.dk_row_i) / beta_i;   dG_i = q_i.dq_i + k_i.dk_row_i - k_i.dk_column_i
+
+and that of G_last also has <S', dS'>. The same row sums are what the gradient of normalisation takes.
+
+A chain leaves the gradient of the state that it starts from in a buffer of its own; what the children of a
+slot left is added up, in the order of the table, before the chain runs that filled the slot. So each sum has
+a fixed order, and the serial loop no inner one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_tree.components.tree_gdn.kernels_forward import (
+    Saved,
+    decayed,
+    empty_states,
+    inverse_length,
+    load_hidden,
+    precision,
+    run_chains,
+    sizes,
+    stages,
+)
+from titan_tree.data.chains import Chains
+from titan_tree.data.chunks import CHUNK, Chunks
+
+
+@triton.jit
+def _local_kernel(
+    q_ptr, k_ptr, do_ptr, total_ptr, length_ptr, local_ptr, scaled_q_ptr, q_length_ptr, start_ptr, scale,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the reverse pass reads of each chunk: (s P^T do)^T [V, C] and s exp(G) q [C, K]; and 1 / |q|."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    is_token = (t < end - start)[:, None]
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    value_base = (start.to(tl.int64) * G + head) * V
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
+    do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
+    total, length = tl.load(total_ptr + index * C + t), tl.load(length_ptr + index * C + t)
+    q_length = inverse_length(q)
+    tl.store(q_length_ptr + index * C + t, q_length)
+    scaled_q = q.to(tl.float32) * (scale * q_length * tl.exp2(total))[:, None]
+    tl.store(
+        scaled_q_ptr + index * C * K + (t[:, None] * K + d[None, :]),
+        scaled_q.to(scaled_q_ptr.dtype.element_ty),
+    )
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
+    p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
+    local = tl.dot(tl.trans(do), p.to(do.dtype), input_precision=PRECISION)
+    tl.store(
+        local_ptr + index * C * V + (column[:, None] * C + t[None, :]), local.to(local_ptr.dtype.element_ty)
+    )
+
+
+@triton.jit
+def _query_kernel(
+    q_ptr, k_ptr, do_ptr, state_ptr, new_ptr, total_ptr, length_ptr, dq_ptr, q_dq_ptr, start_ptr, scale,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of each chunk and value head, and the row sums of q times the gradient of normalised q."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    is_token = (t < end - start)[:, None]
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    value_base = (start.to(tl.int64) * G + head) * V
+    # Not from memory, in whose layout the rest would need more registers
+    q_length = inverse_length(tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0))
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
+    do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
+    total, length = tl.load(total_ptr + index * C + t), tl.load(length_ptr + index * C + t)
+    new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
+    state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
+    dp = tl.dot(do, new, input_precision=PRECISION) * (scale * length)[None, :]
+    dp = decayed(dp, total[:, None], total[None, :], t[:, None] >= t[None, :]).to(k.dtype)
+    dq = tl.dot(do, state, input_precision=PRECISION) * (scale * tl.exp2(total))[:, None]
+    dq = tl.dot(dp, k, dq, input_precision=PRECISION)
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
+    q_dq = tl.sum(dq * q, 1) * q_length
+    tl.store(q_dq_ptr + index * C + t, q_dq)
+    dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
+    tile = t[:, None] * (G * K) + d[None, :]
+    tl.store(
+        dq_ptr + (start.to(tl.int64) * G + head) * K + tile, dq.to(dq_ptr.dtype.element_ty), mask=is_token
+    )
+
+
+@triton.jit(do_not_specialize=["first_slot"])
+def _slot_kernel(
+    start_gradient_ptr, slot_gradient_ptr, first_child_ptr, child_ptr, first_slot, SIZE, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each slot: the sum of its children's."""
+    slot = first_slot + tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(tl.load(first_child_ptr + slot), tl.load(first_child_ptr + slot + 1)):
+        total += tl.load(start_gradient_ptr + tl.load(child_ptr + i).to(tl.int64) * SIZE + element)
+    tl.store(slot_gradient_ptr + slot * SIZE + element, total)
+
+
+@triton.jit(do_not_specialize=["first_chain"])
+def _state_gradient_kernel(
+    k_ptr, do_ptr, inverse_ptr, local_ptr, scaled_q_ptr, read_ptr, write_ptr, total_ptr, dstate_ptr, x_ptr,
+    slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """A chain from its end: dS'^T of each chunk, X^T, and the gradient of the state that it starts from."""
+    index = tl.program_id(0)
+    V_BLOCKS: tl.constexpr = V // BLOCK_V
+    chain = first_chain + index // (G * V_BLOCKS)
+    head = (index // V_BLOCKS) % G
+    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, d = tl.arange(0, C), tl.arange(0, K)
+    state_tile = column[:, None] * K + d[None, :]
+    dstate = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
+    row = ((end - 1).to(tl.int64) * G + head) * C
+    read, write = tl.load(read_ptr + row + t), tl.load(write_ptr + row + t)
+    last = tl.load(total_ptr + row + C - 1)
+    for i in tl.range(0, end - first, num_stages=STAGES):
+        chunk = end - 1 - i
+        row = (chunk.to(tl.int64) * G + head) * C
+        clamped = tl.maximum(chunk, first)
+        start = load_hidden(start_ptr + clamped, RAW)
+        is_token = t < load_hidden(start_ptr + clamped + 1, RAW) - start
+        start = start.to(tl.int64)
+        key_base = (start * (G // GROUP) + head // GROUP) * K
+        k = tl.load(
+            k_ptr + key_base + (t[:, None] * (G // GROUP * K) + d[None, :]), mask=is_token[:, None], other=0.0
+        )
+        do = tl.load(
+            do_ptr + (start * G + head) * V + (t[:, None] * (G * V) + column[None, :]),
+            mask=is_token[:, None], other=0.0,
+        )  # fmt: skip
+        inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
+        scaled_q = tl.load(scaled_q_ptr + row * K + (t[:, None] * K + d[None, :]))
+        local = tl.load(local_ptr + row * V + (column[:, None] * C + t[None, :]))
+        # of the chunk before, which the next step runs
+        next_row = (tl.maximum(chunk - 1, 0).to(tl.int64) * G + head) * C
+        slot = load_hidden(slot_ptr + clamped, RAW)
+        next_read = tl.load(read_ptr + next_row + t)
+        next_write = tl.load(write_ptr + next_row + t)
+        next_last = tl.load(total_ptr + next_row + C - 1)
+        if slot >= 0:
+            dstate += tl.load(slot_gradient_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
+        rounded = dstate.to(k.dtype)
+        tl.store(dstate_ptr + row // C * K * V + state_tile, rounded)
+        dnew = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * write[None, :] + local
+        x = tl.dot(dnew.to(inverse.dtype), inverse, input_precision=PRECISION)
+        tl.store(x_ptr + row * V + (column[:, None] * C + t[None, :]), x.to(x_ptr.dtype.element_ty))
+        dstate = tl.dot(tl.trans(do), scaled_q, dstate * tl.exp2(last), input_precision=PRECISION)
+        dstate = tl.dot((x * read[None, :]).to(k.dtype), k, dstate, input_precision=PRECISION)
+        read, write, last = next_read, next_write, next_last
+    if tl.load(source_ptr + chain) >= 0:
+        tl.store(start_gradient_ptr + (chain.to(tl.int64) * G + head) * K * V + state_tile, dstate)
+
+
+@triton.jit
+def _input_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, state_ptr, dstate_ptr, slots_ptr, new_ptr, x_ptr, total_ptr, beta_ptr,
+    length_ptr, q_length_ptr, q_dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, before_ptr, slot_ptr,
+    scale, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk of each value head, dv, dg and dbeta.
+
+    Operands of products are loaded once more, from the cache, for arithmetic by element: registers do not
+    hold both forms.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    is_token = t < end - start
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    value_base = (start.to(tl.int64) * G + head) * V
+    value_tile = t[:, None] * (G * V) + column[None, :]
+    value_tile_t = t[None, :] * (G * V) + column[:, None]
+    state_tile = column[:, None] * K + d[None, :]
+    new_tile = column[:, None] * C + t[None, :]
+
+    # <S', dS'>. S' is the next chunk's start, or in a slot; a chain's end without one has dS' = 0.
+    d_last = 0.0
+    following, slot = chunk + 1, tl.load(slot_ptr + chunk)
+    goes_on = tl.load(before_ptr + following, mask=following * G < tl.num_programs(0), other=-1) == chunk
+    if goes_on:
+        dstate = tl.load(dstate_ptr + index * K * V + state_tile).to(tl.float32)
+        state = tl.load(state_ptr + (index + G) * K * V + state_tile).to(tl.float32)
+        d_last = tl.sum(tl.sum(dstate * state, 1), 0)
+    else:
+        if slot >= 0:
+            dstate = tl.load(dstate_ptr + index * K * V + state_tile).to(tl.float32)
+            state = tl.load(slots_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
+            d_last = tl.sum(tl.sum(dstate * state, 1), 0)
+
+    row = index * C + t
+    total, last = tl.load(total_ptr + row), tl.load(total_ptr + index * C + C - 1)
+    q_length, length = tl.load(q_length_ptr + row), tl.load(length_ptr + row)
+    x = tl.load(x_ptr + index * C * V + new_tile)
+    v = tl.load(v_ptr + value_base + value_tile_t, mask=is_token[None, :], other=0.0)
+    tl.store(dv_ptr + value_base + value_tile_t, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
+    x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
+
+    # dk of columns: in the last state, P and A
+    new = tl.load(new_ptr + index * C * V + new_tile)
+    dstate = tl.load(dstate_ptr + index * K * V + state_tile)
+    dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION) * tl.exp2(last - total)[:, None]
+    do = tl.load(do_ptr + value_base + value_tile, mask=is_token[:, None], other=0.0)
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+    dp = tl.dot(tl.trans(new), tl.trans(do), input_precision=PRECISION)
+    dp *= (scale * q_length)[None, :]
+    dp = decayed(dp, total[None, :], total[:, None], t[:, None] <= t[None, :])
+    dk = tl.dot(dp.to(q.dtype), q, dk, input_precision=PRECISION)
+    x = tl.load(x_ptr + index * C * V + new_tile)
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+    da = tl.dot(tl.trans(new), x, input_precision=PRECISION)
+    da = decayed(-da * length[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
+    dk = tl.dot(da.to(q.dtype), k, dk, input_precision=PRECISION)
+
+    # dk of rows: in A and e k S
+    state = tl.load(state_ptr + index * K * V + state_tile)
+    da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
+    da = decayed(-da * length[None, :], total[:, None], total[None, :], t[:, None] > t[None, :])
+    dk_row = tl.dot(tl.trans(x), state, input_precision=PRECISION) * (-tl.exp2(total))[:, None]
+    dk_row = tl.dot(da.to(q.dtype), k, dk_row, input_precision=PRECISION)
+
+    k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
+    k_column = tl.sum(dk * k_wide, 1) * length
+    k_row = tl.sum(dk_row * k_wide, 1) * length
+    dk += dk_row
+    dk = (dk - k_wide * (length * (k_row + k_column))[:, None]) * length[:, None]
+    tile = t[:, None] * (G * K) + d[None, :]
+    head_base = start.to(tl.int64) * G + head
+    tl.store(dk_ptr + head_base * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token[:, None])
+    dbeta = (x_v + k_row) / tl.load(beta_ptr + row, mask=is_token, other=1.0)
+    tl.store(dbeta_ptr + head_base + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
+    dtotal = tl.where(is_token, tl.load(q_dq_ptr + row) + k_row - k_column, 0.0)
+    dg = tl.cumsum(dtotal, 0, reverse=True) + d_last
+    tl.store(dg_ptr + head_base + t * G, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def backward(
+    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved,
+    chunks: Chunks, chains: Chains,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dg, dbeta in the dtypes of their inputs, and the gateway states' [R, G, K, V] fp32."""
+    (n, heads_k, width_k), (_, heads, width), num_chunks = k.shape, v.shape, len(chains.slot)
+    total, chunk_beta, read, write, length = saved.factors.unbind()
+    rounds = chains.rounds.tolist()
+    per_chunk = sizes(q, v) | {"PRECISION": precision(q)}
+    scale = width_k**-0.5
+
+    # The states once more, from their slots: all chains at once, and beside the reverse pass, since a few
+    # chains cannot fill the GPU.
+    state, new = empty_states(k, v, chains)
+    again = k, v, saved, chunks, chains, state, new, 0, rounds[-1][0], False
+    if k.is_cuda:
+        main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            run_chains(*again)
+    else:
+        run_chains(*again)
+
+    local, x = torch.empty_like(new), torch.empty_like(new)
+    scaled_q = k.new_empty(num_chunks, heads, CHUNK, width_k)
+    q_length, q_dq = saved.factors.new_empty(2, num_chunks, heads, CHUNK).unbind()
+    _local_kernel[(num_chunks * heads,)](
+        q, k, do, total, length, local, scaled_q, q_length, chunks.start, scale, **per_chunk
+    )
+
+    dstate, slot_gradient = torch.empty_like(state), torch.empty_like(saved.slots)
+    num_chains = len(chains.first)
+    start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
+    start_gradient[num_chains:] = dexported.mT
+
+    def add_up(first: int, end: int) -> None:
+        if first < end:
+            block = min(width * width_k, 2048)
+            _slot_kernel[(end - first, heads * width * width_k // block)](
+                start_gradient, slot_gradient, chains.first_child, chains.child, first,
+                heads * width * width_k, BLOCK=block,
+            )  # fmt: skip
+
+    block = min(width, 64)
+    for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
+        add_up(slot, slot_end)
+        programs = (end - chain) * heads * (width // block)
+        _state_gradient_kernel[(programs,)](
+            k, do, saved.inverse, local, scaled_q, read, write, total, dstate, x,
+            slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot, chunks.start,
+            chain, **per_chunk, BLOCK_V=block, STAGES=stages(k, programs), RAW=k.is_cuda,
+        )  # fmt: skip
+    num_rows = rounds[0][1]
+    add_up(0, num_rows)
+    dstates = slot_gradient[:num_rows].mT.contiguous()
+
+    if k.is_cuda:
+        main.wait_stream(side)
+    del local, scaled_q
+    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
+    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
+    _query_kernel[(num_chunks * heads,)](
+        q, k, do, state, new, total, length, dq, q_dq, chunks.start, scale, **per_chunk
+    )
+    _input_kernel[(num_chunks * heads,)](
+        q, k, v, do, state, dstate, saved.slots, new, x, total, chunk_beta, length, q_length, q_dq,
+        dk, dv, dg, dbeta, chunks.start, chunks.before, chains.slot, scale, **per_chunk,
+    )  # fmt: skip
+    if heads > heads_k:  # torch sums 16-bit numbers in fp32
+        dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))
+    return dq, dk, dv, dg, dbeta, dstates

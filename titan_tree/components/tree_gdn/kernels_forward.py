@@ -1,0 +1,334 @@
+"""The gated delta rule on chunks in Triton: forward, and the states once more for the backward.
+
+The algebra is that of reference.py, with two things folded in: e_i = exp(G_i) / |k_i| and
+d_i = exp(G_last - G_i) / |k_i| normalise the keys too, so that no normalised copy is made. The chunk form is
+Gated DeltaNet's (arXiv:2412.06464) as in flash-linear-attention, but for what leaves a chunk's preparation:
+T = (I + A)^-1 diag(beta) alone, and not the products w = T k and u = T v. From the state S at its start,
+
+    n = T (v - e (k S));   S' = exp(G_last) S + k^T (d n);   o = exp(G) (q S) + P n
+
+costs one more small product, and a quarter less memory traffic.
+
+States are kept transposed, S^T [V, K] and n^T [V, 64]: on Hopper the state then stays in registers as the
+left operand of every product of the serial kernel, and all right operands come straight from shared memory.
+No tl.dot sees the transpose of another's result, which some Triton versions miscompile there.
+
+One program of the serial kernel runs a chain of chunks (data/chains.py) for one head and up to 64 columns of
+V; the other kernels run all chunks at once. Gates are summed in base 2.
+
+Letters: N tokens, G value heads, GROUP of which use one key head, C tokens that a chunk has room for.
+Offsets inside of a tile are 32-bit, on 64-bit bases: 64-bit tiles spill.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_tree.components.tree_gdn.reference import EPSILON
+from titan_tree.data.chains import Chains
+from titan_tree.data.chunks import CHUNK, Chunks
+from titan_tree.errors import UserError
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NORM_EPSILON = tl.constexpr(EPSILON)
+# What a beta of 0 is read as: nothing beside 1, but the gradient of beta is a quotient by it.
+SMALLEST_BETA = tl.constexpr(2.0**-40)
+
+
+@triton.jit
+def load_hidden(ptr, RAW: tl.constexpr):
+    """An int32 that Triton's pipeliner does not see loaded, so that it can prefetch what it is an address of.
+
+    A plain load in the loop becomes an asynchronous copy itself, and waiting for it waits for all tiles that
+    were just asked for. The pipeliner runs this one ahead of the loop, unpredicated: clamp the address.
+    """
+    if RAW:
+        value = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        value = tl.load(ptr)
+    return value
+
+
+@triton.jit
+def inverse_length(x):
+    """1 / |x| of each row."""
+    x = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(x * x, 1) + NORM_EPSILON)
+
+
+@triton.jit
+def decayed(x, gained, lost, is_seen):
+    """x * 2 ** (gained - lost) where ``is_seen``, else 0; in this form the compiler spills least."""
+    return tl.where(is_seen, x * tl.exp2(tl.where(is_seen, gained - lost, 0.0)), 0.0)
+
+
+@triton.jit
+def _gates_kernel(
+    g_ptr, beta_ptr, total_ptr, chunk_beta_ptr, start_ptr,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Decays summed from each chunk's start, and beta, as [chunks, G, C]: of one chunk and BLOCK_G heads."""
+    chunk = tl.program_id(0).to(tl.int64)
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t = tl.arange(0, C)
+    head = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    is_head = (head < G)[None, :]
+    mask = (start + t < end)[:, None] & is_head
+    source = (start + t).to(tl.int64)[:, None] * G + head[None, :]
+    target = (chunk * G + head)[None, :] * C + t[:, None]
+    total = tl.cumsum(tl.load(g_ptr + source, mask=mask, other=0.0).to(tl.float32) * LOG2_E, 0)
+    tl.store(total_ptr + target, total, mask=is_head)
+    beta = tl.load(beta_ptr + source, mask=mask, other=0.0).to(tl.float32)
+    beta = tl.where(mask & (beta == 0.0), SMALLEST_BETA, beta)
+    tl.store(chunk_beta_ptr + target, beta, mask=is_head)
+
+
+@triton.jit
+def _inverse_kernel(
+    k_ptr, total_ptr, beta_ptr, inverse_ptr, read_ptr, write_ptr, length_ptr, start_ptr,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """T of each chunk and head, and the row factors -e, d and 1 / |k|."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t = tl.arange(0, C)
+    key_tile = t[:, None] * (G // GROUP * K) + tl.arange(0, K)[None, :]
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    k = tl.load(k_ptr + key_base + key_tile, mask=(start + t < end)[:, None], other=0.0)
+    row = index * C + t
+    total, beta = tl.load(total_ptr + row), tl.load(beta_ptr + row)
+    last = tl.load(total_ptr + index * C + C - 1)
+    length = inverse_length(k)
+    tl.store(length_ptr + row, length)
+    tl.store(read_ptr + row, -tl.exp2(total) * length)
+    tl.store(write_ptr + row, tl.exp2(last - total) * length)
+
+    # A, and its transpose from a product of its own
+    kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None] * length[None, :]
+    a = decayed(kk * beta[:, None], total[:, None], total[None, :], t[:, None] > t[None, :])
+    at = decayed(kk * beta[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
+
+    # The inverses of the 16 x 16 blocks on the diagonal of I + A, by forward substitution in all at once
+    BLOCKS: tl.constexpr = C // 16
+    block, i16 = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    same_block = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(same_block, tl.reshape(at, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)  # [block, j, i]
+    one = tl.full([BLOCKS, 16, 16], 1.0, tl.float32)
+    x = tl.where(i16[None, :, None] == i16[None, None, :], one, 0.0)
+    for i in range(1, 16):
+        a_i = tl.sum(tl.where(i16[None, None, :] == i, blocks, 0.0), 2)  # row i of A in each block
+        x = tl.where(i16[None, :, None] == i, x - tl.sum(a_i[:, :, None] * x, 1)[:, None, :], x)
+    diagonal = tl.reshape(tl.where(same_block, x[:, :, None, :], 0.0), [C, C])
+
+    # (I + A)^-1 = (I + Z)^-1 D with D the inverse of the diagonal and Z = D (A off it), and Z^4 = 0:
+    # (I + Z)^-1 = (I - Z) (I + Z^2)
+    tl.static_assert(BLOCKS == 4)
+    off = tl.where(t[:, None] // 16 > t[None, :] // 16, a, 0.0)
+    z = tl.dot(diagonal, off, input_precision=INVERSE_PRECISION)
+    zz = tl.dot(z, z, input_precision=INVERSE_PRECISION)
+    y = diagonal + tl.dot(zz, diagonal, input_precision=INVERSE_PRECISION)
+    inverse = (y - tl.dot(z, y, input_precision=INVERSE_PRECISION)) * beta[None, :]
+    tl.store(
+        inverse_ptr + index * C * C + t[:, None] * C + t[None, :], inverse.to(inverse_ptr.dtype.element_ty)
+    )
+
+
+@triton.jit(do_not_specialize=["first_chain"])
+def _state_kernel(
+    k_ptr, v_ptr, inverse_ptr, read_ptr, write_ptr, total_ptr, state_ptr, new_ptr, slots_ptr,
+    first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_V: tl.constexpr, LEAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    RAW: tl.constexpr,
+):  # fmt: skip
+    """S^T at the start of each chunk of a chain, and n^T. LEAVE: write states into their slots."""
+    index = tl.program_id(0)
+    V_BLOCKS: tl.constexpr = V // BLOCK_V
+    chain = first_chain + index // (G * V_BLOCKS)
+    head = (index // V_BLOCKS) % G
+    column = (index % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, d = tl.arange(0, C), tl.arange(0, K)
+    state_tile = column[:, None] * K + d[None, :]
+    state = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    source = tl.load(source_ptr + chain)
+    if source >= 0:
+        state = tl.load(slots_ptr + (source.to(tl.int64) * G + head) * K * V + state_tile)
+    first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
+    row = (first.to(tl.int64) * G + head) * C
+    read, write = tl.load(read_ptr + row + t), tl.load(write_ptr + row + t)
+    last = tl.load(total_ptr + row + C - 1)
+    for chunk in tl.range(first, end, num_stages=STAGES):
+        row = (tl.cast(chunk, tl.int64) * G + head) * C
+        clamped = tl.minimum(chunk, end - 1)
+        start = load_hidden(start_ptr + clamped, RAW)
+        is_token = t < load_hidden(start_ptr + clamped + 1, RAW) - start
+        start = start.to(tl.int64)
+        key_base = (start * (G // GROUP) + head // GROUP) * K
+        k = tl.load(
+            k_ptr + key_base + (t[:, None] * (G // GROUP * K) + d[None, :]), mask=is_token[:, None], other=0.0
+        )
+        v = tl.load(
+            v_ptr + (start * G + head) * V + (t[:, None] * (G * V) + column[None, :]),
+            mask=is_token[:, None], other=0.0,
+        )  # fmt: skip
+        inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
+        slot = load_hidden(slot_ptr + clamped, RAW)
+        # of the next chunk; there is room for one behind the last
+        next_read = tl.load(read_ptr + row + G * C + t)
+        next_write = tl.load(write_ptr + row + G * C + t)
+        next_last = tl.load(total_ptr + row + G * C + C - 1)
+        rounded = state.to(k.dtype)
+        tl.store(state_ptr + row // C * K * V + state_tile, rounded)
+        ks = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+        new = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
+        ks = (ks * read[None, :]).to(inverse.dtype)
+        new = tl.dot(ks, tl.trans(inverse), new, input_precision=PRECISION)
+        tl.store(new_ptr + row * V + (column[:, None] * C + t[None, :]), new.to(new_ptr.dtype.element_ty))
+        written = (new * write[None, :]).to(k.dtype)
+        state = tl.dot(written, k, state * tl.exp2(last), input_precision=PRECISION)
+        if LEAVE:  # noqa: SIM102 (known when this compiles)
+            if slot >= 0:
+                tl.store(slots_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile, state)
+        read, write, last = next_read, next_write, next_last
+
+
+@triton.jit
+def _output_kernel(
+    q_ptr, k_ptr, state_ptr, new_ptr, total_ptr, length_ptr, o_ptr, start_ptr, scale,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o of each chunk and head."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    is_token = (t < end - start)[:, None]
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
+    total = tl.load(total_ptr + index * C + t)
+    state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
+    new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * tl.load(length_ptr + index * C + t)[None, :]
+    p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
+    o = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
+    o = tl.dot(p.to(new.dtype), tl.trans(new), o, input_precision=PRECISION)
+    o *= (scale * inverse_length(q))[:, None]
+    tile = t[:, None] * (G * V) + column[None, :]
+    tl.store(o_ptr + (start.to(tl.int64) * G + head) * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
+
+
+class Saved(NamedTuple):
+    """What the backward reads beside the inputs. Chunks, L slots (data/chains.py)."""
+
+    slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and those exported
+    inverse: Tensor  # [chunks, G, 64, 64]: T, in the dtype of q
+    # [5, chunks + 1, G, 64] fp32, of each token: the summed decay, beta, -e, d, 1 / |k|
+    factors: Tensor
+
+
+def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
+    # shape[0] and not len(), which would bind torch.compile to one size
+    num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
+    return Saved(
+        slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),
+        inverse=q.new_empty(num_chunks, heads, CHUNK, CHUNK),
+        factors=q.new_empty(5, num_chunks + 1, heads, CHUNK, dtype=torch.float32),
+    )
+
+
+def precision(x: Tensor) -> str:
+    """Of products of x's dtype: fp32 is computed as such. Without effect on 16-bit operands."""
+    return "tf32x3" if x.is_cuda and x.dtype == torch.float32 else "ieee"
+
+
+def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Constants of most kernels."""
+    (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
+    return {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "C": CHUNK}
+
+
+def stages(x: Tensor, programs: int) -> int:
+    """Chunks in flight of a serial kernel on rows of x's dtype.
+
+    16-bit: 3 while each program has a multiprocessor for itself, then 2, and two programs on each, which is
+    also all that GPUs with little shared memory have room for. fp32 is slow in any case.
+    """
+    if not x.is_cuda or x.dtype == torch.float32:
+        return 1
+    gpu = _gpu(x.get_device())
+    is_roomy = gpu["max_shared_mem"] > 200 * 1024
+    return 3 if programs <= gpu["multiprocessor_count"] and is_roomy else 2
+
+
+@functools.cache
+def _gpu(device: int) -> dict[str, int]:
+    return triton.runtime.driver.active.utils.get_device_properties(device)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks,
+    chains: Chains,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """o [N, G, V], the exported states [X, G, K, V] fp32, what the backward needs. Inputs are contiguous."""
+    rounds, num_rows = chains.rounds.tolist(), 0 if states is None else len(states)
+    if num_rows != rounds[0][1]:
+        raise UserError(f"TreeGDN: the layout expected {rounds[0][1]} states, got {num_rows}")
+    num_chunks, heads = len(chains.slot), v.shape[1]
+    saved = empty_saved(q, v, chains)
+    total, chunk_beta, read, write, length = saved.factors.unbind()
+    block = min(32, triton.next_power_of_2(heads))
+    _gates_kernel[(num_chunks, triton.cdiv(heads, block))](
+        g, beta, total, chunk_beta, chunks.start, G=heads, BLOCK_G=block, C=CHUNK
+    )
+    _inverse_kernel[(num_chunks * heads,)](
+        k, total, chunk_beta, saved.inverse, read, write, length, chunks.start,
+        GROUP=heads // q.shape[1], G=heads, K=q.shape[2], C=CHUNK, PRECISION=precision(q),
+        INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
+    )  # fmt: skip
+    if states is not None:
+        saved.slots[:num_rows] = states.mT
+    state, new = empty_states(k, v, chains)
+    for (chain, _), (end, _) in itertools.pairwise(rounds):
+        run_chains(k, v, saved, chunks, chains, state, new, chain, end, leave=True)
+    o = torch.empty_like(v)
+    _output_kernel[(num_chunks * heads,)](
+        q, k, state, new, total, length, o, chunks.start, q.shape[2] ** -0.5,
+        **sizes(q, v), PRECISION=precision(q),
+    )  # fmt: skip
+    return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
+
+
+def empty_states(k: Tensor, v: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
+    """Room for S^T [chunks, G, V, K] and n^T [chunks, G, V, 64]."""
+    num_chunks, heads, width = len(chains.slot), *v.shape[1:]
+    return k.new_empty(num_chunks, heads, width, k.shape[2]), k.new_empty(num_chunks, heads, width, CHUNK)
+
+
+def run_chains(
+    k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, chains: Chains, state: Tensor, new: Tensor,
+    first: int, end: int, leave: bool,
+) -> None:  # fmt: skip
+    """The states of chains first .. end - 1, from slots that are filled already."""
+    total, _, read, write, _ = saved.factors.unbind()
+    block = min(v.shape[2], 64)
+    programs = (end - first) * v.shape[1] * (v.shape[2] // block)
+    _state_kernel[(programs,)](
+        k, v, saved.inverse, read, write, total, state, new, saved.slots,
+        chains.first, chains.end, chains.source, chains.slot, chunks.start, first,
+        **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k), STAGES=stages(k, programs),
+        RAW=k.is_cuda,
+    )  # fmt: skip
