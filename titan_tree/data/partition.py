@@ -293,6 +293,8 @@ def _followed(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.nda
     is the nearest one to the left.
     """
     before, n = tree.predecessor[partition.own], len(partition)
+    if np.array_equal(partition.own, np.arange(len(tree))):
+        return before, before >= 0, before
     places = np.sort(partition.own.astype(np.int64) * n + np.arange(n))
     nearest = places[np.searchsorted(places, before.astype(np.int64) * n + np.arange(n)) - 1]
     return before, (before >= 0) & (nearest // n == before), nearest % n
