@@ -143,14 +143,6 @@ class ZeroCentredRMSNorm(RMSNorm):
         return (wide * scale * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
 
 
-class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) * silu(gate), of each head for itself."""
-
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        assert gate is not None
-        return (super().forward(x) * F.silu(gate.to(at_least_fp32(gate)))).to(x.dtype)
-
-
 class GatedAttention(Attention):
     """Attention whose output, of each head for itself, passes a sigmoid gate."""
 
@@ -195,7 +187,7 @@ class GatedDeltaNet(Mixer):
         self.conv1d = Conv(2 * config.key_dim + config.value_dim, config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out_proj = Linear(config.value_dim, d)
 
     def forward(
@@ -214,7 +206,8 @@ class GatedDeltaNet(Mixer):
         step = F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide))
         g = -self.A_log.to(wide).exp() * step
         out, new_states = self.gdn(q, k, v, g, beta, layout, states)
-        out = self.out_proj(self.norm(out, z).flatten(-2))
+        gated = (self.norm(out) * F.silu(z.to(wide))).to(x.dtype)
+        out = self.out_proj(gated.flatten(-2))
         if new_states is None or new_tails is None:
             return out, ()
         return out, (new_states, new_tails)
