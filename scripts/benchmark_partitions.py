@@ -49,6 +49,7 @@ from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.registry import MODELS
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree_step import TreeStep
 
@@ -59,9 +60,9 @@ def main() -> None:
     args = parse_args()
     mesh, device = init_distributed()
     training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
-    model = build_parallel_model(ModelConfig(flavor=args.flavor), training, ParallelConfig(), mesh)
+    model = build_parallel_model(ModelConfig(args.model, args.flavor), training, ParallelConfig(), mesh)
     tree = long_rollouts(args.tokens, args.longest, model.config.vocab_size)
-    print(f"{args.flavor}, {tree.stats}", flush=True)
+    print(f"{args.model} {args.flavor}, {tree.stats}", flush=True)
     if args.train:
         train(model, tree, args, device)
     else:
@@ -214,7 +215,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flavor", default="0.6B", help="size of Qwen3 (default: %(default)s)")
+    parser.add_argument("--model", default="qwen3", choices=MODELS)
+    parser.add_argument("--flavor", default="0.6B", help="its size (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="of the tree (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=32_768, help="path (default: %(default)s tokens)")
     parser.add_argument("--fits", type=int, default=65_536, help="tokens in one pass (default: %(default)s)")

@@ -5,14 +5,14 @@
 Both run on one device in one process, in alternating rounds, on random tokens and random weights of one
 architecture, every token counted in the loss: forward, backward, gradient clipping, AdamW.
 
-- *transformers*: Qwen3ForCausalLM on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's
+- *transformers*: its model on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's
   kernels, every decoder layer compiled. Weights, gradients and optimizer states in bf16, or with --peer
   float32 in fp32 and computed in bf16 under autocast: the precision of titan_tree.
 - *titan_tree*: the trainer's model, optimizer and step: fp32 weights and optimizer states, bf16 computation.
   Trees are made ready for the device beforehand; the trainer does so in a thread, one step ahead.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
-count the model's own operations (Qwen3.training_flops): recomputation earns nothing. MFU is their share of
+count the model's own operations (Decoder.training_flops): recomputation earns nothing. MFU is their share of
 the GPU's peak. Without a GPU everything runs on the CPU: --flavor debug --tokens 256 shows that it does.
 """
 
@@ -42,7 +42,7 @@ from titan_tree.data.batch import TreeBatch
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import init_distributed
-from titan_tree.models.registry import build_model
+from titan_tree.models.registry import MODELS, build_model
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree_step import TreeStep
 
@@ -65,14 +65,14 @@ def main() -> None:
     args = parse_args()
     mesh, device = init_distributed()
     with torch.device("meta"):
-        model = build_model("qwen3", args.flavor)
+        model = build_model(args.model, args.flavor)
 
     def contender(name: str, shape: str, build: Callable[[TokenTree], Callable[[], object]]) -> Contender:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
         return Contender(name, lambda: build(tree), tree, model.training_flops(TreeBatch.from_trees([tree])))
 
     contenders = []
-    hf_config = transformers.Qwen3Config(**(model.config.to_hf() | {"use_cache": False}))
+    hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
     for dtype in args.peer:
         contenders.append(
             contender(
@@ -110,7 +110,7 @@ def our_step(
     """The step of titan_tree.trainer.Trainer, without data, logs and checkpoints."""
     training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
     model = build_parallel_model(
-        ModelConfig(flavor=args.flavor, attention=attention), training, ParallelConfig(), mesh
+        ModelConfig(args.model, args.flavor, attention=attention), training, ParallelConfig(), mesh
     )
     optimizers = build_optimizers(OPTIMIZER, model)
     tree_step = TreeStep(model, TreeLoss(reduction="token_mean"), device)
@@ -126,7 +126,7 @@ def our_step(
 
 
 def peer_step(
-    config: transformers.Qwen3Config,
+    config: transformers.PreTrainedConfig,
     dtype: str,
     tree: TokenTree,
     args: argparse.Namespace,
@@ -243,6 +243,7 @@ def write_csv(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "model": args.model,
         "flavor": args.flavor,
         "compile": args.compile,
         "activation_checkpoint": args.activation_checkpoint,
@@ -259,7 +260,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flavor", default="1.7B", help="size of Qwen3 (default: %(default)s)")
+    parser.add_argument("--model", default="qwen3", choices=MODELS)
+    parser.add_argument("--flavor", default="1.7B", help="its size (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
     parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
     parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of TreeAttention")
