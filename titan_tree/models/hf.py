@@ -42,7 +42,6 @@ CARRIED_FILES = (  # from a model's source to its export
 DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 PREFIX, TEXT_PREFIX = "model.", "model.language_model."  # of a model alone, and of one with vision
 NOT_LOADED = ("model.visual.", "visual.", "mtp.")  # vision, and the head that predicts several tokens
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_pretrained(
@@ -75,7 +74,6 @@ def model_from_config(folder: str | Path, attention: Backend = "auto") -> Decode
         raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type}")
     model_class = known[model_type]
     expected = [model_class.hf_architectures[model_type]]
-    # The text model of one with vision is also saved alone, under the name of the whole.
     if (architectures := config.get("architectures") or expected) != expected:
         raise UserError(f"{path}: architectures: expected {expected}, got {architectures}")
     return model_class(model_class.Config.from_hf(config, str(path)), attention)
@@ -90,31 +88,7 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
     folder = Path(folder)
     expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     files = _weight_files(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
-    skipped = []
-    for file in files:
-        with _open(file) as shard:
-            for stored in shard.keys():  # noqa: SIM118
-                if stored.startswith(NOT_LOADED):
-                    skipped.append(stored)
-                    continue
-                tensor, name = shard.get_slice(stored), _own_name(stored)
-                if name in shapes:
-                    raise UserError(f"{file}: {stored}: there is a second tensor for {name}; remove one")
-                shapes[name] = tuple(tensor.get_shape())
-                if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise UserError(
-                        f"{file}: {stored}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
-                    )
-    if skipped:
-        kinds = sorted({name.removeprefix("model.").partition(".")[0] for name in skipped})
-        logger.info(
-            "%s: not loaded: %d tensors of %s; an export that names this snapshot as its source has them",
-            folder,
-            len(skipped),
-            " and ".join(kinds),
-        )
-
+    shapes = _stored_shapes(folder, files)
     # A tied model's file may hold the embedding a second time, as the published Qwen3-0.6B does.
     embedding, copy = "embed_tokens.weight", "lm_head.weight"
     has_copy = copy in shapes and copy not in expected
@@ -143,6 +117,35 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
                     yield from zip(packed[name], model.unpack(name, shard.get_tensor(stored)), strict=True)
                 elif name in expected and not stored.startswith(NOT_LOADED):
                     yield name, shard.get_tensor(stored)
+
+
+def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Of all tensors but those that are not loaded, by the model's names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    skipped = []
+    for file in files:
+        with _open(file) as shard:
+            for stored in shard.keys():  # noqa: SIM118
+                if stored.startswith(NOT_LOADED):
+                    skipped.append(stored)
+                    continue
+                tensor, name = shard.get_slice(stored), _own_name(stored)
+                if name in shapes:
+                    raise UserError(f"{file}: {stored}: there is a second tensor for {name}; remove one")
+                shapes[name] = tuple(tensor.get_shape())
+                if (dtype := tensor.get_dtype()) not in DTYPES:
+                    raise UserError(
+                        f"{file}: {stored}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
+                    )
+    if skipped:
+        kinds = sorted({name.removeprefix("model.").partition(".")[0] for name in skipped})
+        logger.info(
+            "%s: not loaded: %d tensors of %s; an export that names this snapshot as its source has them",
+            folder,
+            len(skipped),
+            " and ".join(kinds),
+        )
+    return shapes
 
 
 def _packed(model: Decoder, names: set[str]) -> dict[str, list[str]]:
@@ -176,7 +179,7 @@ def save_pretrained(
         state_dict: the weights, by the model's names, where the model's own are sharded.
         source: the snapshot that the model comes from: taken over are its tokenizer and processor files,
             the weights that were not loaded (vision, prediction of several tokens), and of config.json what
-            the model does not know; where the weights are unknown to it, special token ids alone.
+            the model does not know, as special token ids.
         max_shard_bytes: tensors go to several files, none larger unless one tensor is.
     Raises:
         UserError: the folder is taken, ``source`` is no snapshot, or writing failed (a full disk).
