@@ -191,6 +191,22 @@ def relative_error(got, want):
     return error / norm if norm else error
 
 
+def noise_ratios(exact, noisy, gradients, forests):
+    """Of each parameter the error of ``gradients(groups)``, over that of ``noisy`` path by path.
+
+    Both against ``exact`` path by path. Errors are summed over forests (squared norms), so that one lucky
+    draw decides nothing.
+    """
+    mine, theirs = {}, {}
+    for groups in forests:
+        paths = [path for group in groups for path in group]
+        want = per_path(exact, paths)[2]
+        for errors, got in ((mine, gradients(groups)), (theirs, per_path(noisy, paths)[2])):
+            for name, gradient in want.items():
+                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
+    return {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+
+
 def assert_same(got, want, tolerance=1e-5):
     """What ``in_one_pass`` got equals what ``per_path`` wants, each tensor relative to its norm."""
     assert len(got[0]) == len(want[0])

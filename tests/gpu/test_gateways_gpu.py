@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL, flat
-from tests.oracle import hf_model, in_one_pass, per_path, random_groups, relative_error, tree_model
+from tests.oracle import hf_model, in_one_pass, noise_ratios, random_groups, relative_error, tree_model
 from tests.test_gateways import OneRank, RandomCuts, forest_of, in_partitions
 from tests.test_tree_attention import assert_exact_on_a_bank
 from titan_tree import activations
@@ -61,20 +61,18 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
     exact = copy.deepcopy(noisy).float()
     model = tree_model(exact, backend)
     model.compute_dtype = torch.bfloat16
-    mine, theirs, forwards = {}, {}, 0
-    for seed in range(16):
-        groups = random_groups(seed, **FOREST)
-        want = per_path(exact, flat(groups))[2]
+    forwards = []
+
+    def gradients(groups):
         step = TreeStep(model, TreeLoss(), CUDA, CUTS[cuts])
         model.zero_grad()
         result = step.run(step.prepare([[TokenTree.from_paths(paths) for paths in groups]]))
-        forwards += result.counts.forwards
-        got = {name: parameter.grad for name, parameter in model.named_parameters()}
-        for errors, gradients in ((mine, got), (theirs, per_path(noisy, flat(groups))[2])):
-            for name, gradient in want.items():
-                errors[name] = errors.get(name, 0.0) + relative_error(gradients[name], gradient) ** 2
-    assert forwards > 32
-    ratios = {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+        forwards.append(result.counts.forwards)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    forests = [random_groups(seed, **FOREST) for seed in range(16)]
+    ratios = noise_ratios(exact, noisy, gradients, forests)
+    assert sum(forwards) > 32
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)
     print(f"{backend}, {cuts}: over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")

@@ -11,6 +11,7 @@ from tests.oracle import (
     assert_same,
     hybrid_model,
     in_one_pass,
+    noise_ratios,
     per_path,
     random_groups,
     relative_error,
@@ -88,17 +89,8 @@ def test_bf16_gradients_are_at_the_noise_floor(backend):
     noisy = hybrid_model(True, dtype=torch.bfloat16, **MODEL)
     exact = copy.deepcopy(noisy).float()
     model = tree_model(noisy, backend)
-    mine, theirs = {}, {}
-    for seed in range(3 * len(KINDS)):
-        groups = random_groups(seed, **FOREST)
-        want = per_path(exact, flat(groups))[2]
-        for errors, got in (
-            (mine, in_one_pass(model, groups)[2]),
-            (theirs, per_path(noisy, flat(groups))[2]),
-        ):
-            for name, gradient in want.items():
-                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
-    ratios = {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+    forests = [random_groups(seed, **FOREST) for seed in range(3 * len(KINDS))]
+    ratios = noise_ratios(exact, noisy, lambda groups: in_one_pass(model, groups)[2], forests)
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)
     print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")

@@ -10,9 +10,9 @@ from tests.oracle import (
     assert_same,
     hf_model,
     in_one_pass,
+    noise_ratios,
     per_path,
     random_groups,
-    relative_error,
     tree_model,
 )
 
@@ -72,24 +72,12 @@ def test_gradients_are_deterministic(backend):
 
 @pytest.mark.parametrize("backend", ["triton", "flex", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
-    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
-
-    Errors are summed over forests (squared norms), so that one lucky draw decides nothing.
-    """
+    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter."""
     noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
     exact = copy.deepcopy(noisy).float()  # the same bf16 numbers
     model = tree_model(noisy, backend)
-    mine, theirs = {}, {}
-    for seed in range(4 * len(KINDS)):
-        groups = random_groups(seed, **FOREST)
-        want = per_path(exact, flat(groups))[2]
-        for errors, got in (
-            (mine, in_one_pass(model, groups)[2]),
-            (theirs, per_path(noisy, flat(groups))[2]),
-        ):
-            for name, gradient in want.items():
-                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
-    ratios = {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+    forests = [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))]
+    ratios = noise_ratios(exact, noisy, lambda groups: in_one_pass(model, groups)[2], forests)
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)
     print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
