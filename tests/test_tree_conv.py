@@ -322,3 +322,10 @@ def test_what_does_not_fit_is_refused():
             conv.tree_causal_conv1d(x, weight, layout, tails)
     with pytest.raises(UserError, match=r"weight \[D, W\]"):
         conv.tree_causal_conv1d(x, weight.t(), layout)
+
+
+def test_a_partition_needs_its_tails():
+    """Without them its first tokens would silently see an empty past."""
+    x, weight = torch.randn(3, 5), torch.randn(5, 4)
+    with pytest.raises(UserError, match="expected the gateway's tails for a partition, got none"):
+        conv.tree_causal_conv1d(x, weight, make_layout(np.array([-2, 0, 1]), np.array([2])))

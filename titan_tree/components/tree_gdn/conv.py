@@ -110,6 +110,8 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
             f"tree_causal_conv1d: expected a layout of {len(x)} tokens with predecessors and chunks, as "
             "TreeBatch has it"
         )
+    if layout.state_exports is not None and tails is None:
+        raise UserError("tree_causal_conv1d: expected the gateway's tails for a partition, got none")
     fits = x.ndim == weight.ndim == 2 and len(weight) == x.shape[1]
     if tails is not None:
         size = weight.shape[1] - 1
