@@ -189,7 +189,7 @@ class Descriptor:
     """A tensor in global memory that TMA moves in tiles."""
 
     def __init__(self, host: TensorDescriptor) -> None:
-        self.tensor, self.layout, self.dtype = host.base, host.layout, host.base.dtype
+        self.tensor, self.layout, self.dtype = host.base.detach(), host.layout, host.base.dtype
         self.block_shape = list(host.block_shape)
         nbytes = math.prod(host.block_shape) * self.dtype.itemsize
         self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)
@@ -334,6 +334,7 @@ _LANGUAGE = SimpleNamespace(
     convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda *args, **options: 0,  # all that is left of opaque_zero
     SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
+    BlockedLayout=_no_layout,
     SharedLinearLayout=_no_layout, NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
 )  # fmt: skip
 _MBARRIER = SimpleNamespace(
@@ -389,4 +390,4 @@ class EmulatedKernel:
 def _argument(x: Any) -> Any:
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
-    return Pointer(x.view(-1)) if isinstance(x, Tensor) else x
+    return Pointer(x.detach().view(-1)) if isinstance(x, Tensor) else x

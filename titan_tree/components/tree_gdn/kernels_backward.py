@@ -20,59 +20,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_tree.components.tree_gdn import hopper
+from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_states, precision, sizes
 from titan_tree.components.tree_gdn.kernels_forward import (
-    Saved,
     decayed,
-    empty_states,
     inverse_length,
     load_hidden,
-    precision,
-    run_chains,
-    sizes,
+    make_scores,
+    make_states,
     stages,
 )
 from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import CHUNK, Chunks
-
-
-@triton.jit
-def _local_kernel(
-    q_ptr, k_ptr, do_ptr, total_ptr, length_ptr, local_ptr, scaled_q_ptr, q_length_ptr, start_ptr, scale,
-    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What the reverse pass reads of each chunk: (s P^T do)^T [V, C] and s exp(G) q [C, K]; and 1 / |q|."""
-    index = tl.program_id(0).to(tl.int64)
-    chunk, head = index // G, index % G
-    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
-    t, d, column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    is_token = (t < end - start)[:, None]
-    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
-    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
-    value_base = (start.to(tl.int64) * G + head) * V
-    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
-    total, length = tl.load(total_ptr + index * C + t), tl.load(length_ptr + index * C + t)
-    q_length = inverse_length(q)
-    tl.store(q_length_ptr + index * C + t, q_length)
-    scaled_q = q.to(tl.float32) * (scale * q_length * tl.exp2(total))[:, None]
-    tl.store(
-        scaled_q_ptr + index * C * K + (t[:, None] * K + d[None, :]),
-        scaled_q.to(scaled_q_ptr.dtype.element_ty),
-    )
-    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
-    p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
-    local = tl.dot(tl.trans(do), p.to(do.dtype), input_precision=PRECISION)
-    tl.store(
-        local_ptr + index * C * V + (column[:, None] * C + t[None, :]), local.to(local_ptr.dtype.element_ty)
-    )
+from titan_tree.data.chunks import Chunks
 
 
 @triton.jit
@@ -126,7 +92,7 @@ def _slot_kernel(
 
 @triton.jit(do_not_specialize=["first_chain"])
 def _state_gradient_kernel(
-    k_ptr, do_ptr, inverse_ptr, local_ptr, scaled_q_ptr, read_ptr, write_ptr, total_ptr, dstate_ptr, x_ptr,
+    q_ptr, k_ptr, do_ptr, inverse_ptr, p_ptr, read_ptr, write_ptr, query_ptr, total_ptr, dstate_ptr, x_ptr,
     slot_gradient_ptr, start_gradient_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, first_chain,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
@@ -143,7 +109,7 @@ def _state_gradient_kernel(
     first, end = tl.load(first_ptr + chain), tl.load(end_ptr + chain)
     row = ((end - 1).to(tl.int64) * G + head) * C
     read, write = tl.load(read_ptr + row + t), tl.load(write_ptr + row + t)
-    last = tl.load(total_ptr + row + C - 1)
+    query, last = tl.load(query_ptr + row + t), tl.load(total_ptr + row + C - 1)
     for i in tl.range(0, end - first, num_stages=STAGES):
         chunk = end - 1 - i
         row = (chunk.to(tl.int64) * G + head) * C
@@ -152,32 +118,34 @@ def _state_gradient_kernel(
         is_token = t < load_hidden(start_ptr + clamped + 1, RAW) - start
         start = start.to(tl.int64)
         key_base = (start * (G // GROUP) + head // GROUP) * K
-        k = tl.load(
-            k_ptr + key_base + (t[:, None] * (G // GROUP * K) + d[None, :]), mask=is_token[:, None], other=0.0
-        )
+        key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+        q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+        k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
         do = tl.load(
             do_ptr + (start * G + head) * V + (t[:, None] * (G * V) + column[None, :]),
             mask=is_token[:, None], other=0.0,
         )  # fmt: skip
         inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
-        scaled_q = tl.load(scaled_q_ptr + row * K + (t[:, None] * K + d[None, :]))
-        local = tl.load(local_ptr + row * V + (column[:, None] * C + t[None, :]))
+        p = tl.load(p_ptr + row * C + (t[:, None] * C + t[None, :]))
         # of the chunk before, which the next step runs
         next_row = (tl.maximum(chunk - 1, 0).to(tl.int64) * G + head) * C
         slot = load_hidden(slot_ptr + clamped, RAW)
         next_read = tl.load(read_ptr + next_row + t)
         next_write = tl.load(write_ptr + next_row + t)
+        next_query = tl.load(query_ptr + next_row + t)
         next_last = tl.load(total_ptr + next_row + C - 1)
         if slot >= 0:
             dstate += tl.load(slot_gradient_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
         rounded = dstate.to(k.dtype)
         tl.store(dstate_ptr + row // C * K * V + state_tile, rounded)
-        dnew = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * write[None, :] + local
+        dnew = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * write[None, :]
+        dnew = tl.dot(tl.trans(do), p, dnew, input_precision=PRECISION)
         x = tl.dot(dnew.to(inverse.dtype), inverse, input_precision=PRECISION)
         tl.store(x_ptr + row * V + (column[:, None] * C + t[None, :]), x.to(x_ptr.dtype.element_ty))
-        dstate = tl.dot(tl.trans(do), scaled_q, dstate * tl.exp2(last), input_precision=PRECISION)
+        scaled = (tl.trans(do).to(tl.float32) * query[None, :]).to(q.dtype)
+        dstate = tl.dot(scaled, q, dstate * tl.exp2(last), input_precision=PRECISION)
         dstate = tl.dot((x * read[None, :]).to(k.dtype), k, dstate, input_precision=PRECISION)
-        read, write, last = next_read, next_write, next_last
+        read, write, query, last = next_read, next_write, next_query, next_last
     if tl.load(source_ptr + chain) >= 0:
         tl.store(start_gradient_ptr + (chain.to(tl.int64) * G + head) * K * V + state_tile, dstate)
 
@@ -278,32 +246,33 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dg, dbeta in the dtypes of their inputs, and the gateway states' [R, G, K, V] fp32."""
     (n, heads_k, width_k), (_, heads, width), num_chunks = k.shape, v.shape, len(chains.slot)
-    total, chunk_beta, read, write, length = saved.factors.unbind()
-    rounds = chains.rounds.tolist()
+    factors, rounds, scale = saved.factors, chains.rounds.tolist(), width_k**-0.5
     per_chunk = sizes(q, v) | {"PRECISION": precision(q)}
-    scale = width_k**-0.5
+    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
+    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
+    state, new = empty_states(saved)
+    q_dq = torch.empty_like(factors.q_length)
+    make = hopper.states if hopper.supports(q, v) else partial(make_states, leave=False)
 
-    # The states once more, from their slots: all chains at once, and beside the reverse pass, since a few
-    # chains cannot fill the GPU.
-    state, new = empty_states(k, v, chains)
-    again = k, v, saved, chunks, chains, state, new, 0, rounds[-1][0], False
+    def query_gradients() -> None:
+        """The states once more, from their slots, all chains at once; and dq, which needs no more."""
+        make(k, v, state, new, saved, chunks, chains)(0, rounds[-1][0])
+        _query_kernel[(num_chunks * heads,)](
+            q, k, do, state, new, factors.total, factors.length, dq, q_dq, chunks.start, scale, **per_chunk
+        )
+
+    # Beside the reverse pass, since a few chains cannot fill the GPU.
     if k.is_cuda:
         main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            run_chains(*again)
+            query_gradients()
     else:
-        run_chains(*again)
+        query_gradients()
+    scores = make_scores(q, k, v, saved, chunks)
 
-    local, x = torch.empty_like(new), torch.empty_like(new)
-    scaled_q = k.new_empty(num_chunks, heads, CHUNK, width_k)
-    q_length, q_dq = saved.factors.new_empty(2, num_chunks, heads, CHUNK).unbind()
-    _local_kernel[(num_chunks * heads,)](
-        q, k, do, total, length, local, scaled_q, q_length, chunks.start, scale, **per_chunk
-    )
-
-    dstate, slot_gradient = torch.empty_like(state), torch.empty_like(saved.slots)
-    num_chains = len(chains.first)
+    dstate, x = empty_states(saved)
+    slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
     start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
     start_gradient[num_chains:] = dexported.mT
 
@@ -315,31 +284,41 @@ def backward(
                 heads * width * width_k, BLOCK=block,
             )  # fmt: skip
 
-    block = min(width, 64)
+    reverse = hopper.state_gradients if hopper.supports(q, v) else state_gradients
+    run = reverse(q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains)
     for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
         add_up(slot, slot_end)
-        programs = (end - chain) * heads * (width // block)
-        _state_gradient_kernel[(programs,)](
-            k, do, saved.inverse, local, scaled_q, read, write, total, dstate, x,
-            slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot, chunks.start,
-            chain, **per_chunk, BLOCK_V=block, STAGES=stages(k, programs), RAW=k.is_cuda,
-        )  # fmt: skip
+        run(chain, end)
     num_rows = rounds[0][1]
     add_up(0, num_rows)
     dstates = slot_gradient[:num_rows].mT.contiguous()
 
     if k.is_cuda:
         main.wait_stream(side)
-    del local, scaled_q
-    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
-    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
-    _query_kernel[(num_chunks * heads,)](
-        q, k, do, state, new, total, length, dq, q_dq, chunks.start, scale, **per_chunk
-    )
     _input_kernel[(num_chunks * heads,)](
-        q, k, v, do, state, dstate, saved.slots, new, x, total, chunk_beta, length, q_length, q_dq,
-        dk, dv, dg, dbeta, chunks.start, chunks.before, chains.slot, scale, **per_chunk,
+        q, k, v, do, state, dstate, saved.slots, new, x, factors.total, factors.beta, factors.length,
+        factors.q_length, q_dq, dk, dv, dg, dbeta, chunks.start, chunks.before, chains.slot, scale,
+        **per_chunk,
     )  # fmt: skip
     if heads > heads_k:  # torch sums 16-bit numbers in fp32
         dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, dstates
+
+
+def state_gradients(
+    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
+    start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+) -> Run:  # fmt: skip
+    """dS'^T, X^T and the start gradients of chains, from the gradients of their slots."""
+    factors, block = saved.factors, min(do.shape[2], 64)
+
+    def run(first: int, end: int) -> None:
+        programs = (end - first) * do.shape[1] * (do.shape[2] // block)
+        _state_gradient_kernel[(programs,)](
+            q, k, do, saved.inverse, scores, factors.read, factors.write, factors.query, factors.total,
+            dstate, x, slot_gradient, start_gradient, chains.first, chains.end, chains.source, chains.slot,
+            chunks.start, first, **sizes(q, do), BLOCK_V=block, PRECISION=precision(k),
+            STAGES=stages(k, programs), RAW=k.is_cuda,
+        )  # fmt: skip
+
+    return run

@@ -24,13 +24,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_tree.components.tree_gdn import hopper
+from titan_tree.components.tree_gdn.buffers import (
+    Run,
+    Saved,
+    empty_saved,
+    empty_states,
+    precision,
+    sizes,
+)
 from titan_tree.components.tree_gdn.reference import EPSILON
 from titan_tree.data.chains import Chains
 from titan_tree.data.chunks import CHUNK, Chunks
@@ -95,7 +103,7 @@ def _gates_kernel(
 @triton.jit
 def _inverse_kernel(
     k_ptr, total_ptr, beta_ptr, inverse_ptr, read_ptr, write_ptr, length_ptr, start_ptr,
-    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """T of each chunk and head, and the row factors -e, d and 1 / |k|."""
@@ -204,8 +212,34 @@ def _state_kernel(
 
 
 @triton.jit
+def _scores_kernel(
+    q_ptr, k_ptr, total_ptr, length_ptr, p_ptr, query_ptr, q_length_ptr, start_ptr, scale,
+    GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """s P of each chunk and head, and the factors of its queries."""
+    index = tl.program_id(0).to(tl.int64)
+    chunk, head = index // G, index % G
+    start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
+    t, d = tl.arange(0, C), tl.arange(0, K)
+    is_token = t < end - start
+    key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
+    key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+    k = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
+    row = index * C + t
+    total, length = tl.load(total_ptr + row), tl.load(length_ptr + row)
+    q_length = inverse_length(q)
+    tl.store(q_length_ptr + row, q_length)
+    tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
+    p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
+    tl.store(p_ptr + index * C * C + (t[:, None] * C + t[None, :]), p.to(p_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _output_kernel(
-    q_ptr, k_ptr, state_ptr, new_ptr, total_ptr, length_ptr, o_ptr, start_ptr, scale,
+    q_ptr, state_ptr, new_ptr, p_ptr, query_ptr, o_ptr, start_ptr,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -218,47 +252,14 @@ def _output_kernel(
     key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    total = tl.load(total_ptr + index * C + t)
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
-    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * tl.load(length_ptr + index * C + t)[None, :]
-    p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
-    o = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp2(total)[:, None]
-    o = tl.dot(p.to(new.dtype), tl.trans(new), o, input_precision=PRECISION)
-    o *= (scale * inverse_length(q))[:, None]
+    p = tl.load(p_ptr + index * C * C + (t[:, None] * C + t[None, :]))
+    o = tl.dot(q, tl.trans(state), input_precision=PRECISION)
+    o *= tl.load(query_ptr + index * C + t)[:, None]
+    o = tl.dot(p, tl.trans(new), o, input_precision=PRECISION)
     tile = t[:, None] * (G * V) + column[None, :]
     tl.store(o_ptr + (start.to(tl.int64) * G + head) * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
-
-
-class Saved(NamedTuple):
-    """What the backward reads beside the inputs. Chunks, L slots (data/chains.py)."""
-
-    slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and those exported
-    inverse: Tensor  # [chunks, G, 64, 64]: T, in the dtype of q
-    # [5, chunks + 1, G, 64] fp32, of each token: the summed decay, beta, -e, d, 1 / |k|
-    factors: Tensor
-
-
-def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
-    # shape[0] and not len(), which would bind torch.compile to one size
-    num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
-    return Saved(
-        slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),
-        inverse=q.new_empty(num_chunks, heads, CHUNK, CHUNK),
-        factors=q.new_empty(5, num_chunks + 1, heads, CHUNK, dtype=torch.float32),
-    )
-
-
-def precision(x: Tensor) -> str:
-    """Of products of x's dtype: fp32 is computed as such. Without effect on 16-bit operands."""
-    return "tf32x3" if x.is_cuda and x.dtype == torch.float32 else "ieee"
-
-
-def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants of most kernels."""
-    (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
-    return {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "C": CHUNK}
 
 
 def stages(x: Tensor, programs: int) -> int:
@@ -287,48 +288,59 @@ def forward(
     rounds, num_rows = chains.rounds.tolist(), 0 if states is None else len(states)
     if num_rows != rounds[0][1]:
         raise UserError(f"TreeGDN: the layout expected {rounds[0][1]} states, got {num_rows}")
-    num_chunks, heads = len(chains.slot), v.shape[1]
+    num_chunks, heads, dims = len(chains.slot), v.shape[1], sizes(q, v)
     saved = empty_saved(q, v, chains)
-    total, chunk_beta, read, write, length = saved.factors.unbind()
+    factors = saved.factors
     block = min(32, triton.next_power_of_2(heads))
     _gates_kernel[(num_chunks, triton.cdiv(heads, block))](
-        g, beta, total, chunk_beta, chunks.start, G=heads, BLOCK_G=block, C=CHUNK
+        g, beta, factors.total, factors.beta, chunks.start, G=heads, BLOCK_G=block, C=CHUNK
     )
     _inverse_kernel[(num_chunks * heads,)](
-        k, total, chunk_beta, saved.inverse, read, write, length, chunks.start,
-        GROUP=heads // q.shape[1], G=heads, K=q.shape[2], C=CHUNK, PRECISION=precision(q),
+        k, factors.total, factors.beta, saved.inverse, factors.read, factors.write, factors.length,
+        chunks.start, **dims, PRECISION=precision(q),
         INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
     )  # fmt: skip
     if states is not None:
         saved.slots[:num_rows] = states.mT
-    state, new = empty_states(k, v, chains)
-    for (chain, _), (end, _) in itertools.pairwise(rounds):
-        run_chains(k, v, saved, chunks, chains, state, new, chain, end, leave=True)
-    o = torch.empty_like(v)
-    _output_kernel[(num_chunks * heads,)](
-        q, k, state, new, total, length, o, chunks.start, q.shape[2] ** -0.5,
-        **sizes(q, v), PRECISION=precision(q),
-    )  # fmt: skip
+    scores, o = make_scores(q, k, v, saved, chunks), torch.empty_like(v)
+    if hopper.supports(q, v):
+        run = hopper.outputs(q, k, v, scores, o, saved, chunks, chains)
+    else:
+        state, new = empty_states(saved)
+        run = make_states(k, v, state, new, saved, chunks, chains, leave=True)
+    for (first, _), (end, _) in itertools.pairwise(rounds):
+        run(first, end)
+    if not hopper.supports(q, v):
+        _output_kernel[(num_chunks * heads,)](
+            q, state, new, scores, factors.query, o, chunks.start, **dims, PRECISION=precision(q)
+        )
     return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
 
 
-def empty_states(k: Tensor, v: Tensor, chains: Chains) -> tuple[Tensor, Tensor]:
-    """Room for S^T [chunks, G, V, K] and n^T [chunks, G, V, 64]."""
-    num_chunks, heads, width = len(chains.slot), *v.shape[1:]
-    return k.new_empty(num_chunks, heads, width, k.shape[2]), k.new_empty(num_chunks, heads, width, CHUNK)
-
-
-def run_chains(
-    k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, chains: Chains, state: Tensor, new: Tensor,
-    first: int, end: int, leave: bool,
-) -> None:  # fmt: skip
-    """The states of chains first .. end - 1, from slots that are filled already."""
-    total, _, read, write, _ = saved.factors.unbind()
-    block = min(v.shape[2], 64)
-    programs = (end - first) * v.shape[1] * (v.shape[2] // block)
-    _state_kernel[(programs,)](
-        k, v, saved.inverse, read, write, total, state, new, saved.slots,
-        chains.first, chains.end, chains.source, chains.slot, chunks.start, first,
-        **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k), STAGES=stages(k, programs),
-        RAW=k.is_cuda,
+def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks) -> Tensor:
+    """s P [chunks, G, 64, 64] in the dtype of q, 0 where there is no token; and the factors of q."""
+    scores, factors = torch.empty_like(saved.inverse), saved.factors
+    _scores_kernel[(len(scores) * v.shape[1],)](
+        q, k, factors.total, factors.length, scores, factors.query, factors.q_length, chunks.start,
+        q.shape[2] ** -0.5, **sizes(q, v), PRECISION=precision(q),
     )  # fmt: skip
+    return scores
+
+
+def make_states(
+    k: Tensor, v: Tensor, state: Tensor, new: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+    leave: bool,
+) -> Run:  # fmt: skip
+    """S^T and n^T of chains, from slots that are filled already; leave: and what others start from."""
+    factors, block = saved.factors, min(v.shape[2], 64)
+
+    def run(first: int, end: int) -> None:
+        programs = (end - first) * v.shape[1] * (v.shape[2] // block)
+        _state_kernel[(programs,)](
+            k, v, saved.inverse, factors.read, factors.write, factors.total, state, new, saved.slots,
+            chains.first, chains.end, chains.source, chains.slot, chunks.start, first,
+            **sizes(k, v), BLOCK_V=block, LEAVE=leave, PRECISION=precision(k), STAGES=stages(k, programs),
+            RAW=k.is_cuda,
+        )  # fmt: skip
+
+    return run

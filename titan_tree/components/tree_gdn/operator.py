@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_gdn import kernels_backward, kernels_forward, reference
-from titan_tree.components.tree_gdn.kernels_forward import Saved, empty_saved
+from titan_tree.components.tree_gdn.buffers import Saved, empty_saved
 from titan_tree.data.chains import Chains
 from titan_tree.data.chunks import Chunks
 from titan_tree.data.layout import TreeLayout

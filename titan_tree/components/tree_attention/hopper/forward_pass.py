@@ -27,18 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titan_tree.components.tree_attention import portable
-from titan_tree.components.tree_attention.hopper.pieces import (
-    PIECE,
-    Lists,
-    count_rounds,
-    count_slots,
-    load_ends,
-    load_pieces,
-    visible,
-    work_item,
-)
-from titan_tree.components.tree_attention.hopper.ring import (
+from titan_tree.components.rings import (
     LOG2_E,
     MASKED,
     Ring,
@@ -49,6 +38,17 @@ from titan_tree.components.tree_attention.hopper.ring import (
     vector,
     wait_empty,
     wait_full,
+)
+from titan_tree.components.tree_attention import portable
+from titan_tree.components.tree_attention.hopper.pieces import (
+    PIECE,
+    Lists,
+    count_rounds,
+    count_slots,
+    load_ends,
+    load_pieces,
+    visible,
+    work_item,
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan

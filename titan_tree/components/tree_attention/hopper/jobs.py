@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from titan_tree.components.tree_attention.hopper.ring import Ring, make_ring, wait_empty
+from titan_tree.components.rings import Ring, make_ring, wait_empty
 from titan_tree.components.tree_attention.plan import JOBS, KEYS, Plan
 
 # 1. Jobs.

@@ -32,6 +32,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titan_tree.components.rings import (
+    LN_2,
+    LOG2_E,
+    Ring,
+    make_ring,
+    matrix,
+    opaque_zero,
+    release,
+    vector,
+    wait_empty,
+    wait_full,
+)
 from titan_tree.components.tree_attention.hopper.jobs import (
     Jobs,
     count_masked,
@@ -44,18 +56,6 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     producer,
     store_keys,
     sum_parts,
-)
-from titan_tree.components.tree_attention.hopper.ring import (
-    LN_2,
-    LOG2_E,
-    Ring,
-    make_ring,
-    matrix,
-    opaque_zero,
-    release,
-    vector,
-    wait_empty,
-    wait_full,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 LN_2 = gl.constexpr(1 / LOG2_E)
-MASKED = gl.constexpr(-(2.0**100))  # finite and a power of two: see portable.MASKED
+MASKED = gl.constexpr(-(2.0**100))  # finite and a power of two: see tree_attention.portable.MASKED
 
 
 class Ring(NamedTuple):

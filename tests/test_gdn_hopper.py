@@ -1,0 +1,73 @@
+"""The Gluon kernels of the gated delta rule without a Hopper GPU: logic in an emulator, code compiled."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gluon_emulator import EmulatedKernel
+from tests.test_tree_gdn_kernels import CUDA, assert_close, exact, forest, ladder, random_forest, run
+from titan_tree.components.tree_gdn import hopper, operator
+from titan_tree.data.chains import make_chains
+from titan_tree.data.chunks import make_chunks
+
+# predecessors, exported tokens, gateway rows, chunk size, key heads, value heads, K, V
+CASES = {
+    "chain": (forest([-1], [330]), [], 0, 64, 1, 2, 64, 64),
+    "two tokens": (forest([-1], [2]), [], 0, 64, 1, 1, 64, 128),
+    "star": (forest([-1] + [0] * 6, [20, 30, 9, 1, 17, 2, 5]), [], 0, 16, 2, 4, 64, 64),
+    "deep": (forest(ladder(4), [3] * 9), [], 0, 16, 1, 2, 128, 64),
+    "forest": (random_forest(4, 9, 40, 0.3), [], 0, 64, 1, 3, 64, 64),
+    "gateway": (
+        forest([-1, 0, 0, -1, -1], [20, 10, 8, 5, 30], {0: 2, 3: 1, 4: 1}),
+        [19, 40, 72, 72], 4, 16, 1, 2, 64, 64,
+    ),
+}  # fmt: skip
+
+
+def case(name, dtype, seed=0, device="cpu"):
+    predecessor, exports, rows, size, heads_k, heads, width_k, width = CASES[name]
+    generator = torch.Generator().manual_seed(seed)
+    n = len(predecessor)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = (randn(n, h, d).to(dtype) for h, d in ((heads_k, width_k), (heads_k, width_k), (heads, width)))
+    inputs = [q, k, v, F.logsigmoid(randn(n, heads) + 2), randn(n, heads).sigmoid()]
+    inputs += [0.3 * randn(rows, heads, width_k, width)] if rows else []
+    upstream = [randn(n, heads, width).to(dtype), randn(len(exports), heads, width_k, width)]
+    exports = np.array(exports, np.int64)
+    chunks = make_chunks(predecessor, exports, size)
+    inputs = [x.to(device).requires_grad_() for x in inputs]
+    upstream = [x.to(device) for x in upstream]
+    return inputs, upstream, predecessor, exports, chunks, make_chains(chunks, rows)
+
+
+@pytest.mark.skipif(CUDA, reason="Triton compiles where there is a GPU")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_recurrence(name, seed, monkeypatch):
+    inputs, upstream, predecessor, exports, chunks, chains = case(name, torch.float16, seed)
+    want = exact(inputs, upstream, predecessor, exports)
+    monkeypatch.setattr(operator, "check", lambda q, k, v: None)  # fp16 shows smaller errors than bf16
+    monkeypatch.setattr(hopper, "supports", lambda q, v: True)
+    for kernel in ("_chain_kernel", "_gradient_kernel"):
+        monkeypatch.setattr(hopper, kernel, EmulatedKernel(getattr(hopper, kernel), seed))
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    try:
+        got = run(inputs, upstream, chunks, chains)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close(got, want, 3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_recurrence_on_a_gpu(name):
+    inputs, upstream, predecessor, exports, chunks, chains = case(name, torch.bfloat16, device="cuda")
+    assert hopper.supports(inputs[0], inputs[2])
+    got = run(inputs, upstream, chunks, chains, "cuda")
+    assert_close(got, exact(inputs, upstream, predecessor, exports), 3e-2)
+    for _ in range(10):
+        assert all(map(torch.equal, got, run(inputs, upstream, chunks, chains, "cuda")))

@@ -1,0 +1,447 @@
+"""The serial passes of the gated delta rule on Hopper, in Gluon: along each chain, and back.
+
+The same algebra as in kernels_forward.py and kernels_backward.py, where the letters are. A pass waits for
+itself: each chunk takes a row of products that need one another. So what matters is how long a step lasts. A
+producer warp fetches all of a chunk by TMA, chunks ahead; four warps hold the state of 64 columns of V in
+registers and multiply asynchronously, and what is not part of the row runs in its gaps.
+
+Forward, the output is made on the way, and neither states nor n are ever written. For the backward the same
+kernel runs again and writes them instead.
+
+TMA fetches 64 tokens from a chunk's start on: past its end, those of others. Nothing comes of them: T, P and
+the factor of q are zero there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from titan_tree.components.rings import Ring, make_ring, matrix, release, vector, wait_empty, wait_full
+from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved
+from titan_tree.data.chains import Chains
+from titan_tree.data.chunks import CHUNK, Chunks
+
+BLOCK_V = gl.constexpr(64)  # columns of V for a program: the rows of the tensor cores' products
+C = gl.constexpr(CHUNK)
+READ, WRITE, QUERY = (gl.constexpr(Factors._fields.index(name)) for name in ("read", "write", "query"))
+
+
+class Work(NamedTuple):
+    """What a program does: a chain, for one head and BLOCK_V columns of V."""
+
+    chain: gl.tensor
+    first: gl.tensor  # chunk
+    count: gl.tensor  # of chunks
+    head: gl.tensor
+    column: gl.tensor
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program: slots for a chunk's tiles, one ring of them, and tiles on their way out."""
+
+    ring: Ring  # slots: of k [STAGES, C, K]
+    q: gl.shared_memory_descriptor  # [STAGES, C, K]
+    v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; backward: of do
+    inverse: gl.shared_memory_descriptor  # [STAGES, C, C]
+    p: gl.shared_memory_descriptor  # [STAGES, C, C]
+    factors: gl.shared_memory_descriptor  # [3 * STAGES, C] fp32: of k read and written, and of q
+    state: gl.shared_memory_descriptor  # [BLOCK_V, K]
+    out: gl.shared_memory_descriptor  # o [C, BLOCK_V]; n^T or X^T [BLOCK_V, C]
+
+
+@gluon.jit
+def _work(first_ptr, end_ptr, first_chain, G: gl.constexpr, V: gl.constexpr):
+    V_BLOCKS: gl.constexpr = V // BLOCK_V
+    index = gl.program_id(0)
+    chain = first_chain + index // (G * V_BLOCKS)
+    first = gl.load(first_ptr + chain)
+    count = gl.load(end_ptr + chain) - first
+    return Work(chain, first, count, index // V_BLOCKS % G, index % V_BLOCKS * BLOCK_V)
+
+
+@gluon.jit
+def _producer(
+    q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    BACKWARDS: gl.constexpr, WITH_Q: gl.constexpr,
+):  # fmt: skip
+    """Tiles of each chunk; WITH_Q: also those of q and P."""
+    tile_bytes: gl.constexpr = (
+        (1 + WITH_Q) * (k_rows.block_type.nbytes + inverse_rows.block_type.nbytes)
+        + v_rows.block_type.nbytes
+        + (2 + WITH_Q) * C * 4
+    )
+    key_column = work.head // GROUP * K
+    for i in range(work.count):
+        if BACKWARDS:
+            chunk = work.first + work.count - 1 - i
+        else:
+            chunk = work.first + i
+        start = gl.load(start_ptr + chunk)
+        row = (chunk * G + work.head) * C
+        s = i % STAGES
+        wait_empty(memory.ring, i, STAGES)
+        full = memory.ring.full.index(s)
+        mbarrier.expect(full, tile_bytes)
+        tma.async_copy_global_to_shared(k_rows, [start, key_column], full, memory.ring.slots.index(s))
+        tma.async_copy_global_to_shared(v_rows, [start, work.head * V + work.column], full, memory.v.index(s))
+        tma.async_copy_global_to_shared(inverse_rows, [row, 0], full, memory.inverse.index(s))
+        tma.async_copy_global_to_shared(number_row, [READ * plane + row], full, memory.factors.index(3 * s))
+        tma.async_copy_global_to_shared(
+            number_row, [WRITE * plane + row], full, memory.factors.index(3 * s + 1)
+        )
+        if WITH_Q:
+            tma.async_copy_global_to_shared(q_rows, [start, key_column], full, memory.q.index(s))
+            tma.async_copy_global_to_shared(p_rows, [row, 0], full, memory.p.index(s))
+            tma.async_copy_global_to_shared(
+                number_row, [QUERY * plane + row], full, memory.factors.index(3 * s + 2)
+            )
+
+
+@gluon.jit
+def _decay_of(number_ptr, chunk, work, G: gl.constexpr):
+    """The decay over a chunk, in base 2."""
+    return gl.load(number_ptr + ((chunk * G + work.head) * C + C - 1))
+
+
+@gluon.jit
+def _factor(memory, i, LAYOUT: gl.constexpr):
+    """A number per token, for tiles in which tokens are columns."""
+    return gl.expand_dims(memory.factors.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def _tile_of(slot, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where in [.., G, V, K] the program's part of a state is."""
+    rows = work.column + gl.arange(0, BLOCK_V, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
+    tile = gl.expand_dims(rows, 1) * K + gl.expand_dims(columns, 0)
+    return (slot.to(gl.int64) * G + work.head) * (K * V) + tile
+
+
+@gluon.jit
+def _store_output(o_ptr, tile, start_ptr, chunk, work, G: gl.constexpr, V: gl.constexpr):
+    """A chunk's tokens of o from shared memory."""
+    start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
+    column = work.head * V + work.column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, LAYOUT))
+    place = gl.expand_dims(token.to(gl.int64) * (G * V), 1) + gl.expand_dims(column, 0)
+    gl.store(o_ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
+
+
+@gluon.jit
+def _chain_consumer(
+    state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory, work,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FORWARD: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    zero = gl.zeros([BLOCK_V, C], gl.float32, TOKENS)
+    state = gl.zeros([BLOCK_V, K], gl.float32, STATE)
+    source = gl.load(source_ptr + work.chain)
+    if source >= 0:
+        state = gl.load(slots_ptr + _tile_of(source, work, G, K, V, STATE))
+    chunk = work.first
+    last = _decay_of(number_ptr, chunk, work, G)
+    slot = gl.load(slot_ptr + chunk)
+    for i in range(work.count):
+        chunk = work.first + i
+        s = i % STAGES
+        k, inverse = memory.ring.slots.index(s), memory.inverse.index(s)
+        # of the next chunk
+        next_chunk = work.first + gl.minimum(i + 1, work.count - 1)
+        next_last = _decay_of(number_ptr, next_chunk, work, G)
+        next_slot = gl.load(slot_ptr + next_chunk)
+
+        rounded = state.to(k.dtype)
+        operand = gl.convert_layout(rounded, TOKENS_OPERAND)
+        state *= gl.exp2(last)  # not beside a product: ptxas would wait for that
+        wait_full(memory.ring, i, STAGES)
+        new = warpgroup_mma(
+            memory.v.index(s).permute((1, 0)), inverse.permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        ks = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if FORWARD:
+            if i > 0:
+                _store_output(o_ptr, memory.out, start_ptr, chunk - 1, work, G, V)
+        else:
+            tma.store_wait(1)
+            memory.state.store(rounded)
+            fence_async_shared()
+            row = (chunk * G + work.head) * V + work.column
+            tma.async_copy_shared_to_global(state_rows, [row, 0], memory.state)
+        new, ks, operand = warpgroup_mma_wait(0, [new, ks, operand])
+        ks = gl.convert_layout((ks * _factor(memory, 3 * s, TOKENS)).to(k.dtype), TOKENS_OPERAND)
+        new = warpgroup_mma(ks, inverse.permute((1, 0)), new, is_async=True)
+        if FORWARD:
+            o = warpgroup_mma(operand, memory.q.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+            new, ks = warpgroup_mma_wait(1, [new, ks])
+        else:
+            new, ks = warpgroup_mma_wait(0, [new, ks])
+        written = gl.convert_layout((new * _factor(memory, 3 * s + 1, TOKENS)).to(k.dtype), STATE_OPERAND)
+        state = warpgroup_mma(written, k, state, is_async=True)
+        new = new.to(k.dtype)
+        if FORWARD:
+            o, operand = warpgroup_mma_wait(1, [o, operand])
+            new = gl.convert_layout(new, TOKENS_OPERAND)
+            o = warpgroup_mma(
+                new,
+                memory.p.index(s).permute((1, 0)),
+                o * _factor(memory, 3 * s + 2, TOKENS),
+                is_async=True,
+            )
+            state, written = warpgroup_mma_wait(1, [state, written])
+            if slot >= 0:
+                gl.store(slots_ptr + _tile_of(slot, work, G, K, V, STATE), state)
+            o, new = warpgroup_mma_wait(0, [o, new])
+            release(memory.ring, i, STAGES)
+            memory.out.permute((1, 0)).store(o.to(k.dtype))
+        else:
+            tma.store_wait(1)
+            memory.out.store(new)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(new_rows, [row, 0], memory.out)
+            state, written = warpgroup_mma_wait(0, [state, written])
+            release(memory.ring, i, STAGES)
+        last, slot = next_last, next_slot
+    if FORWARD:
+        _store_output(o_ptr, memory.out, start_ptr, work.first + work.count - 1, work, G, V)
+    else:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["plane", "first_chain"])
+def _chain_kernel(
+    q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, state_rows, new_rows,
+    o_ptr, slots_ptr, number_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr, plane, first_chain,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    FORWARD: gl.constexpr,
+):  # fmt: skip
+    """Chains from first_chain on. FORWARD: o, and states into their slots; else S^T and n^T of each chunk."""
+    dtype: gl.constexpr = k_rows.dtype
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, C], dtype)
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
+    if FORWARD:
+        q_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout)
+        p_slots = gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout)
+        state_tile = None
+    else:
+        q_slots = None
+        p_slots = None
+        state_tile = gl.allocate_shared_memory(dtype, [BLOCK_V, K], state_rows.layout)
+    memory = Memory(
+        make_ring(k_slots, STAGES, 1),
+        q_slots,
+        gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], v_rows.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout),
+        p_slots,
+        gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
+        state_tile,
+        gl.allocate_shared_memory(dtype, [BLOCK_V, C], out_layout),
+    )
+    fence_async_shared()
+    work = _work(first_ptr, end_ptr, first_chain, G, V)
+    gl.warp_specialize(
+        [
+            (_chain_consumer, (
+                state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory,
+                work, G, K, V, STAGES, FORWARD,
+            )),
+            (_producer, (
+                q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
+                GROUP, G, K, V, STAGES, False, FORWARD,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _gradient_consumer(
+    dstate_rows, x_rows, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr, memory,
+    work,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    zero = gl.zeros([BLOCK_V, C], gl.float32, TOKENS)
+    dstate = gl.zeros([BLOCK_V, K], gl.float32, STATE)
+    chunk = work.first + work.count - 1
+    last = _decay_of(number_ptr, chunk, work, G)
+    slot = gl.load(slot_ptr + chunk)
+    for i in range(work.count):
+        s = i % STAGES
+        k, q = memory.ring.slots.index(s), memory.q.index(s)
+        do = memory.v.index(s).permute((1, 0))
+        row = (chunk * G + work.head) * V + work.column
+        # of the chunk before, which the next step runs
+        chunk = gl.maximum(chunk - 1, work.first)
+        next_last = _decay_of(number_ptr, chunk, work, G)
+        next_slot = gl.load(slot_ptr + chunk)
+
+        if slot >= 0:
+            dstate += gl.load(slot_gradient_ptr + _tile_of(slot, work, G, K, V, STATE))
+        rounded = dstate.to(k.dtype)
+        operand = gl.convert_layout(rounded, TOKENS_OPERAND)
+        dstate *= gl.exp2(last)  # not beside a product: ptxas would wait for that
+        wait_full(memory.ring, i, STAGES)
+        local = warpgroup_mma(do, memory.p.index(s), zero, use_acc=False, is_async=True)
+        dnew = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        tma.store_wait(1)
+        memory.state.store(rounded)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dstate_rows, [row, 0], memory.state)
+        scaled = do.load(TOKENS).to(gl.float32) * _factor(memory, 3 * s + 2, TOKENS)
+        scaled = gl.convert_layout(scaled.to(k.dtype), STATE_OPERAND)
+        local, dnew, operand = warpgroup_mma_wait(0, [local, dnew, operand])
+        dnew = (dnew * _factor(memory, 3 * s + 1, TOKENS) + local).to(k.dtype)
+        dnew = gl.convert_layout(dnew, TOKENS_OPERAND)
+        x = warpgroup_mma(dnew, memory.inverse.index(s), zero, use_acc=False, is_async=True)
+        dstate = warpgroup_mma(scaled, q, dstate, is_async=True)
+        x, dnew = warpgroup_mma_wait(1, [x, dnew])
+        read = gl.convert_layout((x * _factor(memory, 3 * s, TOKENS)).to(k.dtype), STATE_OPERAND)
+        dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
+        dstate = warpgroup_mma(read, k, dstate, is_async=True)
+        tma.store_wait(1)
+        memory.out.store(x.to(k.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(x_rows, [row, 0], memory.out)
+        dstate, read = warpgroup_mma_wait(0, [dstate, read])
+        release(memory.ring, i, STAGES)
+        last, slot = next_last, next_slot
+    if gl.load(source_ptr + work.chain) >= 0:
+        gl.store(start_gradient_ptr + _tile_of(work.chain, work, G, K, V, STATE), dstate)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["plane", "first_chain"])
+def _gradient_kernel(
+    q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, dstate_rows, x_rows,
+    slot_gradient_ptr, start_gradient_ptr, number_ptr, first_ptr, end_ptr, source_ptr, slot_ptr, start_ptr,
+    plane, first_chain,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Chains from their ends: dS'^T and X^T of each chunk, the gradients of the states they start from."""
+    dtype: gl.constexpr = k_rows.dtype
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
+    memory = Memory(
+        make_ring(k_slots, STAGES, 1),
+        gl.allocate_shared_memory(dtype, [STAGES, C, K], q_rows.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, BLOCK_V], do_rows.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], inverse_rows.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, C, C], p_rows.layout),
+        gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], number_row.layout),
+        gl.allocate_shared_memory(dtype, [BLOCK_V, K], dstate_rows.layout),
+        gl.allocate_shared_memory(dtype, [BLOCK_V, C], x_rows.layout),
+    )
+    fence_async_shared()
+    work = _work(first_ptr, end_ptr, first_chain, G, V)
+    gl.warp_specialize(
+        [
+            (_gradient_consumer, (
+                dstate_rows, x_rows, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr,
+                memory, work, G, K, V, STAGES,
+            )),
+            (_producer, (
+                q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
+                GROUP, G, K, V, STAGES, True, True,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+# Launches.
+
+STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
+
+
+def supports(q: Tensor, v: Tensor) -> bool:
+    """Whether these kernels take q and v: a Hopper GPU, bfloat16, heads of 64 or 128 dims."""
+    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not {q.shape[-1], v.shape[-1]} <= {64, 128}:
+        return False
+    device = torch.cuda.get_device_properties(q.device)
+    return (device.major, device.minor) == (9, 0)
+
+
+def outputs(
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
+) -> Run:
+    """o of chains, and the slots that they fill."""
+    tiles = _tiles(q, k, v, scores, saved)
+    rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
+    return _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True)
+
+
+def states(
+    k: Tensor, v: Tensor, state: Tensor, new: Tensor, saved: Saved, chunks: Chunks, chains: Chains
+) -> Run:
+    """S^T and n^T of chains, from slots that are filled already."""
+    tiles = _tiles(None, k, v, None, saved)
+    rest = _rows(state), _rows(new), None, saved.slots, *_where(saved, chunks, chains)
+    return _run(_chain_kernel, [*tiles, *rest], k, v, FORWARD=False)
+
+
+def state_gradients(
+    q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
+    start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
+) -> Run:  # fmt: skip
+    """dS'^T, X^T and the start gradients of chains, from the gradients of their slots."""
+    tiles = _tiles(q, k, do, scores, saved)
+    rest = slot_gradient, start_gradient, *_where(saved, chunks, chains)
+    return _run(_gradient_kernel, [*tiles, _rows(dstate), _rows(x), *rest], q, do)
+
+
+def _tiles(
+    q: Tensor | None, k: Tensor, v: Tensor, scores: Tensor | None, saved: Saved
+) -> list[TensorDescriptor | None]:
+    """Of what is fetched for a chunk."""
+    width_k = k.shape[2]
+    return [
+        None if q is None else matrix(q, CHUNK, width_k),
+        matrix(k, CHUNK, width_k),
+        matrix(v, CHUNK, BLOCK_V.value),
+        _rows(saved.inverse),
+        None if scores is None else _rows(scores),
+        vector(saved.numbers, CHUNK),
+    ]
+
+
+def _rows(x: Tensor) -> TensorDescriptor:
+    """x [.., D] in tiles of 64 rows."""
+    return matrix(x.view(-1, 1, x.shape[-1]), 64, x.shape[-1])
+
+
+def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:
+    numbers = saved.numbers
+    return [numbers, chains.first, chains.end, chains.source, chains.slot, chunks.start, numbers.stride(0)]
+
+
+def _run(kernel: GluonJITFunction, args: list, q: Tensor, v: Tensor, **constants: bool) -> Run:
+    (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
+    dims = {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "STAGES": STAGES}
+    programs = heads * (width // BLOCK_V.value)  # for a chain
+
+    def run(first: int, end: int) -> None:
+        kernel[((end - first) * programs,)](*args, first, **dims, **constants, num_warps=4)
+
+    return run
