@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from tests.gluon_emulator import EmulatedKernel
 from tests.test_tree_gdn_kernels import CUDA, assert_close, exact, forest, ladder, random_forest, run
 from titan_tree.components.tree_gdn import hopper, operator
+from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
+from titan_tree.components.tree_gdn.hopper import passes
 from titan_tree.data.chains import make_chains
 from titan_tree.data.chunks import make_chunks
 
+KERNELS = (passes, "_chain_kernel"), (passes, "_gradient_kernel"), (inputs_pass, "_inputs_kernel")
 # predecessors, exported tokens, gateway rows, chunk size, key heads, value heads, K, V
 CASES = {
     "chain": (forest([-1], [330]), [], 0, 64, 1, 2, 64, 64),
@@ -52,8 +55,9 @@ def test_kernels_equal_recurrence(name, seed, monkeypatch):
     want = exact(inputs, upstream, predecessor, exports)
     monkeypatch.setattr(operator, "check", lambda q, k, v: None)  # fp16 shows smaller errors than bf16
     monkeypatch.setattr(hopper, "supports", lambda q, v: True)
-    for kernel in ("_chain_kernel", "_gradient_kernel"):
-        monkeypatch.setattr(hopper, kernel, EmulatedKernel(getattr(hopper, kernel), seed))
+    for module, kernel in KERNELS:
+        monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel), seed))
+    monkeypatch.setattr(inputs_pass, "num_multiprocessors", lambda device: 3)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         got = run(inputs, upstream, chunks, chains)

@@ -25,7 +25,7 @@ class Factors(NamedTuple):
     read: Tensor  # -e
     write: Tensor  # d
     length: Tensor  # 1 / |k|
-    query: Tensor  # s exp(G) / |q|; 0 where there is no token
+    query: Tensor  # s exp(G) / |q|; here and below 0 where there is no token
     q_length: Tensor  # 1 / |q|
 
 

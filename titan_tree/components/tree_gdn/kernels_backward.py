@@ -245,30 +245,22 @@ def backward(
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dg, dbeta in the dtypes of their inputs, and the gateway states' [R, G, K, V] fp32."""
-    (n, heads_k, width_k), (_, heads, width), num_chunks = k.shape, v.shape, len(chains.slot)
-    factors, rounds, scale = saved.factors, chains.rounds.tolist(), width_k**-0.5
-    per_chunk = sizes(q, v) | {"PRECISION": precision(q)}
+    (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
     dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
     state, new = empty_states(saved)
-    q_dq = torch.empty_like(factors.q_length)
     make = hopper.states if hopper.supports(q, v) else partial(make_states, leave=False)
+    again = make(k, v, state, new, saved, chunks, chains)
 
-    def query_gradients() -> None:
-        """The states once more, from their slots, all chains at once; and dq, which needs no more."""
-        make(k, v, state, new, saved, chunks, chains)(0, rounds[-1][0])
-        _query_kernel[(num_chunks * heads,)](
-            q, k, do, state, new, factors.total, factors.length, dq, q_dq, chunks.start, scale, **per_chunk
-        )
-
-    # Beside the reverse pass, since a few chains cannot fill the GPU.
+    # The states once more, from their slots: all chains at once, and beside the reverse pass, since a few
+    # chains cannot fill the GPU.
     if k.is_cuda:
         main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            query_gradients()
+            again(0, rounds[-1][0])
     else:
-        query_gradients()
+        again(0, rounds[-1][0])
     scores = make_scores(q, k, v, saved, chunks)
 
     dstate, x = empty_states(saved)
@@ -295,11 +287,8 @@ def backward(
 
     if k.is_cuda:
         main.wait_stream(side)
-    _input_kernel[(num_chunks * heads,)](
-        q, k, v, do, state, dstate, saved.slots, new, x, factors.total, factors.beta, factors.length,
-        factors.q_length, q_dq, dk, dv, dg, dbeta, chunks.start, chunks.before, chains.slot, scale,
-        **per_chunk,
-    )  # fmt: skip
+    make_inputs = hopper.input_gradients if hopper.supports(q, v) else partial(input_gradients, chains=chains)
+    make_inputs(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     if heads > heads_k:  # torch sums 16-bit numbers in fp32
         dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, dstates
@@ -322,3 +311,20 @@ def state_gradients(
         )  # fmt: skip
 
     return run
+
+
+def input_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
+    gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks, chains: Chains,
+) -> None:  # fmt: skip
+    """Fills dq and dk [N, G, K], dv, dg and dbeta."""
+    factors, (dq, *others), scale = saved.factors, gradients, q.shape[2] ** -0.5
+    constants = sizes(q, v) | {"PRECISION": precision(q)}
+    grid, q_dq = (len(chains.slot) * v.shape[1],), torch.empty_like(factors.q_length)
+    _query_kernel[grid](
+        q, k, do, state, new, factors.total, factors.length, dq, q_dq, chunks.start, scale, **constants
+    )
+    _input_kernel[grid](
+        q, k, v, do, state, dstate, saved.slots, new, x, factors.total, factors.beta, factors.length,
+        factors.q_length, q_dq, *others, chunks.start, chunks.before, chains.slot, scale, **constants,
+    )  # fmt: skip

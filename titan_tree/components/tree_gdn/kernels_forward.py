@@ -230,7 +230,7 @@ def _scores_kernel(
     row = index * C + t
     total, length = tl.load(total_ptr + row), tl.load(length_ptr + row)
     q_length = inverse_length(q)
-    tl.store(q_length_ptr + row, q_length)
+    tl.store(q_length_ptr + row, tl.where(is_token, q_length, 0.0))
     tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
     p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
     p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])

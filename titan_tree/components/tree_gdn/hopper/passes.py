@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -375,14 +374,6 @@ def _gradient_kernel(
 STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
 
 
-def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels take q and v: a Hopper GPU, bfloat16, heads of 64 or 128 dims."""
-    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not {q.shape[-1], v.shape[-1]} <= {64, 128}:
-        return False
-    device = torch.cuda.get_device_properties(q.device)
-    return (device.major, device.minor) == (9, 0)
-
-
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
 ) -> Run:
@@ -397,7 +388,13 @@ def states(
 ) -> Run:
     """S^T and n^T of chains, from slots that are filled already."""
     tiles = _tiles(None, k, v, None, saved)
-    rest = _rows(state), _rows(new), None, saved.slots, *_where(saved, chunks, chains)
+    rest = (
+        rows_of(state, BLOCK_V.value),
+        rows_of(new, BLOCK_V.value),
+        None,
+        saved.slots,
+        *_where(saved, chunks, chains),
+    )
     return _run(_chain_kernel, [*tiles, *rest], k, v, FORWARD=False)
 
 
@@ -408,7 +405,7 @@ def state_gradients(
     """dS'^T, X^T and the start gradients of chains, from the gradients of their slots."""
     tiles = _tiles(q, k, do, scores, saved)
     rest = slot_gradient, start_gradient, *_where(saved, chunks, chains)
-    return _run(_gradient_kernel, [*tiles, _rows(dstate), _rows(x), *rest], q, do)
+    return _run(_gradient_kernel, [*tiles, *_parts(dstate, x), *rest], q, do)
 
 
 def _tiles(
@@ -420,15 +417,20 @@ def _tiles(
         None if q is None else matrix(q, CHUNK, width_k),
         matrix(k, CHUNK, width_k),
         matrix(v, CHUNK, BLOCK_V.value),
-        _rows(saved.inverse),
-        None if scores is None else _rows(scores),
+        rows_of(saved.inverse, CHUNK),
+        None if scores is None else rows_of(scores, CHUNK),
         vector(saved.numbers, CHUNK),
     ]
 
 
-def _rows(x: Tensor) -> TensorDescriptor:
-    """x [.., D] in tiles of 64 rows."""
-    return matrix(x.view(-1, 1, x.shape[-1]), 64, x.shape[-1])
+def _parts(*tensors: Tensor) -> list[TensorDescriptor]:
+    """Of what a program leaves of a chunk."""
+    return [rows_of(x, BLOCK_V.value) for x in tensors]
+
+
+def rows_of(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [.., D] in tiles of so many rows."""
+    return matrix(x.view(-1, 1, x.shape[-1]), rows, x.shape[-1])
 
 
 def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:

@@ -1,0 +1,372 @@
+"""Gradients of what the gated delta rule reads, on Hopper, in Gluon. The algebra is kernels_backward.py's.
+
+Little arithmetic for much memory. So a producer warp fetches the tiles of the next chunk and head by TMA as
+room gets free, and two groups of four warps share the work on one, for reading never to stop. The first makes
+dq, dv and the row sums that come with them; the second makes dk, and with these sums dbeta and dg.
+
+<S', dS'>, of which the gradient of a chunk's decay has a part, is exp(G_last) <S, dS'> + sum d k . (dS' n):
+no state of another chunk is needed.
+
+TMA fetches 64 tokens from a chunk's start on: past its end, those of others. Nothing comes of them: n, X and
+1 / |q| are zero there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titan_tree.components.rings import (
+    Ring,
+    make_ring,
+    matrix,
+    num_multiprocessors,
+    opaque_zero,
+    release,
+    vector,
+    wait_empty,
+    wait_full,
+)
+from titan_tree.components.tree_gdn.buffers import Factors, Saved
+from titan_tree.components.tree_gdn.hopper.passes import rows_of
+from titan_tree.data.chunks import CHUNK, Chunks
+
+C = gl.constexpr(CHUNK)
+BETA, LENGTH, Q_LENGTH = (
+    gl.constexpr(Factors._fields.index(name)) for name in ("beta", "length", "q_length")
+)
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program: a tile of each kind, a ring of one slot, and what is on its way out."""
+
+    q: Ring  # [C, K]
+    k: Ring  # [C, K]
+    v: Ring  # [C, V]
+    do: Ring  # [C, V]
+    state: Ring  # [V, K]: S^T
+    dstate: Ring  # [V, K]: dS'^T
+    new: Ring  # [V, C]: n^T
+    x: Ring  # [V, C]: X^T
+    factors: Ring  # [3, C] fp32: total, 1 / |k|, 1 / |q|
+    sums: Ring  # [2, C] fp32: of the rows of q dq and v dv, from the first group to the second
+    dtotal: gl.shared_memory_descriptor  # [C] fp32
+    dq: gl.shared_memory_descriptor  # [C, K]
+    dk: gl.shared_memory_descriptor  # [C, K]
+    dv: gl.shared_memory_descriptor  # [C, V]
+
+
+@gluon.jit
+def _count(n_items):
+    """How many items this program works on: of program p they are p, p + programs, ..."""
+    return (n_items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def _fetch(descriptor, row, column, ring, n):
+    wait_empty(ring, n, 1)
+    full = ring.full.index(0)
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [row, column], full, ring.slots.index(0))
+
+
+@gluon.jit
+def _producer(
+    q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane, start_ptr,
+    memory, n_items, GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    for n in range(_count(n_items)):
+        item = gl.program_id(0) + n * gl.num_programs(0)
+        start = gl.load(start_ptr + item // G)
+        head = item % G
+        key_column = head // GROUP * K
+        wait_empty(memory.factors, n, 1)
+        full = memory.factors.full.index(0)
+        mbarrier.expect(full, 3 * C * 4)
+        factors = memory.factors.slots
+        tma.async_copy_global_to_shared(number_row, [item * C], full, factors.index(0))
+        tma.async_copy_global_to_shared(number_row, [LENGTH * plane + item * C], full, factors.index(1))
+        tma.async_copy_global_to_shared(number_row, [Q_LENGTH * plane + item * C], full, factors.index(2))
+        _fetch(new_rows, item * V, 0, memory.new, n)
+        _fetch(do_rows, start, head * V, memory.do, n)
+        _fetch(dstate_rows, item * V, 0, memory.dstate, n)
+        _fetch(state_rows, item * V, 0, memory.state, n)
+        _fetch(k_rows, start, key_column, memory.k, n)
+        _fetch(q_rows, start, key_column, memory.q, n)
+        _fetch(x_rows, item * V, 0, memory.x, n)
+        _fetch(v_rows, start, head * V, memory.v, n)
+
+
+@gluon.jit
+def _rows(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Factor i of a chunk's tokens, for tiles in which they are rows; likewise ``_columns``."""
+    return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
+def _columns(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def _decayed(x, gained, lost, is_seen):
+    """x * 2 ** (gained - lost) where ``is_seen``, else 0."""
+    return gl.where(is_seen, x * gl.exp2(gl.where(is_seen, gained - lost, 0.0)), 0.0)
+
+
+@gluon.jit
+def _store_tokens(ptr, tile, start, end, head, G: gl.constexpr, D: gl.constexpr):
+    """A chunk's tokens [C, D] from shared memory into [N, G, D]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
+    column = head * D + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    place = gl.expand_dims(token.to(gl.int64) * (G * D), 1) + gl.expand_dims(column, 0)
+    gl.store(ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
+
+
+@gluon.jit
+def _query_consumer(
+    dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """dq and dv; the row sums of q dq and v dv, and <S, dS'>."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    STATE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    PIECE: gl.constexpr = 16  # rows of a state at once
+    i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
+    j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
+    t = gl.arange(0, C, gl.SliceLayout(1, KEYS))
+    for n in range(_count(n_items)):
+        zero = opaque_zero(n)
+        do, new, k = memory.do.slots.index(zero), memory.new.slots.index(zero), memory.k.slots.index(zero)
+        state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
+        item = gl.program_id(0) + n * gl.num_programs(0)
+        start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
+        last = gl.load(number_ptr + (item * C + C - 1))
+        wait_full(memory.factors, n, 1)
+        wait_full(memory.new, n, 1)
+        wait_full(memory.do, n, 1)
+        none = gl.zeros([C, C], gl.float32, SCORES)
+        dp = warpgroup_mma(do, new, none, use_acc=False, is_async=True)
+        wait_full(memory.state, n, 1)
+        none = gl.zeros([C, K], gl.float32, KEYS)
+        dq = warpgroup_mma(do, state, none, use_acc=False, is_async=True)
+        dp, dq = warpgroup_mma_wait(0, [dp, dq])
+        release(memory.do, n, 1)
+        release(memory.new, n, 1)
+        dp *= scale * _columns(memory, 1, SCORES)
+        dp = _decayed(dp, _rows(memory, 0, SCORES), _columns(memory, 0, SCORES), i >= j)
+        dp = gl.convert_layout(dp.to(do.dtype), gl.DotOperandLayout(0, KEYS, 2))
+        q_length = memory.factors.slots.index(2).load(gl.SliceLayout(1, KEYS))
+        dq *= scale * gl.exp2(_rows(memory, 0, KEYS))
+        release(memory.factors, n, 1)
+        wait_full(memory.k, n, 1)
+        dq = warpgroup_mma(dp, k, dq, is_async=True)
+
+        wait_full(memory.dstate, n, 1)
+        product = gl.zeros([PIECE, K], gl.float32, STATE)
+        for piece in gl.static_range(V // PIECE):
+            s = state.slice(piece * PIECE, PIECE, 0).load(STATE).to(gl.float32)
+            product += s * dstate.slice(piece * PIECE, PIECE, 0).load(STATE).to(gl.float32)
+        product = gl.sum(gl.sum(product, 1), 0) * gl.exp2(last)
+        release(memory.state, n, 1)
+        release(memory.dstate, n, 1)
+        wait_full(memory.q, n, 1)
+        q = memory.q.slots.index(0).load(KEYS).to(gl.float32)
+        release(memory.q, n, 1)
+        dq, dp = warpgroup_mma_wait(0, [dq, dp])
+        release(memory.k, n, 1)
+        q_dq = gl.sum(dq * q, 1) * q_length
+        dq = (dq - q * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
+        memory.dq.store(dq.to(do.dtype))
+        _store_tokens(dq_ptr, memory.dq, start, end, item % G, G, K)
+
+        wait_full(memory.x, n, 1)
+        wait_full(memory.v, n, 1)
+        x = memory.x.slots.index(0).permute((1, 0)).load(VALUES)
+        v = memory.v.slots.index(0).load(VALUES)
+        release(memory.x, n, 1)
+        release(memory.v, n, 1)
+        x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
+        memory.dv.store(x)
+        _store_tokens(dv_ptr, memory.dv, start, end, item % G, G, V)
+
+        # The decay of S, which is that of all tokens, is the last one's, be there a token or not.
+        q_dq = gl.where(start + t < end, q_dq, 0.0) + gl.where(t == C - 1, product, 0.0)
+        wait_empty(memory.sums, n, 1)
+        memory.sums.slots.index(0).store(q_dq)
+        memory.sums.slots.index(1).store(x_v)
+        mbarrier.arrive(memory.sums.full.index(0), count=1)
+
+
+@gluon.jit
+def _key_consumer(
+    dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale,
+    G: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """dk, dg and dbeta."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
+    row = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
+    column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
+    t = gl.arange(0, C, ROWS)
+    for n in range(_count(n_items)):
+        zero = opaque_zero(n)
+        q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
+        state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
+        new, x = memory.new.slots.index(zero), memory.x.slots.index(zero)
+        item = gl.program_id(0) + n * gl.num_programs(0)
+        start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
+        last = gl.load(number_ptr + (item * C + C - 1))
+        is_token = start + t < end
+        beta = gl.load(number_ptr + (BETA * plane + item * C + t), mask=is_token, other=1.0)
+        wait_full(memory.factors, n, 1)
+        wait_full(memory.new, n, 1)
+        wait_full(memory.do, n, 1)
+        none = gl.zeros([C, C], gl.float32, SCORES)
+        # of columns: in the last state, P and A
+        dp = warpgroup_mma(new.permute((1, 0)), do.permute((1, 0)), none, use_acc=False, is_async=True)
+        wait_full(memory.dstate, n, 1)
+        none_k = gl.zeros([C, K], gl.float32, KEYS)
+        dk = warpgroup_mma(new.permute((1, 0)), dstate, none_k, use_acc=False, is_async=True)
+        wait_full(memory.x, n, 1)
+        da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
+        gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
+        dp, dk, da = warpgroup_mma_wait(0, [dp, dk, da])
+        release(memory.do, n, 1)
+        release(memory.dstate, n, 1)
+        dp = _decayed(dp * (scale * _columns(memory, 2, SCORES)), gained, lost, row <= column)
+        dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
+        da = _decayed(-da * _columns(memory, 1, SCORES), gained, lost, row < column)
+        da = gl.convert_layout(da.to(k.dtype), OPERAND)
+        total = memory.factors.slots.index(0).load(ROWS)
+        length = memory.factors.slots.index(1).load(ROWS)
+        dk *= gl.expand_dims(gl.exp2(last - total), 1)
+        wait_full(memory.k, n, 1)
+        keys = k.load(KEYS).to(gl.float32)
+        dstate_sum = gl.sum(dk * keys, 1) * length
+        wait_full(memory.q, n, 1)
+        dk = warpgroup_mma(dp, q, dk, is_async=True)
+        dk, dp = warpgroup_mma_wait(0, [dk, dp])
+        release(memory.q, n, 1)
+        dk = warpgroup_mma(da, k, dk, is_async=True)
+
+        # of rows: in A and e k S
+        db = warpgroup_mma(x.permute((1, 0)), new, none, use_acc=False, is_async=True)
+        wait_full(memory.state, n, 1)
+        dk_row = warpgroup_mma(x.permute((1, 0)), state, none_k, use_acc=False, is_async=True)
+        dk, da, db, dk_row = warpgroup_mma_wait(0, [dk, da, db, dk_row])
+        release(memory.new, n, 1)
+        release(memory.x, n, 1)
+        release(memory.state, n, 1)
+        db = _decayed(-db * _columns(memory, 1, SCORES), lost, gained, row > column)
+        db = gl.convert_layout(db.to(k.dtype), OPERAND)
+        release(memory.factors, n, 1)
+        dk_row *= gl.expand_dims(-gl.exp2(total), 1)
+        dk_row = warpgroup_mma(db, k, dk_row, is_async=True)
+        dk_row, db = warpgroup_mma_wait(0, [dk_row, db])
+        keys = k.load(KEYS).to(gl.float32)
+        release(memory.k, n, 1)
+        k_column = gl.sum(dk * keys, 1) * length
+        k_row = gl.sum(dk_row * keys, 1) * length
+        dk = (dk + dk_row - keys * gl.expand_dims(length * (k_row + k_column), 1)) * gl.expand_dims(length, 1)
+        memory.dk.store(dk.to(k.dtype))
+        _store_tokens(dk_ptr, memory.dk, start, end, item % G, G, K)
+
+        wait_full(memory.sums, n, 1)
+        q_dq = memory.sums.slots.index(0).load(ROWS)
+        x_v = memory.sums.slots.index(1).load(ROWS)
+        release(memory.sums, n, 1)
+        place = (start + t).to(gl.int64) * G + item % G
+        dbeta = (x_v + k_row) / beta
+        gl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
+        # What the last state gets from token t decays from t on, what it gets at all from the start on.
+        dtotal = q_dq + gl.where(is_token, k_row - k_column, 0.0)
+        dtotal += gl.where(t == C - 1, gl.sum(dstate_sum, 0), 0.0)
+        memory.dtotal.store(dtotal)
+        later = gl.expand_dims(memory.dtotal.load(gl.SliceLayout(0, SCORES)), 0)
+        dg = gl.sum(gl.where(row <= column, later, 0.0), 1)
+        place = (start + gl.arange(0, C, gl.SliceLayout(1, SCORES))).to(gl.int64) * G + item % G
+        is_token = start + gl.arange(0, C, gl.SliceLayout(1, SCORES)) < end
+        gl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
+
+
+@gluon.jit
+def _ring_of(descriptor, READERS: gl.constexpr):
+    shape: gl.constexpr = descriptor.block_type.shape
+    slots = gl.allocate_shared_memory(descriptor.dtype, [1, shape[0], shape[1]], descriptor.layout)
+    return make_ring(slots, 1, READERS)
+
+
+@gluon.jit(do_not_specialize=["plane", "n_items"])
+def _inputs_kernel(
+    q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, number_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, plane, n_items, scale,
+    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """dq and dk of each value head, dv, dg and dbeta."""
+    dtype: gl.constexpr = q_rows.dtype
+    FLAT: gl.constexpr = number_row.layout
+    factors = gl.allocate_shared_memory(gl.float32, [3, C], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [2, C], FLAT)
+    memory = Memory(
+        _ring_of(q_rows, 2),
+        _ring_of(k_rows, 2),
+        _ring_of(v_rows, 1),
+        _ring_of(do_rows, 2),
+        _ring_of(state_rows, 2),
+        _ring_of(dstate_rows, 2),
+        _ring_of(new_rows, 2),
+        _ring_of(x_rows, 2),
+        make_ring(factors, 1, 2),
+        make_ring(sums, 1, 1),
+        gl.allocate_shared_memory(gl.float32, [C], FLAT),
+        gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
+        gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
+        gl.allocate_shared_memory(dtype, [C, V], v_rows.layout),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_key_consumer, (
+                dk_ptr, dg_ptr, dbeta_ptr, number_ptr, start_ptr, memory, n_items, plane, scale, G, K,
+            )),
+            (_query_consumer, (
+                dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale, G, K, V,
+            )),
+            (_producer, (
+                q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane,
+                start_ptr, memory, n_items, GROUP, G, K, V,
+            )),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def input_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], saved: Saved, chunks: Chunks,
+) -> None:  # fmt: skip
+    """Fills dq and dk [N, G, K], dv, dg and dbeta."""
+    (heads_k, width_k), (num_chunks, heads, width, _) = q.shape[1:], state.shape
+    numbers, n_items = saved.numbers, num_chunks * heads
+    tokens = [matrix(y, CHUNK, y.shape[-1]) for y in (q, k, v, do)]
+    states = [rows_of(y, width) for y in (state, dstate, new, x)]
+    _inputs_kernel[(min(n_items, num_multiprocessors(q.device)),)](
+        *tokens, *states, vector(numbers, CHUNK), numbers, *gradients, chunks.start, numbers.stride(0),
+        n_items, width_k**-0.5, GROUP=heads // heads_k, G=heads, K=width_k, V=width, num_warps=4,
+    )  # fmt: skip
