@@ -5,6 +5,7 @@ Nothing here uses titan_tree's trees, attention or losses: a path is a list of t
 """
 
 import random
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -83,6 +84,7 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
 
 def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
     """A small random Qwen3.5 or dense Qwen3-Next (``kind`` "Qwen3Next"), in which every parameter matters."""
+    assert find_spec("fla") is None, "transformers would compute with flash-linear-attention: uninstall it"
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
