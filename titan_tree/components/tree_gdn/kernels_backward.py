@@ -4,12 +4,14 @@ From dS', the gradient of a chunk's last state, and X = dv, with s the scale of 
 
     dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
 
-Neither A nor k k^T is made again, since dA beta = -X n^T. Nor does any gate's gradient need a product of its
-own: with the gradient of k split in that of its rows in A and e k S, and that of its columns,
+Neither A nor k k^T is made again for them, since dA beta = -X n^T. Row sums of gradients with what they are
+gradients of give those of beta and of the decays, with r that of the rows of A and e k S:
 
-    dbeta_i = (X_i.v_i + k_i.dk_row_i) / beta_i;   dG_i = q_i.dq_i + k_i.dk_row_i - k_i.dk_column_i
+    dbeta_i = (X_i.v_i + r_i) / beta_i;   dG_i = q_i.dq_i + r_i - k_i.dk_column_i
 
-and that of G_last also has <S', dS'>. The same row sums are what the gradient of normalisation takes.
+and that of G_last also has <S', dS'> = exp(G_last) <S, dS'> + sum_i d_i k_i.(dS' n_i). What P and A give
+to dG are the row sums less the column sums of P * dP and A * dA, from one matrix each: so in the gradient of
+g, a sum of dG, what should cancel does. With bf16 operands its error is a fifth of what it is otherwise.
 
 A chain leaves the gradient of the state that it starts from in a buffer of its own; what the children of a
 slot left is added up, in the order of the table, before the chain runs that filled the slot. So each sum has
@@ -43,11 +45,11 @@ from titan_tree.data.chunks import Chunks
 
 @triton.jit
 def _query_kernel(
-    q_ptr, k_ptr, do_ptr, state_ptr, new_ptr, total_ptr, length_ptr, dq_ptr, q_dq_ptr, start_ptr, scale,
+    q_ptr, k_ptr, do_ptr, state_ptr, new_ptr, total_ptr, length_ptr, dq_ptr, dtotal_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of each chunk and value head, and the row sums of q times the gradient of normalised q."""
+    """dq of each chunk and value head, and what P and exp(G) q S give to the gradient of each token's G."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -56,20 +58,23 @@ def _query_kernel(
     key_base = (start.to(tl.int64) * (G // GROUP) + head // GROUP) * K
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     value_base = (start.to(tl.int64) * G + head) * V
+    q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
     # Not from memory, in whose layout the rest would need more registers
-    q_length = inverse_length(tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0))
+    q_length = inverse_length(q)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
     do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
     total, length = tl.load(total_ptr + index * C + t), tl.load(length_ptr + index * C + t)
     new = tl.load(new_ptr + index * C * V + (column[:, None] * C + t[None, :]))
     state = tl.load(state_ptr + index * K * V + (column[:, None] * K + d[None, :]))
     dp = tl.dot(do, new, input_precision=PRECISION) * (scale * length)[None, :]
-    dp = decayed(dp, total[:, None], total[None, :], t[:, None] >= t[None, :]).to(k.dtype)
+    dp = decayed(dp, total[:, None], total[None, :], t[:, None] >= t[None, :])
+    p_dp = dp * (tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_length[:, None])
+    from_p = tl.sum(p_dp, 1)
     dq = tl.dot(do, state, input_precision=PRECISION) * (scale * tl.exp2(total))[:, None]
-    dq = tl.dot(dp, k, dq, input_precision=PRECISION)
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0).to(tl.float32)
-    q_dq = tl.sum(dq * q, 1) * q_length
-    tl.store(q_dq_ptr + index * C + t, q_dq)
+    q_dq = tl.sum(dq * q, 1) * q_length + from_p
+    dq = tl.dot(dp.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dtotal_ptr + index * C + t, q_dq - tl.sum(p_dp, 0))
     dq = (dq - q * (q_length * q_dq)[:, None]) * q_length[:, None]
     tile = t[:, None] * (G * K) + d[None, :]
     tl.store(
@@ -152,8 +157,8 @@ def _state_gradient_kernel(
 
 @triton.jit
 def _input_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, state_ptr, dstate_ptr, slots_ptr, new_ptr, x_ptr, total_ptr, beta_ptr,
-    length_ptr, q_length_ptr, q_dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, before_ptr, slot_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, state_ptr, dstate_ptr, new_ptr, x_ptr, total_ptr, beta_ptr,
+    length_ptr, q_length_ptr, dtotal_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr,
     scale, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,22 +180,12 @@ def _input_kernel(
     state_tile = column[:, None] * K + d[None, :]
     new_tile = column[:, None] * C + t[None, :]
 
-    # <S', dS'>. S' is the next chunk's start, or in a slot; a chain's end without one has dS' = 0.
-    d_last = 0.0
-    following, slot = chunk + 1, tl.load(slot_ptr + chunk)
-    goes_on = tl.load(before_ptr + following, mask=following * G < tl.num_programs(0), other=-1) == chunk
-    if goes_on:
-        dstate = tl.load(dstate_ptr + index * K * V + state_tile).to(tl.float32)
-        state = tl.load(state_ptr + (index + G) * K * V + state_tile).to(tl.float32)
-        d_last = tl.sum(tl.sum(dstate * state, 1), 0)
-    else:
-        if slot >= 0:
-            dstate = tl.load(dstate_ptr + index * K * V + state_tile).to(tl.float32)
-            state = tl.load(slots_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile)
-            d_last = tl.sum(tl.sum(dstate * state, 1), 0)
-
     row = index * C + t
     total, last = tl.load(total_ptr + row), tl.load(total_ptr + index * C + C - 1)
+    dstate = tl.load(dstate_ptr + index * K * V + state_tile).to(tl.float32)
+    state = tl.load(state_ptr + index * K * V + state_tile).to(tl.float32)
+    d_last = tl.sum(tl.sum(dstate * state, 1), 0) * tl.exp2(last)
+
     q_length, length = tl.load(q_length_ptr + row), tl.load(length_ptr + row)
     x = tl.load(x_ptr + index * C * V + new_tile)
     v = tl.load(v_ptr + value_base + value_tile_t, mask=is_token[None, :], other=0.0)
@@ -201,6 +196,8 @@ def _input_kernel(
     new = tl.load(new_ptr + index * C * V + new_tile)
     dstate = tl.load(dstate_ptr + index * K * V + state_tile)
     dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION) * tl.exp2(last - total)[:, None]
+    k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
+    from_last = tl.sum(dk * k_wide, 1) * length
     do = tl.load(do_ptr + value_base + value_tile, mask=is_token[:, None], other=0.0)
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0)
     dp = tl.dot(tl.trans(new), tl.trans(do), input_precision=PRECISION)
@@ -214,24 +211,24 @@ def _input_kernel(
     dk = tl.dot(da.to(q.dtype), k, dk, input_precision=PRECISION)
 
     # dk of rows: in A and e k S
-    state = tl.load(state_ptr + index * K * V + state_tile)
     da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
     da = decayed(-da * length[None, :], total[:, None], total[None, :], t[:, None] > t[None, :])
+    a_da = da * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None])
+    dtotal = tl.load(dtotal_ptr + row) - from_last - tl.sum(a_da, 0)
+    state = tl.load(state_ptr + index * K * V + state_tile)
     dk_row = tl.dot(tl.trans(x), state, input_precision=PRECISION) * (-tl.exp2(total))[:, None]
-    dk_row = tl.dot(da.to(q.dtype), k, dk_row, input_precision=PRECISION)
+    k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
+    k_row = tl.sum(dk_row * k_wide, 1) * length + tl.sum(a_da, 1)
+    dk += tl.dot(da.to(q.dtype), k, dk_row, input_precision=PRECISION)
 
     k_wide = tl.load(k_ptr + key_base + key_tile, mask=is_token[:, None], other=0.0).to(tl.float32)
-    k_column = tl.sum(dk * k_wide, 1) * length
-    k_row = tl.sum(dk_row * k_wide, 1) * length
-    dk += dk_row
-    dk = (dk - k_wide * (length * (k_row + k_column))[:, None]) * length[:, None]
+    dk = (dk - k_wide * (length * length * tl.sum(dk * k_wide, 1))[:, None]) * length[:, None]
     tile = t[:, None] * (G * K) + d[None, :]
     head_base = start.to(tl.int64) * G + head
     tl.store(dk_ptr + head_base * K + tile, dk.to(dk_ptr.dtype.element_ty), mask=is_token[:, None])
     dbeta = (x_v + k_row) / tl.load(beta_ptr + row, mask=is_token, other=1.0)
     tl.store(dbeta_ptr + head_base + t * G, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
-    dtotal = tl.where(is_token, tl.load(q_dq_ptr + row) + k_row - k_column, 0.0)
-    dg = tl.cumsum(dtotal, 0, reverse=True) + d_last
+    dg = tl.cumsum(dtotal + k_row, 0, reverse=True) + d_last + tl.sum(from_last, 0)
     tl.store(dg_ptr + head_base + t * G, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
 
@@ -287,7 +284,7 @@ def backward(
 
     if k.is_cuda:
         main.wait_stream(side)
-    make_inputs = hopper.input_gradients if hopper.supports(q, v) else partial(input_gradients, chains=chains)
+    make_inputs = hopper.input_gradients if hopper.supports(q, v) else input_gradients
     make_inputs(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     if heads > heads_k:  # torch sums 16-bit numbers in fp32
         dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))
@@ -315,16 +312,16 @@ def state_gradients(
 
 def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
-    gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks, chains: Chains,
+    gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
     """Fills dq and dk [N, G, K], dv, dg and dbeta."""
     factors, (dq, *others), scale = saved.factors, gradients, q.shape[2] ** -0.5
     constants = sizes(q, v) | {"PRECISION": precision(q)}
-    grid, q_dq = (len(chains.slot) * v.shape[1],), torch.empty_like(factors.q_length)
+    grid, dtotal = (len(state) * v.shape[1],), torch.empty_like(factors.total)
     _query_kernel[grid](
-        q, k, do, state, new, factors.total, factors.length, dq, q_dq, chunks.start, scale, **constants
+        q, k, do, state, new, factors.total, factors.length, dq, dtotal, chunks.start, scale, **constants
     )
     _input_kernel[grid](
-        q, k, v, do, state, dstate, saved.slots, new, x, factors.total, factors.beta, factors.length,
-        factors.q_length, q_dq, *others, chunks.start, chunks.before, chains.slot, scale, **constants,
+        q, k, v, do, state, dstate, new, x, factors.total, factors.beta, factors.length, factors.q_length,
+        dtotal, *others, chunks.start, scale, **constants,
     )  # fmt: skip

@@ -59,8 +59,9 @@ class Memory(NamedTuple):
     new: Ring  # [V, C]: n^T
     x: Ring  # [V, C]: X^T
     factors: Ring  # [3, C] fp32: total, 1 / |k|, 1 / |q|
-    sums: Ring  # [2, C] fp32: of the rows of q dq and v dv, from the first group to the second
-    dtotal: gl.shared_memory_descriptor  # [C] fp32
+    sums: Ring  # [2, C] fp32, from the first group to the second: of dG what it has, and of rows of v dv
+    queries: gl.shared_memory_descriptor  # [2, C] fp32: sums of the first group on their way to other threads
+    keys: gl.shared_memory_descriptor  # [3, C] fp32: likewise of the second
     dq: gl.shared_memory_descriptor  # [C, K]
     dk: gl.shared_memory_descriptor  # [C, K]
     dv: gl.shared_memory_descriptor  # [C, V]
@@ -139,18 +140,20 @@ def _query_consumer(
     dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """dq and dv; the row sums of q dq and v dv, and <S, dS'>."""
+    """dq and dv; the row sums of v dv, and what q, P and S give to dG."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
     PIECE: gl.constexpr = 16  # rows of a state at once
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
-    t = gl.arange(0, C, gl.SliceLayout(1, KEYS))
+    t = gl.arange(0, C, ROWS)
     for n in range(_count(n_items)):
         zero = opaque_zero(n)
-        do, new, k = memory.do.slots.index(zero), memory.new.slots.index(zero), memory.k.slots.index(zero)
+        q, k, do = memory.q.slots.index(zero), memory.k.slots.index(zero), memory.do.slots.index(zero)
+        new = memory.new.slots.index(zero)
         state, dstate = memory.state.slots.index(zero), memory.dstate.slots.index(zero)
         item = gl.program_id(0) + n * gl.num_programs(0)
         start, end = gl.load(start_ptr + item // G), gl.load(start_ptr + (item // G + 1))
@@ -161,18 +164,25 @@ def _query_consumer(
         none = gl.zeros([C, C], gl.float32, SCORES)
         dp = warpgroup_mma(do, new, none, use_acc=False, is_async=True)
         wait_full(memory.state, n, 1)
-        none = gl.zeros([C, K], gl.float32, KEYS)
-        dq = warpgroup_mma(do, state, none, use_acc=False, is_async=True)
-        dp, dq = warpgroup_mma_wait(0, [dp, dq])
+        none_k = gl.zeros([C, K], gl.float32, KEYS)
+        dq = warpgroup_mma(do, state, none_k, use_acc=False, is_async=True)
+        wait_full(memory.q, n, 1)
+        wait_full(memory.k, n, 1)
+        qk = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+        dp, dq, qk = warpgroup_mma_wait(0, [dp, dq, qk])
         release(memory.do, n, 1)
         release(memory.new, n, 1)
         dp *= scale * _columns(memory, 1, SCORES)
         dp = _decayed(dp, _rows(memory, 0, SCORES), _columns(memory, 0, SCORES), i >= j)
+        p_dp = dp * (qk * _rows(memory, 2, SCORES))
+        memory.queries.index(0).store(gl.sum(p_dp, 1))
+        memory.queries.index(1).store(gl.sum(p_dp, 0))
         dp = gl.convert_layout(dp.to(do.dtype), gl.DotOperandLayout(0, KEYS, 2))
-        q_length = memory.factors.slots.index(2).load(gl.SliceLayout(1, KEYS))
+        q_length = memory.factors.slots.index(2).load(ROWS)
         dq *= scale * gl.exp2(_rows(memory, 0, KEYS))
         release(memory.factors, n, 1)
-        wait_full(memory.k, n, 1)
+        queries = q.load(KEYS).to(gl.float32)
+        q_dq = gl.sum(dq * queries, 1) * q_length + memory.queries.index(0).load(ROWS)
         dq = warpgroup_mma(dp, k, dq, is_async=True)
 
         wait_full(memory.dstate, n, 1)
@@ -183,13 +193,11 @@ def _query_consumer(
         product = gl.sum(gl.sum(product, 1), 0) * gl.exp2(last)
         release(memory.state, n, 1)
         release(memory.dstate, n, 1)
-        wait_full(memory.q, n, 1)
-        q = memory.q.slots.index(0).load(KEYS).to(gl.float32)
-        release(memory.q, n, 1)
         dq, dp = warpgroup_mma_wait(0, [dq, dp])
         release(memory.k, n, 1)
-        q_dq = gl.sum(dq * q, 1) * q_length
-        dq = (dq - q * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
+        queries = q.load(KEYS).to(gl.float32)
+        release(memory.q, n, 1)
+        dq = (dq - queries * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
         memory.dq.store(dq.to(do.dtype))
         _store_tokens(dq_ptr, memory.dq, start, end, item % G, G, K)
 
@@ -204,9 +212,10 @@ def _query_consumer(
         _store_tokens(dv_ptr, memory.dv, start, end, item % G, G, V)
 
         # The decay of S, which is that of all tokens, is the last one's, be there a token or not.
-        q_dq = gl.where(start + t < end, q_dq, 0.0) + gl.where(t == C - 1, product, 0.0)
+        dtotal = gl.where(start + t < end, q_dq - memory.queries.index(1).load(ROWS), 0.0)
+        dtotal += gl.where(t == C - 1, product, 0.0)
         wait_empty(memory.sums, n, 1)
-        memory.sums.slots.index(0).store(q_dq)
+        memory.sums.slots.index(0).store(dtotal)
         memory.sums.slots.index(1).store(x_v)
         mbarrier.arrive(memory.sums.full.index(0), count=1)
 
@@ -245,20 +254,23 @@ def _key_consumer(
         dk = warpgroup_mma(new.permute((1, 0)), dstate, none_k, use_acc=False, is_async=True)
         wait_full(memory.x, n, 1)
         da = warpgroup_mma(new.permute((1, 0)), x, none, use_acc=False, is_async=True)
+        wait_full(memory.k, n, 1)
+        kk = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
         gained, lost = _columns(memory, 0, SCORES), _rows(memory, 0, SCORES)
-        dp, dk, da = warpgroup_mma_wait(0, [dp, dk, da])
+        dp, dk, da, kk = warpgroup_mma_wait(0, [dp, dk, da, kk])
         release(memory.do, n, 1)
         release(memory.dstate, n, 1)
         dp = _decayed(dp * (scale * _columns(memory, 2, SCORES)), gained, lost, row <= column)
         dp = gl.convert_layout(dp.to(k.dtype), OPERAND)
         da = _decayed(-da * _columns(memory, 1, SCORES), gained, lost, row < column)
+        a_da = da * (kk * _rows(memory, 1, SCORES))
+        memory.keys.index(0).store(gl.sum(a_da, 1))
+        memory.keys.index(1).store(gl.sum(a_da, 0))
         da = gl.convert_layout(da.to(k.dtype), OPERAND)
         total = memory.factors.slots.index(0).load(ROWS)
         length = memory.factors.slots.index(1).load(ROWS)
         dk *= gl.expand_dims(gl.exp2(last - total), 1)
-        wait_full(memory.k, n, 1)
-        keys = k.load(KEYS).to(gl.float32)
-        dstate_sum = gl.sum(dk * keys, 1) * length
+        from_last = gl.sum(dk * k.load(KEYS).to(gl.float32), 1) * length
         wait_full(memory.q, n, 1)
         dk = warpgroup_mma(dp, q, dk, is_async=True)
         dk, dp = warpgroup_mma_wait(0, [dk, dp])
@@ -277,28 +289,27 @@ def _key_consumer(
         db = gl.convert_layout(db.to(k.dtype), OPERAND)
         release(memory.factors, n, 1)
         dk_row *= gl.expand_dims(-gl.exp2(total), 1)
-        dk_row = warpgroup_mma(db, k, dk_row, is_async=True)
-        dk_row, db = warpgroup_mma_wait(0, [dk_row, db])
+        k_row = gl.sum(dk_row * k.load(KEYS).to(gl.float32), 1) * length + memory.keys.index(1).load(ROWS)
+        dk = warpgroup_mma(db, k, dk + dk_row, is_async=True)
+        dk, db = warpgroup_mma_wait(0, [dk, db])
         keys = k.load(KEYS).to(gl.float32)
         release(memory.k, n, 1)
-        k_column = gl.sum(dk * keys, 1) * length
-        k_row = gl.sum(dk_row * keys, 1) * length
-        dk = (dk + dk_row - keys * gl.expand_dims(length * (k_row + k_column), 1)) * gl.expand_dims(length, 1)
+        dk -= keys * gl.expand_dims(length * length * gl.sum(dk * keys, 1), 1)
+        dk *= gl.expand_dims(length, 1)
         memory.dk.store(dk.to(k.dtype))
         _store_tokens(dk_ptr, memory.dk, start, end, item % G, G, K)
 
         wait_full(memory.sums, n, 1)
-        q_dq = memory.sums.slots.index(0).load(ROWS)
+        dtotal = memory.sums.slots.index(0).load(ROWS)
         x_v = memory.sums.slots.index(1).load(ROWS)
         release(memory.sums, n, 1)
         place = (start + t).to(gl.int64) * G + item % G
         dbeta = (x_v + k_row) / beta
         gl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_token)
-        # What the last state gets from token t decays from t on, what it gets at all from the start on.
-        dtotal = q_dq + gl.where(is_token, k_row - k_column, 0.0)
-        dtotal += gl.where(t == C - 1, gl.sum(dstate_sum, 0), 0.0)
-        memory.dtotal.store(dtotal)
-        later = gl.expand_dims(memory.dtotal.load(gl.SliceLayout(0, SCORES)), 0)
+        dtotal += gl.where(is_token, k_row - from_last - memory.keys.index(0).load(ROWS), 0.0)
+        dtotal += gl.where(t == C - 1, gl.sum(from_last, 0), 0.0)
+        memory.keys.index(2).store(dtotal)
+        later = gl.expand_dims(memory.keys.index(2).load(gl.SliceLayout(0, SCORES)), 0)
         dg = gl.sum(gl.where(row <= column, later, 0.0), 1)
         place = (start + gl.arange(0, C, gl.SliceLayout(1, SCORES))).to(gl.int64) * G + item % G
         is_token = start + gl.arange(0, C, gl.SliceLayout(1, SCORES)) < end
@@ -334,7 +345,8 @@ def _inputs_kernel(
         _ring_of(x_rows, 2),
         make_ring(factors, 1, 2),
         make_ring(sums, 1, 1),
-        gl.allocate_shared_memory(gl.float32, [C], FLAT),
+        gl.allocate_shared_memory(gl.float32, [2, C], FLAT),
+        gl.allocate_shared_memory(gl.float32, [3, C], FLAT),
         gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
         gl.allocate_shared_memory(dtype, [C, K], q_rows.layout),
         gl.allocate_shared_memory(dtype, [C, V], v_rows.layout),
