@@ -51,7 +51,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS
 from titan_tree.trainer import clip_and_step
-from titan_tree.tree_step import TreeStep
+from titan_tree.tree_step import StepInput, TreeStep
 
 RUNS = ["redundancy_free", "wider", "recompute", "greedy", "offload", "budget"]
 
@@ -168,25 +168,29 @@ def train(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: tor
     if args.memory_gb:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1e9 * args.memory_gb / total)
+
+    def update(prepared: StepInput) -> str:
+        result = step.run(prepared)
+        norm = clip_and_step(optimizers, result.loss, optimizer.max_grad_norm)
+        optimizers.zero_grad()
+        return f"loss {result.loss.item():.4f}, gradient norm {norm.item():.3f}"
+
     for share in (20, 10):
         part = long_rollouts(args.tokens // share, args.longest, model.config.vocab_size)
         step = TreeStep(model, loss, device)
         try:
-            step.run(step.prepare([[part]])).loss.item()
-            print(f"one pass over {len(part):,} tokens: fits", flush=True)
+            print(f"one pass over {len(part):,} tokens fits: {update(step.prepare([[part]]))}", flush=True)
         except UserError as error:
             print(f"one pass over {len(part):,} tokens: {error}", flush=True)
-        optimizers.zero_grad()
-    partitioner = TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
-    step = TreeStep(model, loss, device, partitioner)
+            optimizers.zero_grad()
+    step = TreeStep(
+        model, loss, device, TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
+    )
     prepared = step.prepare([[tree]])
     for number in range(1, args.train + 1):
         started = time.perf_counter()
         allocated(device)
-        result = step.run(prepared)
-        norm = clip_and_step(optimizers, result.loss, optimizer.max_grad_norm)
-        optimizers.zero_grad()
-        values = f"loss {result.loss.item():.4f}, gradient norm {norm.item():.3f}"
+        values = update(prepared)
         peak = allocated(device, peak=True) / 2**30
         print(
             f"step {number}: {values}, {time.perf_counter() - started:.2f} s, {allocated(device):,} bytes "

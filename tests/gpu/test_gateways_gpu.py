@@ -3,11 +3,12 @@
 import copy
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL, flat
+from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL
 from tests.oracle import hf_model, in_one_pass, noise_ratios, random_groups, relative_error, tree_model
 from tests.test_gateways import OneRank, RandomCuts, forest_of, in_partitions
 from tests.test_tree_attention import assert_exact_on_a_bank
@@ -15,6 +16,7 @@ from titan_tree import activations
 from titan_tree.activations import Activations
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.tree_step import TreeStep
@@ -87,8 +89,11 @@ def test_activations_anywhere(compile, monkeypatch):
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
     model.compute_dtype = torch.bfloat16
     parallelize(model, OneRank(), compile=compile)
-    paths = [path for seed in range(40) for path in flat(random_groups(seed, **FOREST))]
-    tree = TokenTree.from_paths(paths)
+    # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions wait.
+    trunk, *branches = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (8, 2048), np.int32)
+    nodes = [np.concatenate([trunk[: 256 * i], branch[:64]]) for i, branch in enumerate(branches, 1)]
+    tree = TokenTree.from_paths([TokenPath(tokens) for tokens in [trunk, *nodes]])
+    cuts = TreePartitioner("redundancy_free", 256, 2048)
     peaks, gradients = {}, {}
     for name, kept in {
         "keep": Activations(CUDA),
@@ -97,7 +102,7 @@ def test_activations_anywhere(compile, monkeypatch):
         "budget": Activations(CUDA, "auto", 1e6),
         "both": Activations(CUDA, "auto", 1e6, 1e6),
     }.items():
-        step = TreeStep(model, TreeLoss(), CUDA, RandomCuts(0.004, 1), kept)
+        step = TreeStep(model, TreeLoss(), CUDA, cuts, kept)
         prepared = step.prepare([[tree]])
         for _ in range(2):
             model.zero_grad()
@@ -115,7 +120,7 @@ def test_activations_anywhere(compile, monkeypatch):
             tolerance = 2e-2 if again else 0
             assert relative_error(gradients[name][parameter], gradient) <= tolerance, (name, parameter)
     print({name: f"{peak / 2**20:.1f} MiB" for name, peak in peaks.items()})
-    assert max(peaks[name] for name in ("offload", "recompute", "budget")) < peaks["keep"]
+    assert max(peaks[name] for name in ("offload", "recompute", "budget")) < 0.9 * peaks["keep"]
 
 
 def test_new_plans_compile_a_few_graphs():
