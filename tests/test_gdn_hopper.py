@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.gluon_emulator import EmulatedKernel
+from tests.test_hopper import compile_launches, compiled_by
 from tests.test_tree_gdn_kernels import CUDA, assert_close, exact, forest, ladder, random_forest, run
-from titan_tree.components.tree_gdn import hopper, operator
+from titan_tree.components.tree_gdn import hopper, kernels_backward, kernels_forward, operator
 from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
 from titan_tree.components.tree_gdn.hopper import passes
 from titan_tree.data.chains import make_chains
@@ -75,3 +76,34 @@ def test_kernels_equal_recurrence_on_a_gpu(name):
     assert_close(got, exact(inputs, upstream, predecessor, exports), 3e-2)
     for _ in range(10):
         assert all(map(torch.equal, got, run(inputs, upstream, chunks, chains, "cuda")))
+
+
+def compile_all():
+    """Each Gluon kernel that forward and backward launch."""
+    compile_launches("K", "V", "FORWARD")
+    hopper.supports = lambda q, v: True
+    inputs_pass.num_multiprocessors = lambda device: 132
+    chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
+    chains = make_chains(chunks)
+    for width_k, width in ((128, 128), (64, 64)):
+        q, k, v = (torch.zeros(200, 4, dim, dtype=torch.bfloat16) for dim in (width_k, width_k, width))
+        g, beta = torch.zeros(200, 4), torch.zeros(200, 4, dtype=torch.bfloat16)
+        _, exported, saved = kernels_forward.forward(q, k, v, g, beta, None, chunks, chains)
+        kernels_backward.backward(v, exported, q, k, v, g, beta, saved, chunks, chains)
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    """Shared memory fits, products are not serialised, registers suffice, or all but."""
+    results = compiled_by("tests.test_gdn_hopper:compile_all", tmp_path)
+    names = (
+        ("_chain_kernel", True),
+        ("_chain_kernel", False),
+        ("_gradient_kernel", None),
+        ("_inputs_kernel", None),
+    )
+    expected = {(kernel, dim, forward) for kernel, forward in names for dim in (64, 128)}
+    assert {(result["kernel"], result["k"], result["forward"]) for result in results} == expected
+    for result in results:
+        assert result["shared"] <= 227 * 1024, result
+        assert not result["warnings"], result
+        assert result["spills"] <= (80 if result["kernel"] == "_inputs_kernel" else 0), result

@@ -205,8 +205,11 @@ class HopperDriver:
         return 0
 
 
-def compile_all() -> None:
-    """Compile, not run, each Gluon kernel that ``forward`` and ``backward`` launch; a line of JSON each."""
+def compile_launches(*names: str) -> None:
+    """From now on compile, not run, each Gluon kernel that is launched; a line of JSON each.
+
+    names: constants of the kernels to print. Until the process ends.
+    """
     run = JITFunction.run
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -215,11 +218,8 @@ def compile_all() -> None:
         with contextlib.redirect_stdout(io.StringIO()) as log:  # of ptxas; empty if compiled before
             compiled = run(kernel, *args, grid=grid, warmup=True, **constants)
         if spills := re.findall(r"(\d+) bytes spill stores", log.getvalue()):
-            result = {
-                "kernel": kernel.__name__,
-                "dim": constants["D"],
-                "square": constants.get("SQUARE"),
-                "with_dq": constants.get("WITH_DQ"),
+            result = {"kernel": kernel.__name__} | {name.lower(): constants.get(name) for name in names}
+            result |= {
                 "shared": compiled.metadata.shared,
                 "spills": sum(map(int, spills)),
                 "warnings": re.findall(r".*C75\d\d.*", log.getvalue()),
@@ -227,10 +227,26 @@ def compile_all() -> None:
             print(json.dumps(result))
 
     driver.set_active(HopperDriver())
-    monkeypatch = pytest.MonkeyPatch()  # never undone: the process ends
-    monkeypatch.setattr(JITFunction, "run", compile_only)
+    JITFunction.run = compile_only
+
+
+def compiled_by(function: str, cache: Path) -> list[dict[str, Any]]:
+    """What ``compile_launches`` prints in a process of its own that calls ``function``, "module:name"."""
+    module, name = function.split(":")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DUMP_PTXAS_LOG": "1"}
+    command = [sys.executable, "-c", f"from {module} import {name}; {name}()"]
+    root = Path(__file__).parents[1]
+    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def compile_all() -> None:
+    """Each Gluon kernel that ``forward`` and ``backward`` launch."""
+    compile_launches("D", "SQUARE", "WITH_DQ")
     for module in (forward_pass, query_pass):
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+        module.num_multiprocessors = lambda device: 132
     for dim in forward_pass.SLOTS:
         for n_keys in (200, 300):  # square or not
             layout = make_layout([(-1, n_keys)], np.arange(n_keys - 200, n_keys))
@@ -243,14 +259,8 @@ def compile_all() -> None:
 
 def test_kernels_compile_for_hopper(tmp_path):
     """Shared memory fits, products are not serialised, registers suffice."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-c", "from tests.test_hopper import compile_all; compile_all()"]
-    root = Path(__file__).parents[1]
-    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    results = [json.loads(line) for line in child.stdout.splitlines()]
-    names = [tuple(result[key] for key in ("kernel", "dim", "square", "with_dq")) for result in results]
+    results = compiled_by("tests.test_hopper:compile_all", tmp_path)
+    names = [tuple(result[key] for key in ("kernel", "d", "square", "with_dq")) for result in results]
     expected: set[tuple[str, int, bool | None, bool | None]] = set()
     for dim in forward_pass.SLOTS:
         expected |= {(kernel, dim, None, None) for kernel in ("_forward_kernel", "_queries_kernel")}
