@@ -57,6 +57,7 @@ class Program:
         self.index, self.width, self.rng = index, width, rng
         self.partitions: list[Partition] = []
         self.copies: list[Callable[[], Any]] = []  # by TMA into shared memory, in flight
+        self.late: Partition | None = None  # runs when nothing else can go on
         self.failure: BaseException | None = None
 
     def warp_specialize(
@@ -76,8 +77,10 @@ class Program:
             raise self.failure
 
     def pause(self, partition: Partition, can_go_on: Callable[[], bool]) -> None:
-        """Let others run, at least until ``can_go_on()``."""
+        """Let others run, at least until ``can_go_on()``, and sometimes as far as they get."""
         partition.can_go_on = can_go_on
+        if self.late is None and self.rng.random() < 0.1:
+            self.late = partition
         self._pass_turn()
         partition.turn.acquire()
         assert self.failure is None, "another partition failed"
@@ -100,7 +103,9 @@ class Program:
     def _pass_turn(self) -> None:
         while True:
             waiting = [p for p in self.partitions if not p.ended]
-            ready = [p for p in waiting if p.can_go_on()]
+            ready = [p for p in waiting if p.can_go_on() and p is not self.late]
+            if not ready and not self.copies:
+                self.late, ready = None, [p for p in waiting if p.can_go_on()]
             if not waiting and not self.copies:
                 return
             assert ready or self.copies, f"deadlock: {', '.join(p.name for p in waiting)} wait"

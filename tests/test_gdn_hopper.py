@@ -49,7 +49,7 @@ def case(name, dtype, seed=0, device="cpu"):
 
 
 @pytest.mark.skipif(CUDA, reason="Triton compiles where there is a GPU")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_recurrence(name, seed, monkeypatch):
     inputs, upstream, predecessor, exports, chunks, chains = case(name, torch.float16, seed)
