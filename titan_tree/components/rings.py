@@ -88,6 +88,14 @@ def vector(x: Tensor, size: int) -> TensorDescriptor:
 _VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0. Not cached: torch.compile traces it."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -246,7 +246,8 @@ def backward(
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
     dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
     state, new = empty_states(saved)
-    make = hopper.states if hopper.supports(q, v) else partial(make_states, leave=False)
+    on_hopper = hopper.supports(q, v)
+    make = hopper.states if on_hopper else partial(make_states, leave=False)
     again = make(k, v, state, new, saved, chunks, chains)
 
     # The states once more, from their slots: all chains at once, and beside the reverse pass, since a few
@@ -258,7 +259,7 @@ def backward(
             again(0, rounds[-1][0])
     else:
         again(0, rounds[-1][0])
-    scores = make_scores(q, k, v, saved, chunks)
+    scores = make_scores(q, k, v, saved, chunks, leave=False)
 
     dstate, x = empty_states(saved)
     slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
@@ -273,7 +274,7 @@ def backward(
                 heads * width * width_k, BLOCK=block,
             )  # fmt: skip
 
-    reverse = hopper.state_gradients if hopper.supports(q, v) else state_gradients
+    reverse = hopper.state_gradients if on_hopper else state_gradients
     run = reverse(q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains)
     for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
         add_up(slot, slot_end)
@@ -284,7 +285,7 @@ def backward(
 
     if k.is_cuda:
         main.wait_stream(side)
-    make_inputs = hopper.input_gradients if hopper.supports(q, v) else input_gradients
+    make_inputs = hopper.input_gradients if on_hopper else input_gradients
     make_inputs(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
     if heads > heads_k:  # torch sums 16-bit numbers in fp32
         dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))

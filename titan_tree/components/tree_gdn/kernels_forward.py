@@ -215,9 +215,9 @@ def _state_kernel(
 def _scores_kernel(
     q_ptr, k_ptr, total_ptr, length_ptr, p_ptr, query_ptr, q_length_ptr, start_ptr, scale,
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LEAVE: tl.constexpr,
 ):  # fmt: skip
-    """s P of each chunk and head, and the factors of its queries."""
+    """s P of each chunk and head. LEAVE: and the factors of its queries."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -230,8 +230,9 @@ def _scores_kernel(
     row = index * C + t
     total, length = tl.load(total_ptr + row), tl.load(length_ptr + row)
     q_length = inverse_length(q)
-    tl.store(q_length_ptr + row, tl.where(is_token, q_length, 0.0))
-    tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
+    if LEAVE:
+        tl.store(q_length_ptr + row, tl.where(is_token, q_length, 0.0))
+        tl.store(query_ptr + row, tl.where(is_token, scale * q_length * tl.exp2(total), 0.0))
     p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * length[None, :] * (scale * q_length)[:, None]
     p = decayed(p, total[:, None], total[None, :], t[:, None] >= t[None, :])
     tl.store(p_ptr + index * C * C + (t[:, None] * C + t[None, :]), p.to(p_ptr.dtype.element_ty))
@@ -302,27 +303,28 @@ def forward(
     )  # fmt: skip
     if states is not None:
         saved.slots[:num_rows] = states.mT
-    scores, o = make_scores(q, k, v, saved, chunks), torch.empty_like(v)
-    if hopper.supports(q, v):
+    scores, o = make_scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
+    on_hopper = hopper.supports(q, v)
+    if on_hopper:
         run = hopper.outputs(q, k, v, scores, o, saved, chunks, chains)
     else:
         state, new = empty_states(saved)
         run = make_states(k, v, state, new, saved, chunks, chains, leave=True)
     for (first, _), (end, _) in itertools.pairwise(rounds):
         run(first, end)
-    if not hopper.supports(q, v):
+    if not on_hopper:
         _output_kernel[(num_chunks * heads,)](
             q, state, new, scores, factors.query, o, chunks.start, **dims, PRECISION=precision(q)
         )
     return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
 
 
-def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks) -> Tensor:
-    """s P [chunks, G, 64, 64] in the dtype of q, 0 where there is no token; and the factors of q."""
+def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool) -> Tensor:
+    """s P [chunks, G, 64, 64] in the dtype of q, 0 where there is no token; leave: and the factors of q."""
     scores, factors = torch.empty_like(saved.inverse), saved.factors
     _scores_kernel[(len(scores) * v.shape[1],)](
         q, k, factors.total, factors.length, scores, factors.query, factors.q_length, chunks.start,
-        q.shape[2] ** -0.5, **sizes(q, v), PRECISION=precision(q),
+        q.shape[2] ** -0.5, **sizes(q, v), PRECISION=precision(q), LEAVE=leave,
     )  # fmt: skip
     return scores
 

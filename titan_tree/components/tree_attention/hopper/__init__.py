@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import portable
 from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
@@ -20,10 +21,7 @@ __all__ = ["backward", "check", "forward", "supports"]
 
 def supports(q: Tensor) -> bool:
     """Whether these kernels take q: a Hopper GPU, 16 bits, head dim 64, 128 or 256."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in SLOTS:
-        return False
-    device = torch.cuda.get_device_properties(q.device)
-    return (device.major, device.minor) == (9, 0)
+    return is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in SLOTS
 
 
 def check(q: Tensor) -> None:

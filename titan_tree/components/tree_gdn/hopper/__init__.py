@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_gdn.hopper.inputs import input_gradients
 from titan_tree.components.tree_gdn.hopper.passes import outputs, state_gradients, states
 
@@ -17,7 +18,4 @@ __all__ = ["input_gradients", "outputs", "state_gradients", "states", "supports"
 
 def supports(q: Tensor, v: Tensor) -> bool:
     """Whether these kernels take q and v: a Hopper GPU, bfloat16, heads of 64 or 128 dims."""
-    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not {q.shape[-1], v.shape[-1]} <= {64, 128}:
-        return False
-    device = torch.cuda.get_device_properties(q.device)
-    return (device.major, device.minor) == (9, 0)
+    return is_hopper(q.device) and q.dtype == torch.bfloat16 and {q.shape[-1], v.shape[-1]} <= {64, 128}
