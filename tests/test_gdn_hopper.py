@@ -9,10 +9,12 @@ from tests.gluon_emulator import EmulatedKernel
 from tests.test_hopper import compile_launches, compiled_by
 from tests.test_tree_gdn_kernels import CUDA, assert_close, exact, forest, ladder, random_forest, run
 from titan_tree.components.tree_gdn import hopper, kernels_backward, kernels_forward, operator
+from titan_tree.components.tree_gdn.buffers import empty_saved, empty_states
 from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
 from titan_tree.components.tree_gdn.hopper import passes
 from titan_tree.data.chains import make_chains
 from titan_tree.data.chunks import make_chunks
+from titan_tree.errors import UserError
 
 KERNELS = (passes, "_chain_kernel"), (passes, "_gradient_kernel"), (inputs_pass, "_inputs_kernel")
 # predecessors, exported tokens, gateway rows, chunk size, key heads, value heads, K, V
@@ -76,6 +78,15 @@ def test_kernels_equal_recurrence_on_a_gpu(name):
     assert_close(got, exact(inputs, upstream, predecessor, exports), 3e-2)
     for _ in range(10):
         assert all(map(torch.equal, got, run(inputs, upstream, chunks, chains, "cuda")))
+
+
+def test_too_many_chunks_have_a_message():
+    k, v = (torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    chunks = make_chunks(np.full(150_000, -1), np.empty(0, np.int64))
+    chains = make_chains(chunks)
+    saved = empty_saved(k, v, chains)
+    with pytest.raises(UserError, match="150,000 chunks and 32 heads"):
+        hopper.states(k, v, *empty_states(saved), saved, chunks, chains)
 
 
 def compile_all():

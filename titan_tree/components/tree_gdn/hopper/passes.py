@@ -33,6 +33,7 @@ from titan_tree.components.rings import Ring, make_ring, matrix, release, vector
 from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved
 from titan_tree.data.chains import Chains
 from titan_tree.data.chunks import CHUNK, Chunks
+from titan_tree.errors import UserError
 
 BLOCK_V = gl.constexpr(64)  # columns of V for a program: the rows of the tensor cores' products
 C = gl.constexpr(CHUNK)
@@ -388,14 +389,8 @@ def states(
 ) -> Run:
     """S^T and n^T of chains, from slots that are filled already."""
     tiles = _tiles(None, k, v, None, saved)
-    rest = (
-        rows_of(state, BLOCK_V.value),
-        rows_of(new, BLOCK_V.value),
-        None,
-        saved.slots,
-        *_where(saved, chunks, chains),
-    )
-    return _run(_chain_kernel, [*tiles, *rest], k, v, FORWARD=False)
+    rest = None, saved.slots, *_where(saved, chunks, chains)
+    return _run(_chain_kernel, [*tiles, *_parts(state, new), *rest], k, v, FORWARD=False)
 
 
 def state_gradients(
@@ -412,6 +407,11 @@ def _tiles(
     q: Tensor | None, k: Tensor, v: Tensor, scores: Tensor | None, saved: Saved
 ) -> list[TensorDescriptor | None]:
     """Of what is fetched for a chunk."""
+    if saved.numbers.numel() >= 2**31:
+        raise UserError(
+            f"TreeGDN: a forward of {len(saved.inverse):,} chunks and {v.shape[1]} heads is too large for "
+            "32-bit coordinates; lower data.max_tokens"
+        )
     width_k = k.shape[2]
     return [
         None if q is None else matrix(q, CHUNK, width_k),
