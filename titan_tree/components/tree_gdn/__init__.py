@@ -8,7 +8,9 @@ gateway, and those that later forwards start from go into it.
 
 chunks, chains   in data/: which tokens are read at once, from where their state comes, in which order
 reference.py     both in plain torch, to which all else is compared
-kernels_*.py     the rule in Triton, forward and backward
+kernels_*.py     the rule in Triton, forward and backward, for any GPU
+hopper/          what takes most of the time once more for Hopper, in Gluon
+buffers.py       what the kernels hand to each other
 operator.py      what autograd, torch.compile and checkpointing know of it
 conv.py          the convolution: kernels and operator
 """
@@ -39,8 +41,9 @@ class TreeGDN(nn.Module):
     Deterministic.
 
     Args:
-        backend: "triton": own kernels, for bf16 and fp32, heads of 16, 32, 64 or 128 dims. "reference": plain
-            torch, any dtype and size. "auto": the first on a GPU, the second elsewhere.
+        backend: "triton": own kernels, for bf16 and fp32, heads of 16, 32, 64 or 128 dims; on Hopper, in bf16
+            and for 64 and 128 dims, partly in Gluon, which rounds the same values. "reference": plain torch,
+            any dtype and size. "auto": the first on a GPU, the second elsewhere.
     """
 
     def __init__(self, backend: Backend = "auto") -> None:

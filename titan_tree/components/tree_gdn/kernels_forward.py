@@ -7,7 +7,8 @@ T = (I + A)^-1 diag(beta) alone, and not the products w = T k and u = T v. From 
 
     n = T (v - e (k S));   S' = exp(G_last) S + k^T (d n);   o = exp(G) (q S) + P n
 
-costs one more small product, and a quarter less memory traffic.
+costs one more small product, and a quarter less memory traffic. P, scaled, and the factors of q come from a
+kernel of their own, since the backward needs P again.
 
 States are kept transposed, S^T [V, K] and n^T [V, 64]: on Hopper the state then stays in registers as the
 left operand of every product of the serial kernel, and all right operands come straight from shared memory.
