@@ -1,0 +1,77 @@
+"""Routing: what a layer tells of its router. RouterLoss: what keeps routers from using few experts only, and
+their logits from growing.
+
+Of a *pool* of tokens in L layers, each token counted once per path through it:
+
+    balance   E sum_e f_e P_e     f_e: share of the tokens that chose expert e; P_e: its mean probability
+    z         mean of logsumexp(logits)^2
+
+f and P are means over all layers' tokens together, as in transformers' ``load_balancing_loss_func``; f has
+no gradient. Balance: Switch Transformer (arXiv:2101.03961); z: ST-MoE (arXiv:2202.08906). A pool is a
+micro-batch, or all of the global batch (arXiv:2501.11873). As a product of two means the balance of several
+pools is not that of all together; only the global batch's is the same however trees are packed, cut, or
+flattened to paths. Several pools are averaged, weighted by their tokens on paths.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+from titan_tree.errors import UserError
+
+Scope = Literal["global_batch", "micro_batch"]
+
+
+class Routing(NamedTuple):
+    """Sums over a layer's tokens, fp32 at least; of a model each with a first dim for its L such layers.
+
+    All but ``tokens`` count a token as often as paths run through it, as a batch of the paths would.
+    """
+
+    tokens: Tensor  # [E] distinct tokens that each expert has
+    chosen: Tensor  # [E] the same, on paths
+    probability: Tensor  # [E] the router's probabilities
+    squared_lse: Tensor  # [] squares of the log-sum-exp of the router's logits
+
+
+class RouterLoss:
+    """Coefficients and the pool; 0 switches a loss off.
+
+    Raises UserError for a coefficient that is negative or not finite, and for an unknown scope.
+    """
+
+    def __init__(self, balance: float = 0.0, z: float = 0.0, scope: Scope = "global_batch") -> None:
+        for name, value in (("balance", balance), ("z", z)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"router_loss.{name}: expected a finite number >= 0, got {value}")
+        if scope not in get_args(Scope):
+            expected = ", ".join(get_args(Scope))
+            raise UserError(f"router_loss.scope: expected one of {expected}, got {scope!r}")
+        self.balance, self.z, self.scope = balance, z, scope
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to add to the loss."""
+        return self.balance > 0 or self.z > 0
+
+    def __call__(
+        self, routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A forward's share of the global batch's loss, 0-dim; and of both terms without coefficients.
+
+        Shares of a pool's forwards, and of all pools, add up.
+
+        Args:
+            routing: of the forward, of all its layers.
+            chosen: [E] of the pool, ``Routing.chosen`` summed over its forwards and layers.
+            pool_tokens: tokens on paths in the pool, > 0.
+            all_tokens: the same of the global batch.
+        """
+        num_layers, num_experts = routing.probability.shape
+        share = (chosen.detach() / (num_layers * pool_tokens)) * routing.probability.sum(0)
+        balance = num_experts * share.sum() / (num_layers * all_tokens)
+        z = routing.squared_lse.sum() / (num_layers * all_tokens)
+        terms = {"router_balance": balance.detach(), "router_z": z.detach()}
+        return self.balance * balance + self.z * z, terms
