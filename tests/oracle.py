@@ -9,8 +9,6 @@ from importlib.util import find_spec
 
 import torch
 import transformers
-from transformers import Qwen3Config as HFConfig
-from transformers import Qwen3ForCausalLM
 
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.data.batch import TreeBatch
@@ -57,8 +55,12 @@ def tree_batch(groups, device="cpu", edges="all"):
     return TreeBatch.from_trees(trees, edges).to(device)
 
 
-def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
-    """A small random Qwen3ForCausalLM in which every parameter matters (norm weights are not 1)."""
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **sizes):
+    """A small random Qwen3 or Qwen3-MoE (``kind`` "Qwen3Moe") in which every parameter matters (norm weights
+    are not 1)."""
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -71,9 +73,11 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
         "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
+    experts = EXPERTS | {"norm_topk_prob": True} if kind == "Qwen3Moe" else {}
+    config_class = getattr(transformers, f"{kind}Config")
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        HFConfig(**(config | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        config_class(**(config | experts | sizes), tie_word_embeddings=tied, attn_implementation="eager")
     ).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,7 +87,8 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, **sizes):
 
 
 def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
-    """A small random Qwen3.5 or dense Qwen3-Next (``kind`` "Qwen3Next"), in which every parameter matters."""
+    """A small random Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or dense Qwen3-Next ("Qwen3Next"), by ``kind``, in
+    which every parameter matters."""
     assert find_spec("fla") is None, "transformers would compute with flash-linear-attention: uninstall it"
     config = {
         "vocab_size": 61,
@@ -103,12 +108,16 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
         "initializer_range": 0.1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }
-    text = "Text" if kind == "Qwen3_5" else ""
-    dense = {"mlp_only_layers": list(range(num_layers))} if kind == "Qwen3Next" else {}
+    text = "" if kind == "Qwen3Next" else "Text"
+    own = {
+        "Qwen3_5": {},
+        "Qwen3_5Moe": EXPERTS | {"shared_expert_intermediate_size": 20},
+        "Qwen3Next": {"mlp_only_layers": list(range(num_layers))},
+    }
     config_class = getattr(transformers, f"{kind}{text}Config")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(
-        config_class(**(config | dense | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+        config_class(**(config | own[kind] | sizes), tie_word_embeddings=tied, attn_implementation="eager")
     ).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

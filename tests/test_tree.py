@@ -270,7 +270,7 @@ def test_pinning_reaches_every_tensor(monkeypatch):
                 yield from tensors(value)
 
     before, after = list(tensors(batch)), list(tensors(result))
-    assert len(after) == len(pinned) == 4 + 4 + 3 + 7 + 6
+    assert len(after) == len(pinned) == 4 + 5 + 3 + 7 + 6
     for (name, old), (same_name, new) in zip(before, after, strict=True):
         assert name == same_name
         assert any(new is tensor for tensor in pinned), name

@@ -142,13 +142,15 @@ def run_partitions(
         if not gradients:
             return
         if loss is not None and loss.requires_grad:
-            end, gradient = loss, torch.ones_like(loss)
-            if out.cut is not None:
+            begins = [(loss, torch.ones_like(loss))]
+            if out.cut:
                 loss.backward()
-                end, leaf = out.cut
-                gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            if end.requires_grad:  # not where all blocks are frozen
-                running.scored = [(get_gradient_edge(end), gradient)]
+                begins = [
+                    (end, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
+                    for end, leaf in out.cut
+                    if end.requires_grad  # not where all blocks are frozen
+                ]
+            running.scored = [(get_gradient_edge(end), gradient) for end, gradient in begins]
         if running.waits:
             numbered = enumerate(out.exports or ())
             running.exports = [(get_gradient_edge(x), i) for i, x in numbered if x.requires_grad]

@@ -199,6 +199,7 @@ def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) 
     no_exports = np.empty(0, np.int64)
     predecessor = predecessors(tree, partition) if gateway is None else gateway.predecessor
     chunks = make_chunks(predecessor, no_exports if gateway is None else gateway.state_exports)
+    num_paths = np.repeat(tree.node_paths, tree.node_length)[partition.own]
     layout = TreeLayout(
         positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
@@ -206,6 +207,7 @@ def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) 
         predecessor=torch.from_numpy(predecessor),
         chunks=chunks,
         chains=make_chains(chunks, 0 if gateway is None else gateway.state_rows),
+        num_paths=torch.from_numpy(np.where(partition.scores, num_paths, 0).astype(np.float32)),
     )
     if gateway is None:
         return layout

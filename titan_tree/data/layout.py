@@ -35,6 +35,8 @@ class TreeLayout:
     state_exports: Tensor | None = None  # [S] int64: own tokens after which later forwards want the state
     chunks: Chunks | None = None
     chains: Chains | None = None  # of chunks; part of it stays on the host
+    # For sums over tokens: how many paths run through each, 0 of one that another forward counts.
+    num_paths: Tensor | None = None  # [N] float32
     # What components derived from the above, once per batch.
     attention_plan: Any = None
     conv_plan: Any = None

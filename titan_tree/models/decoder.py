@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_tree.components.logprobs import edge_logprobs
+from titan_tree.components.moe import MoE, Routing
 from titan_tree.components.tree_attention import Backend, TreeAttention
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.layout import TreeLayout
@@ -87,12 +88,11 @@ class Linear(nn.Linear):
 class MLP(nn.Module):
     """SwiGLU (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        d, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(d, hidden)
-        self.up_proj = Linear(d, hidden)
-        self.down_proj = Linear(hidden, d)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -131,13 +131,15 @@ class Block(nn.Module):
         name: of the mixer, which the published models call by what it is.
     """
 
-    def __init__(self, config: DecoderConfig, norm: type[RMSNorm], name: str, mixer: Mixer) -> None:
+    def __init__(
+        self, config: DecoderConfig, norm: type[RMSNorm], name: str, mixer: Mixer, mlp: MLP | MoE
+    ) -> None:
         super().__init__()
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mixer_name = name
         self.add_module(name, mixer)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     @property
     def mixer(self) -> Mixer:
@@ -145,11 +147,16 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x [N, d] of the next layer, and exports. See ``Mixer.forward``."""
+    ) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
+        """x [N, d] of the next layer, exports (see ``Mixer.forward``), and sums of the routing, if any."""
         mixed, exports = self.mixer(self.input_layernorm(x), rope, layout, gateway)
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), exports
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(normed), exports, None
+        assert layout.num_paths is not None
+        out, routing = self.mlp(normed, layout.num_paths)
+        return x + out, exports, routing
 
 
 class ModelOutput(NamedTuple):
@@ -157,9 +164,11 @@ class ModelOutput(NamedTuple):
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
-    # Of a partition hidden states [E, d] of the predicting tokens, twice: where the blocks' graph ends, and
-    # the leaf where that of logprobs begins: the loss's part, with all logits, waits for no other partition.
-    cut: tuple[Tensor, Tensor] | None = None
+    routing: Routing | None = None  # of the layers that have experts
+    # Of a partition all that reaches the loss, hidden states [E, d] of the predicting tokens and sums of
+    # ``routing``, each twice: where the blocks' graph ends, and the leaf where the loss's own begins: that
+    # part, with all logits, waits for no other partition.
+    cut: tuple[tuple[Tensor, Tensor], ...] = ()
     # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
 
@@ -213,18 +222,24 @@ class Decoder(nn.Module, ABC):
         x = F.embedding(batch.tokens, embedding)
         gateways = iter(self._gateways(batch, gateway, x))
         exports: list[Tensor] = []
+        routings: list[Routing] = []
         for layer in self.blocks:
-            x, exported = layer(x, rope, layout, tuple(islice(gateways, len(layer.mixer.stacks))))
+            context = tuple(islice(gateways, len(layer.mixer.stacks)))
+            x, exported, routed = layer(x, rope, layout, context)
             exports += exported
+            routings += [] if routed is None else [routed]
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
+        routing = Routing(*map(torch.stack, zip(*routings, strict=True))) if routings else None
         if not exports:
-            return ModelOutput(*self._scores(hidden, head, batch, entropy))
-        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
+            return ModelOutput(*self._scores(hidden, head, batch, entropy), routing)
+        ends = (hidden, *(routing or ()))
+        leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # Whatever moves what the blocks save. Detached: an output would hold the graph that holds it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            scores = self._scores(leaf, head, batch, entropy)
-        return ModelOutput(*scores, (hidden, leaf), tuple(exports))
+            scores = self._scores(leaves[0], head, batch, entropy)
+        routing = Routing(*leaves[1:]) if routing else None
+        return ModelOutput(*scores, routing, tuple(zip(ends, leaves, strict=True)), tuple(exports))
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """The layout with all that layers derive from it, once per batch."""
@@ -285,15 +300,17 @@ class Decoder(nn.Module, ABC):
     def training_flops(self, batch: TreeBatch) -> int:
         """Floating-point operations of a forward and backward pass on ``batch``, recomputation not counted.
 
-        6 per parameter of a layer's matrices and token, 6 per parameter of the output projection and
-        edge, and what mixes tokens (``Mixer.flops``). Reads the layout, so call it before the batch
-        goes to a GPU.
+        6 per parameter of a layer's matrices and token, of experts those that a token has; 6 per parameter
+        of the output projection and edge; and what mixes tokens (``Mixer.flops``). Reads the layout, so
+        call it before the batch goes to a GPU.
         """
         layout, c = batch.layout, self.config
         key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
         first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
         num_pairs = int((end - first).sum())
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
+        experts = [module for module in self.layers.modules() if isinstance(module, MoE)]
+        matrices += sum(moe.active_parameters for moe in experts)
         head = c.vocab_size * c.hidden_size
         mixing = sum(layer.mixer.flops(len(batch), num_pairs) for layer in self.blocks)
         return 6 * (matrices * len(batch) + head * len(batch.edge_label)) + mixing

@@ -22,7 +22,6 @@ class DecoderConfig(ABC):
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -37,6 +36,10 @@ class DecoderConfig(ABC):
             value = getattr(self, field.name)
             if field.type == "bool":
                 ok, expected = isinstance(value, bool), "true or false"
+            elif field.type == "list[int]":
+                is_list = isinstance(value, list)
+                ok = is_list and all(type(item) is int and item >= 0 for item in value)
+                expected = "a list of integers >= 0"
             else:
                 kinds = (int,) if field.type == "int" else (int, float)
                 number = isinstance(value, kinds) and not isinstance(value, bool)

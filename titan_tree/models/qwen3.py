@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from titan_tree.components.moe import MoE
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.data.layout import TreeLayout
 from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Block, Decoder, Linear, Mixer, RMSNorm, Rope
+from titan_tree.models.decoder import MLP, Block, Decoder, Linear, Mixer, RMSNorm, Rope
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 
 
@@ -27,8 +28,10 @@ class Qwen3Config(DecoderConfig):
 
     family = "Qwen3"
 
+    intermediate_size: int
+
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Qwen3Config:
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
         rope = cls._read_rope(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(f"{where}: Qwen3 here supports RoPE of all dims only, got {rope}")
@@ -147,11 +150,17 @@ class Attention(Mixer):
 class Qwen3(Decoder):
     """Qwen3, dense."""
 
-    Config = Qwen3Config
+    Config: ClassVar[type[Qwen3Config]] = Qwen3Config
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3": "Qwen3ForCausalLM"}
-    flavors: ClassVar[dict[str, Qwen3Config]] = FLAVORS
+    flavors: ClassVar[Mapping[str, Qwen3Config]] = FLAVORS
 
     norm_class = RMSNorm
+    config: Qwen3Config
 
     def make_block(self, index: int) -> Block:
-        return Block(self.config, RMSNorm, "self_attn", Attention(self.config, self.attention))
+        mlp = self.make_mlp(index)
+        return Block(self.config, RMSNorm, "self_attn", Attention(self.config, self.attention), mlp)
+
+    def make_mlp(self, index: int) -> MLP | MoE:
+        """That of the layer ``index``."""
+        return MLP(self.config.hidden_size, self.config.intermediate_size)

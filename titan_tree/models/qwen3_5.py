@@ -23,7 +23,7 @@ from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_co
 from titan_tree.data.layout import TreeLayout
 from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Block, Decoder, Linear, Mixer, RMSNorm, Rope, at_least_fp32
+from titan_tree.models.decoder import MLP, Block, Decoder, Linear, Mixer, RMSNorm, Rope, at_least_fp32
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.qwen3 import Attention
 
@@ -36,6 +36,7 @@ class Qwen35Config(DecoderConfig):
 
     family = "Qwen3.5"
 
+    intermediate_size: int
     head_dim: int = 256
     rope_theta: float = 1e7
     max_position_embeddings: int = 262_144
@@ -278,10 +279,11 @@ class Qwen35(Decoder):
     config: Qwen35Config
 
     def make_block(self, index: int) -> Block:
+        mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
         if self.config.layer_types[index] == FULL:
             attention = GatedAttention(self.config, self.attention)
-            return Block(self.config, ZeroCentredRMSNorm, "self_attn", attention)
-        return Block(self.config, ZeroCentredRMSNorm, "linear_attn", GatedDeltaNet(self.config))
+            return Block(self.config, ZeroCentredRMSNorm, "self_attn", attention, mlp)
+        return Block(self.config, ZeroCentredRMSNorm, "linear_attn", GatedDeltaNet(self.config), mlp)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         plan = prepare_conv(layout, self.config.linear_conv_kernel_dim)

@@ -1,0 +1,119 @@
+"""Qwen3-MoE, arXiv:2505.09388, on token trees: a Qwen3 with experts in its layers.
+
+Parameter names are those of Hugging Face's Qwen3MoeForCausalLM without the prefix ``model.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from titan_tree.components.moe import MoE
+from titan_tree.errors import UserError
+from titan_tree.models.decoder import MLP
+from titan_tree.models.qwen3 import Qwen3, Qwen3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(Qwen3Config):
+    """Sizes of a Qwen3-MoE, by Hugging Face's names; ``intermediate_size`` of layers without experts."""
+
+    family = "Qwen3-MoE"
+
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool = False  # the chosen experts' probabilities are divided by their sum
+    decoder_sparse_step: int = 1  # every so many layers one has experts
+    mlp_only_layers: list[int] = field(default_factory=list)  # and these have none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts(self.num_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+        hf = one_spelling_of_experts(hf, where)
+        defaults = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        given = {name: value for name, value in hf.items() if value is not None}
+        # Here the window is all layers'.
+        windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+        cls._expect(hf, where, "use_sliding_window", not windowed, "false")
+        return super().from_hf(defaults | given, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {
+            **super().to_hf(),
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+        }
+
+    def has_experts(self, index: int) -> bool:
+        """Whether the layer ``index`` has."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+
+def check_experts(num_experts: int, per_token: int) -> None:
+    if per_token > num_experts:
+        raise UserError(f"num_experts_per_tok: expected at most num_experts ({num_experts}), got {per_token}")
+
+
+def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A ``config.json`` with "num_experts", which transformers may have saved as "num_local_experts"."""
+    number, local = (hf.get(name) for name in ("num_experts", "num_local_experts"))
+    if None not in (number, local) and number != local:
+        raise UserError(f"{where}: num_experts is {number}, but num_local_experts {local}; remove one")
+    return {**hf, "num_experts": local if number is None else number}
+
+
+def _published(
+    hidden: int, intermediate: int, experts_intermediate: int, layers: int, heads: int
+) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        moe_intermediate_size=experts_intermediate,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3 with mixtures of experts."""
+
+    Config = Qwen3MoeConfig
+    hf_architectures: ClassVar[dict[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
+    flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = {
+        # About a million parameters, for the byte-level demo and for tests on a CPU.
+        "debug": Qwen3MoeConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=True,
+            moe_intermediate_size=96,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        ),
+        "30B-A3B": _published(2048, 6144, 768, 48, 32),
+        "235B-A22B": _published(4096, 12_288, 1536, 94, 64),
+    }
+    config: Qwen3MoeConfig
+
+    def make_mlp(self, index: int) -> MLP | MoE:
+        c = self.config
+        if not c.has_experts(index):
+            return super().make_mlp(index)
+        return MoE(
+            c.hidden_size, c.moe_intermediate_size, c.num_experts, c.num_experts_per_tok, c.norm_topk_prob
+        )
