@@ -141,7 +141,7 @@ def test_a_tied_models_second_embedding_must_be_equal(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type: expected one of qwen3, qwen3_5_text, .*, got llama"),
+        ({"model_type": "llama"}, "model_type: expected one of qwen3, qwen3_moe, .*, got llama"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures: expected .*Qwen3ForCausalLM"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}},

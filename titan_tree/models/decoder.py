@@ -189,6 +189,7 @@ class Decoder(nn.Module, ABC):
     norm_class: ClassVar[type[RMSNorm]]
     # Tensors of a snapshot that hold several parameters: ends of their names, and of those.
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    publishes_single_experts: ClassVar[bool] = False  # or fused, see expert_names.py
 
     def __init__(self, config: DecoderConfig, attention: Backend = "auto") -> None:
         super().__init__()

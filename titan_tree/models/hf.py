@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from titan_tree.components.tree_attention import Backend
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.expert_names import single_experts, split_experts
 from titan_tree.models.registry import MODELS
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,17 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
     has_copy = copy in shapes and copy not in expected
     if has_copy:
         shapes.pop(copy)
+    # Of experts that are not stored fused, the tensors that are expected instead.
+    fused = {
+        name: (shape, singles)
+        for name, shape in expected.items()
+        if name not in shapes and (singles := single_experts(name, shape))
+    }
+    single: dict[str, tuple[int, ...]] = {}
+    for name, (_, singles) in fused.items():
+        del expected[name]
+        single |= singles
+    expected |= single
     packed = _packed(model, set(shapes))
     found = [part for name in shapes for part in packed.get(name, (name,))]
     _same_names(folder, set(map(_hf_name, expected)), set(map(_hf_name, found)))
@@ -105,18 +117,31 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
         want = sum(part[0] for part in parts), *parts[0][1:]
         if shape != want:
             raise UserError(f"{folder}: {_hf_name(name)}: expected shape {want} by config.json, got {shape}")
-    if has_copy and not torch.equal(_read_one(files, embedding), _read_one(files, copy)):
-        raise UserError(
-            f"{folder}: {copy} differs from {_hf_name(embedding)}, but config.json says "
-            "tie_word_embeddings: true; set it to false"
-        )
-    for file in files:
-        with _open(file) as shard:
-            for stored in shard.keys():  # noqa: SIM118
-                if (name := _own_name(stored)) in packed:
-                    yield from zip(packed[name], model.unpack(name, shard.get_tensor(stored)), strict=True)
-                elif name in expected and not stored.startswith(NOT_LOADED):
-                    yield name, shard.get_tensor(stored)
+    with ExitStack() as opened:
+        shards = [opened.enter_context(_open(file)) for file in files]
+        stored = {
+            _own_name(name): (shard, name)
+            for shard in shards
+            for name in shard.keys()  # noqa: SIM118
+            if not name.startswith(NOT_LOADED)
+        }
+
+        def read(name: str) -> Tensor:
+            shard, stored_name = stored[name]
+            return shard.get_tensor(stored_name)
+
+        if has_copy and not torch.equal(read(embedding), read(copy)):
+            raise UserError(
+                f"{folder}: {copy} differs from {_hf_name(embedding)}, but config.json says "
+                "tie_word_embeddings: true; set it to false"
+            )
+        for name in shapes:
+            if name in packed:
+                yield from zip(packed[name], model.unpack(name, read(name)), strict=True)
+            elif name not in single:
+                yield name, read(name)
+        for name, (shape, singles) in fused.items():
+            yield name, torch.cat([read(part) for part in singles]).view(shape)
 
 
 def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, tuple[int, ...]]:
@@ -187,7 +212,7 @@ def save_pretrained(
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; name a new folder or remove it")
-    weights = dict(model.state_dict() if state_dict is None else state_dict)
+    weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
     assert weights.keys() == model.state_dict().keys(), "state_dict is not this model's"
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
@@ -204,7 +229,8 @@ def save_pretrained(
             raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
 
     with _appearing_whole(folder) as temporary:
-        named = {_hf_name(name, prefix): w for name, w in weights.items()}
+        parts = split_experts(weights) if model.publishes_single_experts else weights
+        named = {_hf_name(name, prefix): w for name, w in parts.items()}
         _write_weights(named | others, temporary, max_shard_bytes)
         _write_json(temporary / CONFIG, config)
         for file in files:
@@ -292,15 +318,6 @@ def _open(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None
     with shard as opened:
         yield opened
-
-
-def _read_one(files: list[Path], name: str) -> Tensor:
-    for file in files:
-        with _open(file) as shard:
-            for stored in shard.keys():  # noqa: SIM118
-                if _own_name(stored) == name:
-                    return shard.get_tensor(stored)
-    raise AssertionError(f"{name} was listed before")
 
 
 def _same_names(folder: Path, expected: set[str], found: set[str]) -> None:

@@ -89,6 +89,7 @@ class Qwen3Moe(Qwen3):
 
     Config = Qwen3MoeConfig
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
+    publishes_single_experts = True
     flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = {
         # About a million parameters, for the byte-level demo and for tests on a CPU.
         "debug": Qwen3MoeConfig(
