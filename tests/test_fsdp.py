@@ -15,6 +15,7 @@ from titan_tree.config import Config
 # Three groups a step: rank 0 has two, rank 1 one; one group a step leaves rank 1 with none. Trees of a
 # rank do not fit one micro-batch, so the ranks' numbers of micro-batches differ; in the last cases a tree
 # does not fit either, and their numbers of partitions differ.
+EXPERTS = {"model__name": "qwen3_moe", "router_loss__balance": 0.1, "router_loss__z": 0.01}
 CASES: dict[str, dict[str, object]] = {
     "last": {"data__max_tokens": 70},
     "every": {"data__max_tokens": 70, "parallel__reduce_gradients": "every"},
@@ -25,6 +26,10 @@ CASES: dict[str, dict[str, object]] = {
     "recompute": {"data__max_tokens": 12, "partition__activations": "recompute"},
     "partitions of one rank": {"data__max_tokens": 12, "data__global_batch_groups": 1},
     "hybrid": {"data__max_tokens": 12, "model__name": "qwen3_5"},
+    "experts": {"data__max_tokens": 70, **EXPERTS},
+    "experts, one group": {"data__global_batch_groups": 1, **EXPERTS},
+    "experts, partitions": {"data__max_tokens": 12, **EXPERTS},
+    "experts, partitions of one rank": {"data__max_tokens": 12, "data__global_batch_groups": 1, **EXPERTS},
 }
 
 

@@ -1,14 +1,32 @@
 """Qwen3-MoE on token trees: against transformers on every path alone, experts first."""
 
+import copy
+
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.oracle import assert_same, hf_model, in_one_pass, per_path, random_groups, tree_batch, tree_model
-from titan_tree.components.moe import MoE
+from tests.oracle import (
+    assert_same,
+    hf_model,
+    in_one_pass,
+    path_coefficients,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_batch,
+    tree_model,
+)
+from tests.test_gateways import OneRank, RandomCuts, forest_of, in_partitions
+from titan_tree.components.moe import MoE, RouterLoss
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
+from titan_tree.tree_step import TreeStep
 
 LAYERS = {
     "all": {},
@@ -60,6 +78,161 @@ def test_one_pass_equals_every_path_alone(seed, layers, tied):
             assert torch.equal(ours, path_experts(hf, path.tokens.tolist()))
         first += len(trie)
     assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)))
+
+
+# The router's losses, over a step.
+
+BALANCE, Z = 0.3, 0.05
+
+
+def batch_of_paths(hf, micro_batches, scope):
+    """(loss, gradients, balance, z) by definition: every path alone, their tokens pooled, by transformers."""
+    paths = [path for groups in micro_batches for path in flat(groups)]
+    coefficients = iter(path_coefficients(paths, "path_mean"))
+    total, balance, per_token = 0.0, [], []
+    logits_of_pools = []
+    for groups in micro_batches:
+        logits = []
+        for path in flat(groups):
+            tokens = torch.as_tensor(path.tokens).long()
+            out = hf(tokens[None], output_router_logits=True)
+            logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            total = total - (next(coefficients).float() * logprobs).sum()
+            logits.append(out.router_logits)
+        logits_of_pools.append(tuple(map(torch.cat, zip(*logits, strict=True))))
+    if scope == "global_batch":
+        logits_of_pools = [tuple(map(torch.cat, zip(*logits_of_pools, strict=True)))]
+    num_tokens = [len(logits[0]) for logits in logits_of_pools]
+    k = hf.config.num_experts_per_tok
+    for logits in logits_of_pools:
+        share = len(logits[0]) / sum(num_tokens)
+        balance.append(share * load_balancing_loss_func(logits, hf.config.num_experts, k))
+        per_token.append(torch.cat(logits).logsumexp(-1).square())
+    z = torch.cat(per_token).mean()
+    loss = total + BALANCE * sum(balance) + Z * z
+    hf.zero_grad(set_to_none=True)
+    loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
+    return loss.item(), gradients, sum(balance).item(), z.item()
+
+
+PARTITIONERS = {
+    "none": lambda: None,
+    "redundancy_free": lambda: TreePartitioner("redundancy_free", 6),
+    "one token": lambda: RandomCuts(1.0),
+    "random": lambda: RandomCuts(0.4, 3),
+    # Runs tokens again, which must not count again.
+    "single_path": lambda: TreePartitioner("single_path", 20),
+}
+
+
+@pytest.mark.parametrize("scope", ["global_batch", "micro_batch"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_a_step_with_router_losses_equals_a_batch_of_the_paths(partitioner, num_micro_batches, scope):
+    hf = hf_model(tied=True, kind="Qwen3Moe", seed=num_micro_batches, num_hidden_layers=3)
+    model = tree_model(hf)
+    micro_batches = [random_groups(seed) for seed in (2, 0, 3)[:num_micro_batches]]
+    loss, gradients, balance, z = batch_of_paths(hf, micro_batches, scope)
+
+    router_loss = RouterLoss(BALANCE, Z, scope)
+    step = TreeStep(model, TreeLoss(), "cpu", PARTITIONERS[partitioner](), router_loss=router_loss)
+    model.zero_grad(set_to_none=True)
+    prepared = step.prepare([[TokenTree.from_paths(paths) for paths in groups] for groups in micro_batches])
+    result = step.run(prepared)
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert result.router_metrics["router_z"].item() == pytest.approx(z, rel=1e-5)
+    if scope == "global_batch" or num_micro_batches == 1:
+        assert result.router_metrics["router_balance"].item() == pytest.approx(balance, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, gradients[name]) <= 1e-5, name
+    cut = any(len(partitions) > 1 for partitions in prepared.micro_batches)
+    assert cut == (partitioner != "none")
+    assert (prepared.counts.duplicates > 0) == (partitioner == "single_path")
+    counted = cut or (num_micro_batches > 1 and scope == "global_batch")
+    assert result.extra_forward_tokens == (prepared.counts.executed_tokens if counted else 0)
+
+
+def test_without_router_losses_nothing_runs_twice_and_all_is_reported():
+    model = build_model("qwen3_moe", "debug")
+    step = TreeStep(model, TreeLoss(), "cpu", TreePartitioner("redundancy_free", 4))
+    paths = [TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]
+    result = step.run(step.prepare([[TokenTree.from_paths(paths)]] * 2))
+    assert result.extra_forward_tokens == 0
+    assert result.router_metrics.keys() == {"router_balance", "router_z", "expert_load"}
+    experts = chosen_experts(model, [paths])  # of both micro-batches alike
+    load = torch.stack([experts[:, layer].flatten().bincount(minlength=8) for layer in range(2)]).float()
+    expected = (load.amax(1) / load.mean(1)).mean().item()
+    assert result.router_metrics["expert_load"].item() == pytest.approx(expected, rel=1e-6)
+    # The balance, whose f sums to k, is near k for a fresh router.
+    assert result.router_metrics["router_balance"].item() == pytest.approx(2, rel=0.1)
+
+
+def test_a_loss_of_whole_paths_and_the_routers():
+    """Two kinds of first rounds in one step: gspo's over the partitions, and the count."""
+    hf = hf_model(tied=True, kind="Qwen3Moe")
+    groups = [
+        [
+            TokenPath(p.tokens, advantage=0.5 * i - 1, old_logprobs=[-4.0] * len(p))
+            for i, p in enumerate(paths)
+        ]
+        for paths in random_groups(2)
+    ]
+    results = []
+    for partitioner in (None, TreePartitioner("redundancy_free", 6)):
+        model = tree_model(hf)
+        loss = TreeLoss("gspo", "path_token_mean", clip_low=1.0, clip_high=1.0)
+        step = TreeStep(model, loss, "cpu", partitioner, router_loss=RouterLoss(BALANCE, Z))
+        results.append(step.run(step.prepare([[TokenTree.from_paths(paths) for paths in groups]])))
+        results[-1] = results[-1].loss, {name: p.grad for name, p in model.named_parameters()}
+    assert results[1][0].item() == pytest.approx(results[0][0].item(), rel=1e-5)
+    for name, gradient in results[0][1].items():
+        assert relative_error(results[1][1][name], gradient) < 1e-5, name
+
+
+def test_router_losses_need_experts():
+    with pytest.raises(UserError, match="router_loss: expected a model with experts"):
+        TreeStep(build_model("qwen3", "debug"), TreeLoss(), router_loss=RouterLoss(z=1e-3))
+
+
+# The rest of the model.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_partitions_equal_one_pass(seed):
+    """In float64."""
+    model = tree_model(hf_model(tied=True, kind="Qwen3Moe", seed=seed)).double()
+    groups = random_groups(seed)
+    _, want_loss, want = in_one_pass(model, groups)
+    loss, got = in_partitions(model, RandomCuts(0.4, seed).plan(forest_of(groups)))
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 1e-9, name
+
+
+@pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
+def test_compiled_and_checkpointed(checkpoint):
+    """With the router's losses, in one pass and in partitions, the same numbers as without."""
+    plain = tree_model(hf_model(tied=True, kind="Qwen3Moe"))
+    changed = parallelize(
+        copy.deepcopy(plain),
+        OneRank(),
+        dtype=torch.float32,
+        compile=checkpoint == "compiled",
+        activation_checkpoint="none" if checkpoint == "compiled" else checkpoint,
+    )
+    trees = [TokenTree.from_paths(paths) for paths in random_groups(1, max_length=20)]
+    for partitioner in (None, TreePartitioner("redundancy_free", 20)):
+        if partitioner is None and checkpoint == "compiled":
+            continue  # the same graph, half a minute
+        results = []
+        for model in (plain, changed):
+            step = TreeStep(model, TreeLoss(), "cpu", partitioner, router_loss=RouterLoss(BALANCE, Z))
+            model.zero_grad(set_to_none=True)
+            result = step.run(step.prepare([trees]))
+            results.append([result.loss, *(p.grad for p in model.parameters())])
+        for got, want in zip(*reversed(results), strict=True):
+            assert relative_error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,13 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
     assert b[1] < a[1] - 1e-3
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5", "qwen3_moe"])
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
     for layout in ("tree", "flat"):
         options: dict[str, Any] = {"model__name": model, "data__layout": layout, "training__steps": 50}
+        if model == "qwen3_moe":
+            options |= {"router_loss__balance": 1e-2, "router_loss__z": 1e-3}
         config = tiny_config(tmp_path / layout, **options)
         train(config)
         runs[layout] = read_metrics(config)

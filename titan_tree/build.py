@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_tree.activations import Activations
+from titan_tree.components.moe import RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -22,6 +23,7 @@ from titan_tree.config import (
     ParallelConfig,
     PartitionConfig,
     ProfilerConfig,
+    RouterLossConfig,
     TrainingConfig,
 )
 from titan_tree.data.dataset import TreeDataset
@@ -105,6 +107,10 @@ def build_lr_schedulers(
 
 def build_loss(config: LossConfig) -> TreeLoss:
     return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
+
+
+def build_router_loss(config: RouterLossConfig) -> RouterLoss:
+    return RouterLoss(config.balance, config.z, config.scope)
 
 
 def build_partitioner(config: PartitionConfig, max_tokens: int) -> TreePartitioner | None:

@@ -108,6 +108,18 @@ class LossConfig:
 
 
 @dataclass
+class RouterLossConfig:
+    """Losses of a mixture of experts' router, see RouterLoss. 0 is off, as is usual after pre-training."""
+
+    balance: float = 0.0  # coefficient of the load balancing loss; pre-training takes about 1e-3
+    z: float = 0.0  # coefficient of the z-loss
+    # Which tokens are balanced together. "global_batch" is the same however trees are packed into
+    # micro-batches and ranks, but where a rank has several it runs each forward once more, to count; with
+    # partitions "micro_batch" does so too.
+    scope: Literal["global_batch", "micro_batch"] = "global_batch"
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW on fp32 weights. Weight decay acts on matrices, not on norms and biases."""
 
@@ -204,6 +216,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    router_loss: RouterLossConfig = field(default_factory=RouterLossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -33,6 +33,7 @@ from titan_tree.build import (
     build_parallel_model,
     build_partitioner,
     build_profiler,
+    build_router_loss,
     build_tokenizer,
 )
 from titan_tree.checkpoint import Checkpoints, Progress
@@ -93,6 +94,7 @@ class Trainer:
             build_activations(config.partition, self.device),
             config.parallel.reduce_gradients,
             config.parallel.reshard_after_forward,
+            build_router_loss(config.router_loss),
         )
 
         tokenizer = build_tokenizer(config.data, config.model.hf_path)
@@ -168,7 +170,8 @@ class Trainer:
         if self.metrics:
             self.metrics.advance(step)
             if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
-                of_loss = {name: value.item() for name, value in result.metrics.items()}
+                own = result.metrics | result.router_metrics
+                of_loss = {name: value.item() for name, value in own.items()}
                 values |= cost_metrics(result, seconds, dist.get_world_size(), self.device)
                 self.metrics.log(step, values, of_loss)
 

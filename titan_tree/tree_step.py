@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.activations import Activations
+from titan_tree.components.moe import RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
@@ -31,6 +32,7 @@ from titan_tree.distributed.parallelize import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.gateways import run_partitions, score_partitions
 from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.router_step import RouterStep, Use
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,12 @@ class StepInput:
 class StepResult:
     """Of all ranks together. Tensors lie on the device, and nothing has waited for them yet."""
 
-    loss: Tensor  # 0-dim fp32
+    loss: Tensor  # 0-dim fp32, with the router's
     metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
+    router_metrics: dict[str, Tensor]  # of components/moe, {} without experts
     counts: StepCounts
-    # Forwards that ran again: to recompute activations, or to score first what a loss of whole paths needs.
+    # Forwards that ran again: to recompute activations, to score first what a loss of whole paths needs, or
+    # to count first how experts are chosen in a pool of several forwards.
     extra_forward_tokens: Tensor
     chain_peak: int  # of the rank with the most
     num_micro_batches: int  # of the rank with the most
@@ -106,6 +110,9 @@ class TreeStep:
         reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch only (keeps an
             unsharded fp32 gradient on each rank), or after "every" one, which partitions cannot.
         reshard_after_forward: what FSDP2 does where there are no partitions.
+        router_loss: of a model with experts; None: none.
+    Raises:
+        UserError: a router_loss of a model without experts.
     """
 
     def __init__(
@@ -117,7 +124,14 @@ class TreeStep:
         activations: Activations | None = None,
         reduce_gradients: str = "last",
         reshard_after_forward: bool = True,
+        router_loss: RouterLoss | None = None,
     ) -> None:
+        self.router_loss = router_loss or RouterLoss()
+        if self.router_loss and not model.has_experts:
+            raise UserError(
+                "router_loss: expected a model with experts, such as qwen3_moe; this one has none: set "
+                "balance and z to 0"
+            )
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
@@ -167,10 +181,13 @@ class TreeStep:
         self._check(counts, num_partitions)
         total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
         nested = num_partitions > 1
+        routing = None
+        if self.model.has_experts:
+            routing = RouterStep(self.router_loss, counts.logical_tokens, self.device)
         out_of_memory = ""
         try:
             with cast_weights(self.model):
-                self._run_micro_batches(step, nested, num_micro_batches, total)
+                self._run_micro_batches(step, nested, num_micro_batches, total, routing)
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error).splitlines()[0]
         if out_of_memory:  # outside of the handler, whose exception holds the partitions' tensors
@@ -180,23 +197,33 @@ class TreeStep:
                 f"or set training.activation_checkpoint ({out_of_memory})"
             )
         extra = torch.full_like(total.loss, total.extra_forward_tokens)
+        if routing is not None:
+            total.loss += routing.loss
         loss, sums = self._over_ranks(total.loss, total.sums | {"extra_forward_tokens": extra})
         token_weight, extra = sums.pop("token_weight"), sums.pop("extra_forward_tokens")
         metrics = {name: value / token_weight for name, value in sums.items()}
-        return StepResult(loss, metrics, counts, extra, chain_peak, num_micro_batches)
+        of_router = {} if routing is None else routing.metrics()
+        return StepResult(loss, metrics, of_router, counts, extra, chain_peak, num_micro_batches)
 
-    def _run_micro_batches(self, step: StepInput, nested: bool, most: int, total: _Total) -> None:
+    def _run_micro_batches(
+        self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None
+    ) -> None:
         """nested: some rank has partitions. most: micro-batches of the rank with the most."""
         micro_batches = list(step.micro_batches)
         num_runs = max(len(micro_batches), 1) if nested else most
         micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
         self._hold_parameters(nested)
+        if routing is not None and routing.must_count(nested, most):
+            routing.count(self.model, micro_batches, self.device)
+            total.extra_forward_tokens += step.counts.executed_tokens
         for i, batches in enumerate(micro_batches):
             last = i == num_runs - 1
             if not nested:
                 self._sum_gradients(last or self.reduce_gradients == "every")
             whole = step.whole[i] if i < len(step.whole) else None
             use = total.add if whole is None else self._surrogate(batches, whole, total)
+            if routing is not None:
+                use = routing.added_to(use, i, batches)
             again = run_partitions(
                 self.model,
                 batches,
@@ -208,9 +235,7 @@ class TreeStep:
             )
             total.extra_forward_tokens += again  # not around the call: the surrogate adds its own
 
-    def _surrogate(
-        self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total
-    ) -> Callable[[int, TreeBatch, ModelOutput], Tensor]:
+    def _surrogate(self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total) -> Use:
         """Losses of partitions whose gradients add up to that of a loss of whole paths.
 
         All partitions are scored without gradients; the loss is differentiated with respect to these
@@ -316,7 +341,9 @@ class _Total:
 def _dummy() -> TreeBatch:
     """One edge of no path."""
     tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
-    return dataclasses.replace(TreeBatch.from_trees([tree]), n_logical=0)
+    batch = TreeBatch.from_trees([tree])
+    layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))
+    return dataclasses.replace(batch, n_logical=0, layout=layout)
 
 
 def _agree(step: StepInput) -> tuple[StepCounts, int, int, int]:

@@ -198,6 +198,7 @@ class Decoder(nn.Module, ABC):
         self.compute_dtype: torch.dtype | None = None  # of activations; None: that of the weights
         self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
+        self.has_experts = any(isinstance(block.mlp, MoE) for block in blocks)
         # Of each tensor that layers export, one after another, the stack that has its rows.
         self.stacks = [stack for block in blocks for stack in block.mixer.stacks]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tree.components.moe.balance import RouterLoss, Routing
+from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
 from titan_tree.components.moe.experts import expert_mlps
 
-__all__ = ["Experts", "MoE", "RouterLoss", "Routing"]
+__all__ = ["Experts", "MoE", "RouterLoss", "Routing", "router_metrics"]
 
 
 class Experts(nn.Module):

@@ -56,12 +56,8 @@ class RouterLoss:
         """Whether there is anything to add to the loss."""
         return self.balance > 0 or self.z > 0
 
-    def __call__(
-        self, routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A forward's share of the global batch's loss, 0-dim; and of both terms without coefficients.
-
-        Shares of a pool's forwards, and of all pools, add up.
+    def __call__(self, routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int) -> Tensor:
+        """A forward's share of the global batch's loss, 0-dim. Shares of all forwards add up.
 
         Args:
             routing: of the forward, of all its layers.
@@ -69,9 +65,32 @@ class RouterLoss:
             pool_tokens: tokens on paths in the pool, > 0.
             all_tokens: the same of the global batch.
         """
-        num_layers, num_experts = routing.probability.shape
-        share = (chosen.detach() / (num_layers * pool_tokens)) * routing.probability.sum(0)
-        balance = num_experts * share.sum() / (num_layers * all_tokens)
-        z = routing.squared_lse.sum() / (num_layers * all_tokens)
-        terms = {"router_balance": balance.detach(), "router_z": z.detach()}
-        return self.balance * balance + self.z * z, terms
+        loss = routing.squared_lse.new_zeros(())
+        if self.balance:
+            loss = loss + self.balance * _balance(routing, chosen, pool_tokens, all_tokens)
+        if self.z:
+            loss = loss + self.z * _z(routing, all_tokens)
+        return loss
+
+
+def router_metrics(routing: Routing, all_tokens: int) -> dict[str, Tensor]:
+    """Of a global batch, 0-dim, given the sum of its forwards' ``routing``.
+
+    Both terms of ``RouterLoss`` without coefficients; and "expert_load", the most distinct tokens that one of
+    a layer's experts has over their mean, mean over layers: 1 is balanced.
+    """
+    return {
+        "router_balance": _balance(routing, routing.chosen.sum(0), all_tokens, all_tokens),
+        "router_z": _z(routing, all_tokens),
+        "expert_load": (routing.tokens.amax(1) / routing.tokens.mean(1)).mean(),
+    }
+
+
+def _balance(routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int) -> Tensor:
+    num_layers, num_experts = routing.probability.shape
+    share = chosen / (num_layers * pool_tokens)
+    return num_experts * (share * routing.probability.sum(0)).sum() / (num_layers * all_tokens)
+
+
+def _z(routing: Routing, all_tokens: int) -> Tensor:
+    return routing.squared_lse.sum() / (len(routing.squared_lse) * all_tokens)
