@@ -10,14 +10,16 @@ N tokens, d hidden size, H query heads, K key-value heads, D head dim; of DeltaN
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_tree.components.moe import MoE
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.data.layout import TreeLayout
@@ -31,12 +33,11 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35Config(DecoderConfig):
-    """Sizes of a Qwen3.5, by Hugging Face's names."""
+class HybridConfig(DecoderConfig):
+    """Sizes of a Qwen3.5, by Hugging Face's names, but for those of its MLPs."""
 
     family = "Qwen3.5"
 
-    intermediate_size: int
     head_dim: int = 256
     rope_theta: float = 1e7
     max_position_embeddings: int = 262_144
@@ -80,14 +81,13 @@ class Qwen35Config(DecoderConfig):
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Qwen35Config:
-        """See ``DecoderConfig.from_hf``. Of a model with vision, its text model; also a dense Qwen3-Next."""
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+        """See ``DecoderConfig.from_hf``. Of a model with vision, its text model."""
         text = hf.get("text_config", hf)
         cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
         for field in ("quantization_config", "tie_word_embeddings"):  # of the whole, where there is one
             text = {**text, field: hf.get(field)}
-        for field in ("layer_types", "mlp_only_layers"):
-            cls._expect(text, where, field, isinstance(text.get(field) or [], list), "a list")
+        cls._expect(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
         rope = cls._read_rope(text, where)
         types = text.get("layer_types")
         every = text.get("full_attention_interval")
@@ -107,15 +107,11 @@ class Qwen35Config(DecoderConfig):
         cls._expect(text, where, "output_gate_type", gate in (None, "swish", "silu"), "swish")
         gated = text.get("attn_output_gate", True)
         cls._expect(text, where, "attn_output_gate", bool(gated), "true")
-        dense = set(text.get("mlp_only_layers") or ()) >= set(range(config.num_hidden_layers))
-        cls._expect(text, where, "num_experts", not text.get("num_experts") or dense, "dense models")
         return config
 
     def to_hf(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name != "full_attention_interval"}
         return {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            "model_type": "qwen3_5_text",
             **fields,
             "layer_types": self.layer_types,
             "rope_parameters": {
@@ -129,6 +125,27 @@ class Qwen35Config(DecoderConfig):
             "initializer_range": INIT_STD,
             "use_cache": True,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Config(HybridConfig):
+    """Sizes of a dense Qwen3.5."""
+
+    intermediate_size: int
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+        """Also of a Qwen3-Next whose layers are all dense."""
+        config = super().from_hf(hf, where)
+        text = hf.get("text_config", hf)
+        mlp_only = text.get("mlp_only_layers") or []
+        cls._expect(text, where, "mlp_only_layers", isinstance(mlp_only, list), "a list")
+        dense = set(mlp_only) >= set(range(config.num_hidden_layers))
+        cls._expect(text, where, "num_experts", not text.get("num_experts") or dense, "dense models")
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        return super().to_hf() | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 
 
 # Fields with a default that transformers has too.
@@ -147,7 +164,7 @@ class ZeroCentredRMSNorm(RMSNorm):
 class GatedAttention(Attention):
     """Attention whose output, of each head for itself, passes a sigmoid gate."""
 
-    def __init__(self, config: Qwen35Config, attention: TreeAttention) -> None:
+    def __init__(self, config: HybridConfig, attention: TreeAttention) -> None:
         super().__init__(config, attention, ZeroCentredRMSNorm)
         # Of each head the query, then its gate.
         self.q_proj = Linear(config.hidden_size, 2 * config.num_attention_heads * config.head_dim)
@@ -176,7 +193,7 @@ class GatedDeltaNet(Mixer):
 
     stacks = ("states", "states")
 
-    def __init__(self, config: Qwen35Config) -> None:
+    def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         d, heads = config.hidden_size, config.linear_num_value_heads
         self.config = config
@@ -224,62 +241,23 @@ class GatedDeltaNet(Mixer):
         return 18 * num_tokens * self.config.value_dim * self.config.linear_key_head_dim
 
 
-def _published(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool
-) -> Qwen35Config:
-    return Qwen35Config(
-        vocab_size=248_320,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        linear_num_value_heads=value_heads,
-        tie_word_embeddings=tied,
-    )
+class Hybrid(Decoder):
+    """What a Qwen3.5 is but for its MLPs."""
 
-
-class Qwen35(Decoder):
-    """Qwen3.5, dense."""
-
-    Config = Qwen35Config
-    hf_architectures: ClassVar[dict[str, str]] = {
-        "qwen3_5_text": "Qwen3_5ForCausalLM",
-        "qwen3_5": "Qwen3_5ForConditionalGeneration",  # with vision, which is not loaded
-        "qwen3_next": "Qwen3NextForCausalLM",
-    }
     norm_class = ZeroCentredRMSNorm
-    flavors: ClassVar[dict[str, Qwen35Config]] = {
-        # Less than a million parameters, for the byte-level demo and for tests on a CPU.
-        "debug": Qwen35Config(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
-            tie_word_embeddings=True,
-        ),
-        "0.8B": _published(1024, 3584, 24, 8, 2, 16, tied=True),
-        "2B": _published(2048, 6144, 24, 8, 2, 16, tied=True),
-        "4B": _published(2560, 9216, 32, 16, 4, 32, tied=True),
-        "9B": _published(4096, 12_288, 32, 16, 4, 32, tied=False),
-        "27B": _published(5120, 17_408, 64, 24, 4, 48, tied=False),
-    }
     # As Qwen3-Next has them, one key head after another.
     packed: ClassVar[dict[str, tuple[str, ...]]] = {
         "in_proj_qkvz.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
         "in_proj_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
     }
-    config: Qwen35Config
+    config: HybridConfig
+
+    @abstractmethod
+    def make_mlp(self) -> MLP | MoE:
+        """That of a layer."""
 
     def make_block(self, index: int) -> Block:
-        mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
+        mlp = self.make_mlp()
         if self.config.layer_types[index] == FULL:
             attention = GatedAttention(self.config, self.attention)
             return Block(self.config, ZeroCentredRMSNorm, "self_attn", attention, mlp)
@@ -307,3 +285,55 @@ class Qwen35(Decoder):
                 module.weight.zero_()
             elif isinstance(module, GatedDeltaNet):
                 module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
+
+
+def _published(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool
+) -> Qwen35Config:
+    return Qwen35Config(
+        vocab_size=248_320,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        linear_num_value_heads=value_heads,
+        tie_word_embeddings=tied,
+    )
+
+
+class Qwen35(Hybrid):
+    """Qwen3.5, dense."""
+
+    Config = Qwen35Config
+    hf_architectures: ClassVar[dict[str, str]] = {
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",  # with vision, which is not loaded
+        "qwen3_next": "Qwen3NextForCausalLM",
+    }
+    flavors: ClassVar[dict[str, Qwen35Config]] = {
+        # Less than a million parameters, for the byte-level demo and for tests on a CPU.
+        "debug": Qwen35Config(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            tie_word_embeddings=True,
+        ),
+        "0.8B": _published(1024, 3584, 24, 8, 2, 16, tied=True),
+        "2B": _published(2048, 6144, 24, 8, 2, 16, tied=True),
+        "4B": _published(2560, 9216, 32, 16, 4, 32, tied=True),
+        "9B": _published(4096, 12_288, 32, 16, 4, 32, tied=False),
+        "27B": _published(5120, 17_408, 64, 24, 4, 48, tied=False),
+    }
+    config: Qwen35Config
+
+    def make_mlp(self) -> MLP | MoE:
+        return MLP(self.config.hidden_size, self.config.intermediate_size)

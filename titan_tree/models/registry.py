@@ -12,9 +12,15 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.qwen3 import Qwen3
 from titan_tree.models.qwen3_5 import Qwen35
+from titan_tree.models.qwen3_5_moe import Qwen35Moe
 from titan_tree.models.qwen3_moe import Qwen3Moe
 
-MODELS: dict[str, type[Decoder]] = {"qwen3": Qwen3, "qwen3_moe": Qwen3Moe, "qwen3_5": Qwen35}
+MODELS: dict[str, type[Decoder]] = {
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+}
 
 
 def build_model(name: str, flavor: str, attention: Backend = "auto", **overrides: Any) -> Decoder:

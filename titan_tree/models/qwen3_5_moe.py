@@ -1,0 +1,111 @@
+"""Qwen3.5-MoE (text model) on token trees: a Qwen3.5 with experts, of them a shared one, in every layer.
+
+Parameter names are those of Hugging Face's Qwen3_5MoeForCausalLM without the prefix ``model.``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from titan_tree.components.moe import MoE
+from titan_tree.models.decoder import MLP
+from titan_tree.models.qwen3_5 import Hybrid, HybridConfig
+from titan_tree.models.qwen3_moe import check_experts, one_spelling_of_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoeConfig(HybridConfig):
+    """Sizes of a Qwen3.5-MoE, by Hugging Face's names."""
+
+    family = "Qwen3.5-MoE"
+
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts(self.num_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+        text = hf.get("text_config")
+        if isinstance(text, dict):
+            return super().from_hf({**hf, "text_config": one_spelling_of_experts(text, where)}, where)
+        return super().from_hf(one_spelling_of_experts(hf, where), where)
+
+    def to_hf(self) -> dict[str, Any]:
+        own = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+        return super().to_hf() | own
+
+
+def _published(
+    hidden: int,
+    experts_intermediate: int,
+    layers: int,
+    heads: int,
+    value_heads: int,
+    experts: int,
+    top_k: int,
+) -> Qwen35MoeConfig:
+    return Qwen35MoeConfig(
+        vocab_size=248_320,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        linear_num_value_heads=value_heads,
+        moe_intermediate_size=experts_intermediate,
+        shared_expert_intermediate_size=experts_intermediate,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+    )
+
+
+class Qwen35Moe(Hybrid):
+    """Qwen3.5 with mixtures of experts."""
+
+    Config = Qwen35MoeConfig
+    hf_architectures: ClassVar[dict[str, str]] = {
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",  # with vision, which is not loaded
+    }
+    flavors: ClassVar[dict[str, Qwen35MoeConfig]] = {
+        # About a million parameters, for the byte-level demo and for tests on a CPU.
+        "debug": Qwen35MoeConfig(
+            vocab_size=512,
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            tie_word_embeddings=True,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+        ),
+        "35B-A3B": _published(2048, 512, 40, 16, 32, 256, 8),
+        "122B-A10B": _published(3072, 1024, 48, 32, 64, 256, 8),
+        "397B-A17B": _published(4096, 1024, 60, 32, 64, 512, 10),
+    }
+    config: Qwen35MoeConfig
+
+    def make_mlp(self) -> MLP | MoE:
+        c = self.config
+        shared_expert = MLP(c.hidden_size, c.shared_expert_intermediate_size)
+        return MoE(
+            c.hidden_size,
+            c.moe_intermediate_size,
+            c.num_experts,
+            c.num_experts_per_tok,
+            renormalise=True,
+            shared_expert=shared_expert,
+        )
