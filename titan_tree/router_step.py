@@ -45,9 +45,7 @@ class RouterStep:
         return self.router_loss.balance > 0 and (nested or (self._global and num_micro_batches > 1))
 
     @torch.no_grad()
-    def count(
-        self, model: Decoder, micro_batches: Sequence[Sequence[TreeBatch]], device: torch.device
-    ) -> None:
+    def count(self, model: Decoder, micro_batches: Sequence[Sequence[TreeBatch]]) -> None:
         """Runs all forwards of all micro-batches, as each rank must."""
         rows: list[Tensor] = []
         for batches in micro_batches:
@@ -57,7 +55,7 @@ class RouterStep:
                 assert out.routing is not None
                 chosen.append(out.routing.chosen.sum(0))
 
-            run_partitions(model, [batch.without_edges() for batch in batches], device, keep)
+            run_partitions(model, [batch.without_edges() for batch in batches], self.loss.device, keep)
             rows.append(torch.stack(chosen).sum(0))
         self._chosen = torch.stack(rows)
         if self._global:
@@ -72,7 +70,7 @@ class RouterStep:
         def added(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
             routing = out.routing
             assert routing is not None
-            detached = Routing(*(part.detach() for part in routing))
+            detached = Routing(*map(Tensor.detach, routing))
             self._sums = detached if self._sums is None else Routing(*map(torch.add, self._sums, detached))
             loss = use(number, batch, out)
             if not self.router_loss:

@@ -214,7 +214,7 @@ class TreeStep:
         micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
         self._hold_parameters(nested)
         if routing is not None and routing.must_count(nested, most):
-            routing.count(self.model, micro_batches, self.device)
+            routing.count(self.model, micro_batches)
             total.extra_forward_tokens += step.counts.executed_tokens
         for i, batches in enumerate(micro_batches):
             last = i == num_runs - 1
