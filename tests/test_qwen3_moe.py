@@ -80,6 +80,21 @@ def test_one_pass_equals_every_path_alone(seed, layers, tied):
     assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)))
 
 
+def test_a_siblings_tokens_do_not_leak():
+    """No gradient at all; values to a rounding, as an expert's product depends on how many rows it has."""
+    model = tree_model(hf_model(False, kind="Qwen3Moe")).double()
+    prompt, mine = [1, 2, 3, 4], [5, 6, 7]
+
+    def logprobs(before, after):
+        batch = tree_batch([[TokenPath(prompt + branch) for branch in (before, mine, after)]])
+        return model(batch).logprobs[batch.pairs.edge[batch.pairs.path == 1]]
+
+    want = logprobs([10, 11, 12, 13, 14], [20, 21])
+    torch.testing.assert_close(logprobs([30, 31, 32, 33, 34], [40, 41]), want, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(want.sum(), model.embed_tokens.weight)
+    assert gradient.any(1).nonzero()[:, 0].tolist() == [*prompt, *mine[:-1]]
+
+
 # The router's losses, over a step.
 
 BALANCE, Z = 0.3, 0.05
