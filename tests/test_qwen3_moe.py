@@ -18,13 +18,15 @@ from tests.oracle import (
     tree_model,
 )
 from tests.test_gateways import OneRank, RandomCuts, forest_of, in_partitions
-from titan_tree.components.moe import MoE, RouterLoss
+from titan_tree.components.moe import MoE, RouterLoss, Routing
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.data.batch import TreeBatch
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
+from titan_tree.gateways import run_partitions
 from titan_tree.models.registry import build_model
 from titan_tree.tree_step import TreeStep
 
@@ -181,6 +183,21 @@ def test_without_router_losses_nothing_runs_twice_and_all_is_reported():
     assert result.router_metrics["expert_load"].item() == pytest.approx(expected, rel=1e-6)
     # The balance, whose f sums to k, is near k for a fresh router.
     assert result.router_metrics["router_balance"].item() == pytest.approx(2, rel=0.1)
+
+
+def test_partitions_differentiate_no_routing_that_the_loss_leaves_out():
+    model, seen = tree_model(hf_model(True, kind="Qwen3Moe")), []
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])])
+
+    def use(number, batch, out):
+        for name, (end, _) in zip(("hidden", *Routing._fields), out.cut, strict=True):
+            if end.requires_grad:
+                end.register_hook(lambda _, name=name: seen.append(name))
+        return out.logprobs.sum()
+
+    batches = TreeBatch.from_plan(TreePartitioner("redundancy_free", 4).plan(tree))
+    run_partitions(model, batches, torch.device("cpu"), use)
+    assert seen == ["hidden"] * len(batches)
 
 
 def test_a_loss_of_whole_paths_and_the_routers():

@@ -145,11 +145,8 @@ def run_partitions(
             begins = [(loss, torch.ones_like(loss))]
             if out.cut:
                 loss.backward()
-                begins = [
-                    (end, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
-                    for end, leaf in out.cut
-                    if end.requires_grad  # not where all blocks are frozen
-                ]
+                # Not what is frozen, nor sums of the routing that the loss leaves out.
+                begins = [(end, leaf.grad) for end, leaf in out.cut if leaf.grad is not None]
             running.scored = [(get_gradient_edge(end), gradient) for end, gradient in begins]
         if running.waits:
             numbered = enumerate(out.exports or ())
