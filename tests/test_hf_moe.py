@@ -1,6 +1,7 @@
 """Snapshots of mixtures of experts: both forms in, the published one out."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.oracle import hf_model, path_logprobs, tree_batch
 from titan_tree.data.paths import TokenPath
 from titan_tree.errors import UserError
-from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
+from titan_tree.models import hf as module
+from titan_tree.models.hf import load_pretrained, model_from_config, read_weights, save_pretrained
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -52,6 +54,27 @@ def test_both_forms_are_read(tmp_path, form, tied):
     assert same_weights(model, hf)
     logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
     torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS))
+
+
+def test_files_are_read_one_after_another(tmp_path, monkeypatch):
+    """What is open stays mapped; and experts do not wait for the files after theirs."""
+    hf_model(True, kind="Qwen3Moe").save_pretrained(tmp_path, max_shard_size="20KB")
+    is_open, opened = set(), []
+    open_file = module._open
+
+    @contextmanager
+    def watched(file):
+        opened.append(file)
+        is_open.add(file)
+        assert len(is_open) == 1
+        with open_file(file) as shard:
+            yield shard
+        is_open.remove(file)
+
+    monkeypatch.setattr(module, "_open", watched)
+    model = model_from_config(tmp_path)
+    num_opened = {name: len(opened) for name, _ in read_weights(tmp_path, model)}
+    assert num_opened["layers.0.mlp.experts.gate_up_proj"] < max(num_opened.values())
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,9 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
         for name, shape in expected.items()
         if name not in shapes and (singles := single_experts(name, shape))
     }
-    single: dict[str, tuple[int, ...]] = {}
     for name, (_, singles) in fused.items():
         del expected[name]
-        single |= singles
-    expected |= single
+        expected |= singles
     packed = _packed(model, set(shapes))
     found = [part for name in shapes for part in packed.get(name, (name,))]
     _same_names(folder, set(map(_hf_name, expected)), set(map(_hf_name, found)))
@@ -117,31 +115,30 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
         want = sum(part[0] for part in parts), *parts[0][1:]
         if shape != want:
             raise UserError(f"{folder}: {_hf_name(name)}: expected shape {want} by config.json, got {shape}")
-    with ExitStack() as opened:
-        shards = [opened.enter_context(_open(file)) for file in files]
-        stored = {
-            _own_name(name): (shard, name)
-            for shard in shards
-            for name in shard.keys()  # noqa: SIM118
-            if not name.startswith(NOT_LOADED)
-        }
-
-        def read(name: str) -> Tensor:
-            shard, stored_name = stored[name]
-            return shard.get_tensor(stored_name)
-
-        if has_copy and not torch.equal(read(embedding), read(copy)):
-            raise UserError(
-                f"{folder}: {copy} differs from {_hf_name(embedding)}, but config.json says "
-                "tie_word_embeddings: true; set it to false"
-            )
-        for name in shapes:
-            if name in packed:
-                yield from zip(packed[name], model.unpack(name, read(name)), strict=True)
-            elif name not in single:
-                yield name, read(name)
-        for name, (shape, singles) in fused.items():
-            yield name, torch.cat([read(part) for part in singles]).view(shape)
+    if has_copy and not torch.equal(_read_one(files, embedding), _read_one(files, copy)):
+        raise UserError(
+            f"{folder}: {copy} differs from {_hf_name(embedding)}, but config.json says "
+            "tie_word_embeddings: true; set it to false"
+        )
+    fused_of = {single: name for name, (_, singles) in fused.items() for single in singles}
+    parts_of: dict[str, dict[str, Tensor]] = {name: {} for name in fused}  # until all are there
+    for file in files:
+        with _open(file) as shard:
+            for stored in shard.keys():  # noqa: SIM118
+                if (name := _own_name(stored)) not in shapes:
+                    continue
+                tensor = shard.get_tensor(stored)
+                if name in packed:
+                    yield from zip(packed[name], model.unpack(name, tensor), strict=True)
+                elif name in fused_of:
+                    whole = fused_of[name]
+                    (shape, singles), own = fused[whole], parts_of[whole]
+                    own[name] = tensor
+                    if len(own) == len(singles):
+                        del parts_of[whole]
+                        yield whole, torch.cat([own[single] for single in singles]).view(shape)
+                else:
+                    yield name, tensor
 
 
 def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, tuple[int, ...]]:
@@ -318,6 +315,15 @@ def _open(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: not a whole safetensors file ({error}); fetch it again") from None
     with shard as opened:
         yield opened
+
+
+def _read_one(files: list[Path], name: str) -> Tensor:
+    for file in files:
+        with _open(file) as shard:
+            for stored in shard.keys():  # noqa: SIM118
+                if _own_name(stored) == name:
+                    return shard.get_tensor(stored)
+    raise AssertionError(f"{name} was listed before")
 
 
 def _same_names(folder: Path, expected: set[str], found: set[str]) -> None:
