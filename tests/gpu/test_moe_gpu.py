@@ -1,0 +1,106 @@
+"""Mixture of experts on a GPU: grouped products in bf16, Qwen3-MoE in fp32 and against the noise floor."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
+from tests.gpu.test_qwen3_gpu import MODEL as DENSE
+from tests.oracle import (
+    KINDS,
+    assert_same,
+    hf_model,
+    in_one_pass,
+    noise_ratios,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_model,
+)
+from titan_tree.components.moe import MoE, experts
+
+pytestmark = pytest.mark.gpu
+MODEL = {**DENSE, "device": "cuda", "max_position_embeddings": 4096, "moe_intermediate_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def mixture(num_tokens):
+    """A layer in bf16, its input, and what it gets from above."""
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+    moe = MoE(256, 128, 32, 4, renormalise=True).cuda()
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(0, 0.05, generator=generator)
+    x, dy = (torch.randn(num_tokens, 256, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    return moe.bfloat16(), x.requires_grad_(), dy
+
+
+def results(moe, x, dy):
+    """Output, then gradients of x, the router and the experts."""
+    y, _ = moe(x, torch.ones(len(x), device="cuda"))
+    return [y.detach(), *torch.autograd.grad(y, [x, *moe.parameters()], dy)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000])  # of 1 and 3 most experts have no token
+def test_grouped_products_equal_those_of_each_expert(num_tokens, monkeypatch):
+    arguments = mixture(num_tokens)
+    got = results(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "grouped_linear", experts.linear_by_expert)
+        want = results(*arguments)
+    for mine, other in zip(got, want, strict=True):
+        assert relative_error(mine, other) < 5e-3
+    assert all(map(torch.equal, got, results(*arguments)))
+
+
+def test_never_waits_for_the_gpu():
+    arguments = mixture(500)
+    results(*arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_is_one_graph_for_all_sizes():
+    torch._dynamo.reset()
+    moe, *_ = mixture(2)
+    counted = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(moe, backend=counted, fullgraph=True, dynamic=True)
+    for num_tokens in (700, 50, 3):
+        _, x, dy = mixture(num_tokens)
+        for mine, other in zip(results(compiled, x, dy), results(moe, x, dy), strict=True):
+            assert relative_error(mine, other) < 1e-2
+    assert counted.frame_count == 1
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fp32_equals_every_path_alone(tied):
+    hf = hf_model(tied, kind="Qwen3Moe", **MODEL)
+    model = tree_model(hf, "triton")
+    for seed in range(len(KINDS)):
+        groups = random_groups(seed, **FOREST)
+        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["triton", HOPPER])
+def test_bf16_gradients_are_at_the_noise_floor(backend):
+    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+
+    Every token has all experts, since among few the last is chosen by rounding.
+    """
+    noisy = hf_model(True, torch.bfloat16, kind="Qwen3Moe", num_experts=4, num_experts_per_tok=4, **MODEL)
+    exact = copy.deepcopy(noisy).float()
+    model = tree_model(noisy, backend)
+    forests = [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))]
+    ratios = noise_ratios(exact, noisy, lambda groups: in_one_pass(model, groups)[2], forests)
+    worst = max(ratios, key=ratios.__getitem__)
+    mean = sum(ratios.values()) / len(ratios)
+    print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")
+    assert ratios[worst] <= 1.2, worst
