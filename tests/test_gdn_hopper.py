@@ -117,4 +117,4 @@ def test_kernels_compile_for_hopper(tmp_path):
     for result in results:
         assert result["shared"] <= 227 * 1024, result
         assert not result["warnings"], result
-        assert result["spills"] <= (80 if result["kernel"] == "_inputs_kernel" else 0), result
+        assert result["spills"] <= (96 if result["kernel"] == "_inputs_kernel" else 0), result

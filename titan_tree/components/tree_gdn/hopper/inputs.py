@@ -38,7 +38,7 @@ from titan_tree.components.rings import (
     wait_full,
 )
 from titan_tree.components.tree_gdn.buffers import Factors, Saved
-from titan_tree.components.tree_gdn.hopper.passes import rows_of
+from titan_tree.components.tree_gdn.hopper.passes import rows_of, store_tokens
 from titan_tree.data.chunks import CHUNK, Chunks
 
 C = gl.constexpr(CHUNK)
@@ -126,16 +126,6 @@ def _decayed(x, gained, lost, is_seen):
 
 
 @gluon.jit
-def _store_tokens(ptr, tile, start, end, head, G: gl.constexpr, D: gl.constexpr):
-    """A chunk's tokens [C, D] from shared memory into [N, G, D]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
-    column = head * D + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    place = gl.expand_dims(token.to(gl.int64) * (G * D), 1) + gl.expand_dims(column, 0)
-    gl.store(ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
-
-
-@gluon.jit
 def _query_consumer(
     dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -199,7 +189,7 @@ def _query_consumer(
         release(memory.q, n, 1)
         dq = (dq - queries * gl.expand_dims(q_length * q_dq, 1)) * gl.expand_dims(q_length, 1)
         memory.dq.store(dq.to(do.dtype))
-        _store_tokens(dq_ptr, memory.dq, start, end, item % G, G, K)
+        store_tokens(dq_ptr, memory.dq, start_ptr, item // G, item % G * K, G * K, K)
 
         wait_full(memory.x, n, 1)
         wait_full(memory.v, n, 1)
@@ -209,7 +199,7 @@ def _query_consumer(
         release(memory.v, n, 1)
         x_v = gl.sum(x.to(gl.float32) * v.to(gl.float32), 1)
         memory.dv.store(x)
-        _store_tokens(dv_ptr, memory.dv, start, end, item % G, G, V)
+        store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
 
         # The decay of S, which is that of all tokens, is the last one's, be there a token or not.
         dtotal = gl.where(start + t < end, q_dq - memory.queries.index(1).load(ROWS), 0.0)
@@ -297,7 +287,7 @@ def _key_consumer(
         dk -= keys * gl.expand_dims(length * length * gl.sum(dk * keys, 1), 1)
         dk *= gl.expand_dims(length, 1)
         memory.dk.store(dk.to(k.dtype))
-        _store_tokens(dk_ptr, memory.dk, start, end, item % G, G, K)
+        store_tokens(dk_ptr, memory.dk, start_ptr, item // G, item % G * K, G * K, K)
 
         wait_full(memory.sums, n, 1)
         dtotal = memory.sums.slots.index(0).load(ROWS)

@@ -134,14 +134,14 @@ def _tile_of(slot, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LAYO
 
 
 @gluon.jit
-def _store_output(o_ptr, tile, start_ptr, chunk, work, G: gl.constexpr, V: gl.constexpr):
-    """A chunk's tokens of o from shared memory."""
+def store_tokens(ptr, tile, start_ptr, chunk, column, WIDTH: gl.constexpr, D: gl.constexpr):
+    """A chunk's tokens [C, D] from shared memory into a matrix [N, WIDTH], from a column on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
-    column = work.head * V + work.column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, LAYOUT))
-    place = gl.expand_dims(token.to(gl.int64) * (G * V), 1) + gl.expand_dims(column, 0)
-    gl.store(o_ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
+    columns = column + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    place = gl.expand_dims(token.to(gl.int64) * WIDTH, 1) + gl.expand_dims(columns, 0)
+    gl.store(ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
 
 
 @gluon.jit
@@ -153,6 +153,7 @@ def _chain_consumer(
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     STATE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    column = work.head * V + work.column
     zero = gl.zeros([BLOCK_V, C], gl.float32, TOKENS)
     state = gl.zeros([BLOCK_V, K], gl.float32, STATE)
     source = gl.load(source_ptr + work.chain)
@@ -180,7 +181,7 @@ def _chain_consumer(
         ks = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if FORWARD:
             if i > 0:
-                _store_output(o_ptr, memory.out, start_ptr, chunk - 1, work, G, V)
+                store_tokens(o_ptr, memory.out, start_ptr, chunk - 1, column, G * V, BLOCK_V)
         else:
             tma.store_wait(1)
             memory.state.store(rounded)
@@ -222,7 +223,7 @@ def _chain_consumer(
             release(memory.ring, i, STAGES)
         last, slot = next_last, next_slot
     if FORWARD:
-        _store_output(o_ptr, memory.out, start_ptr, work.first + work.count - 1, work, G, V)
+        store_tokens(o_ptr, memory.out, start_ptr, work.first + work.count - 1, column, G * V, BLOCK_V)
     else:
         tma.store_wait(0)
 
