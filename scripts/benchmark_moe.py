@@ -3,9 +3,9 @@
     python scripts/benchmark_moe.py --csv moe.csv
 
 Router, experts and their weighted sum: by default the shape of Qwen3-30B-A3B. Random weights, so tokens
-spread over experts unevenly, and the same for all; "difference" is that of outputs. Forward, and forward and
-backward; medians over rounds in one process in which the contenders take turns; bf16, each layer compiled.
-The peak is the GPU's, dense, in bf16.
+spread over experts unevenly, and the same for all. Forward, and forward and backward; medians over rounds in
+one process in which the contenders take turns; bf16, each layer compiled. The peak is the GPU's, dense, in
+bf16. "difference" is that of outputs, with tokens that rounding sends to other experts.
 
 Without a GPU: --tokens 64 --hidden 64 --intermediate 32 --experts 8 --top-k 2 shows that it runs.
 """
@@ -35,6 +35,7 @@ from titan_tree.distributed import titan
 
 def main() -> None:
     args = parse_args()
+    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = {
         "titan_tree": ours(args),
