@@ -15,7 +15,7 @@ def test_not_available_on_cpu():
 
 
 def test_not_installed(monkeypatch):
-    monkeypatch.setattr(flash, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(flash, "is_hopper", lambda device: True)
     monkeypatch.setattr(flash, "_installed", lambda: False)
     assert not flash.available(torch.device("cuda"))
     with pytest.raises(UserError, match=r"pip install -e '.\[flash\]'"):

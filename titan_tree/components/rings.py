@@ -12,10 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = 1.4426950408889634
-LN_2 = gl.constexpr(1 / LOG2_E)
-MASKED = gl.constexpr(-(2.0**100))  # finite and a power of two: see tree_attention.portable.MASKED
-
 
 class Ring(NamedTuple):
     """Slots that one side fills, mostly the producer warp by TMA, and groups of consumer warps read.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
 from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
@@ -18,13 +19,13 @@ from titan_tree.errors import UserError
 
 def available(device: torch.device) -> bool:
     """Whether flash-attn-4 is installed and ``device`` is a GPU that this backend is for."""
-    return _installed() and _is_hopper(device)
+    return _installed() and is_hopper(device)
 
 
 def prepare(layout: TreeLayout) -> BlockMask:
     """The 128 x 128 block mask. Raises UserError without flash-attn-4 or a Hopper GPU."""
     device = layout.positions.device
-    if not _is_hopper(device):
+    if not is_hopper(device):
         raise UserError(
             f"TreeAttention: backend 'flash' needs a Hopper GPU, got {device}; use 'auto' or 'flex'"
         )
@@ -52,7 +53,3 @@ def _installed() -> bool:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:  # no flash_attn at all
         return False
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -27,6 +27,7 @@ from titan_tree.errors import UserError
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(1 / LOG2_E.value)
 # Finite, so that a row without a live key yet gives exp2(0), not NaN; its garbage is multiplied by
 # exp2(MASKED - max) = 0 when the first live key arrives, and every query sees at least itself. A power of
 # two, so that MASKED * scale is exact and the fused multiply-add of exp2(s * scale - peak) gives 0.

@@ -28,8 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_tree.components.rings import (
-    LOG2_E,
-    MASKED,
     Ring,
     make_ring,
     matrix,
@@ -52,6 +50,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
+from titan_tree.components.tree_attention.portable import LOG2_E, MASKED
 
 # 1. Memory.
 
@@ -282,7 +281,7 @@ def forward(
         matrix(k, block_k, dim), matrix(v, block_k, dim), matrix(o, QUERIES // 2, dim),
         vector(end, PIECE_KEYS), lse, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E,
+        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=block_k, D=dim, STAGES=stages,
         O_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip

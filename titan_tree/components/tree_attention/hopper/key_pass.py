@@ -33,8 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_tree.components.rings import (
-    LN_2,
-    LOG2_E,
     Ring,
     make_ring,
     matrix,
@@ -58,6 +56,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
+from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
 
 
 class Exchange(NamedTuple):
@@ -282,7 +281,7 @@ def gradients(
         vector(lse, TILE), vector(delta, TILE),
         None if dq_sum is None else matrix(dq_sum, TILE, dim // 2), dk, dv, parts, end, column,
         plan.first_full, plan.end_full, plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
-        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E,
+        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=SLOTS[dim][not with_dq],
         SQUARE=n == m, WITH_DQ=with_dq, num_warps=4,
     )  # fmt: skip

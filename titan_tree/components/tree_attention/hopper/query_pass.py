@@ -23,8 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_tree.components.rings import (
-    LN_2,
-    LOG2_E,
     Ring,
     make_ring,
     matrix,
@@ -47,6 +45,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
+from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
 
 
 class Memory(NamedTuple):
@@ -274,7 +273,7 @@ def gradient(
         matrix(v, PIECE_KEYS, dim), matrix(k, sizes.block_k, dim), matrix(v, sizes.block_k, dim),
         matrix(dq, QUERIES // 2, dim), vector(end, PIECE_KEYS), lse, delta, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E,
+        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=sizes.block_k, D=dim, STAGES_K=sizes.stages_k,
         STAGES_V=sizes.stages_v, DQ_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip

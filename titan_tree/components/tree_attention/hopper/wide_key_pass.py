@@ -19,8 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_tree.components.rings import (
-    LN_2,
-    LOG2_E,
     make_ring,
     matrix,
     opaque_zero,
@@ -42,6 +40,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
+from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
 
 
 @gluon.jit
@@ -205,7 +204,7 @@ def gradients(
         matrix(q, TILE, dim), matrix(k, KEYS // 2, dim), matrix(v, KEYS // 2, dim), matrix(do, TILE, dim),
         vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, plan.first_full, plan.end_full,
         plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
-        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E,
+        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES, SQUARE=n == m, num_warps=4,
     )  # fmt: skip
     sum_parts(parts, dk, dv, plan)
