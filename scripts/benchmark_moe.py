@@ -7,12 +7,13 @@ spread over experts unevenly, and the same for all. Forward, and forward and bac
 one process in which the contenders take turns; bf16, each layer compiled. The peak is the GPU's, dense, in
 bf16. "difference" is that of outputs, with tokens that rounding sends to other experts.
 
-Without a GPU: --tokens 64 --hidden 64 --intermediate 32 --experts 8 --top-k 2 shows that it runs.
+Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from statistics import median
 
 import torch
 import transformers
-from benchmark_attention import Row, write_csv
+from benchmark_attention import Row, time_ms, write_csv
 from torch import Tensor, nn
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
@@ -35,17 +36,14 @@ from titan_tree.distributed import titan
 
 def main() -> None:
     args = parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: the grouped products need a CUDA GPU")
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    layers = {
-        "titan_tree": ours(args),
-        "transformers": transformers_layer(args),
-        "torchtitan": torchtitan_layer(args),
-    }
-    layers = {name: layer.to(device, torch.bfloat16) for name, layer in layers.items()}
+    made = {"titan_tree": ours, "transformers": transformers_layer, "torchtitan": torchtitan_layer}
+    layers = {name: make(args).to("cuda", torch.bfloat16) for name, make in made.items()}
     share_weights(**layers)
-    num_paths = torch.ones(args.tokens, device=device)
-    x, dy = (torch.randn(args.tokens, args.hidden, device=device).bfloat16() for _ in range(2))
+    num_paths = torch.ones(args.tokens, device="cuda")
+    x, dy = (torch.randn(args.tokens, args.hidden, device="cuda").bfloat16() for _ in range(2))
     x.requires_grad_()
     runs: dict[str, Callable[[], Tensor]] = {
         "titan_tree": partial(lambda layer: layer(x, num_paths)[0], torch.compile(layers["titan_tree"])),
@@ -68,7 +66,7 @@ def main() -> None:
         tflops = 3 * flops / whole / 1e9
         rows.append({
             "date": time.strftime("%Y-%m-%d"),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "experts": f"{args.top_k} of {args.experts}",
@@ -78,9 +76,7 @@ def main() -> None:
             "forward_ms": round(forward, 3),
             "forward_backward_ms": round(whole, 3),
             "tflops": round(tflops, 1),
-            "peak_share": round(1e12 * tflops / titan.peak_flops(torch.cuda.get_device_name()), 3)
-            if device == "cuda"
-            else "",
+            "peak_share": round(1e12 * tflops / titan.peak_flops(torch.cuda.get_device_name()), 3),
             "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
         })  # fmt: skip
         print("  ".join(f"{key} {value}" for key, value in list(rows[-1].items())[4:]), flush=True)
@@ -141,21 +137,6 @@ def share_weights(titan_tree: MoE, transformers: nn.Module, torchtitan: nn.Modul
 
 def both(run: Callable[[], Tensor], inputs: list[Tensor], dy: Tensor) -> None:
     torch.autograd.grad(run(), inputs, dy)
-
-
-def time_ms(run: Callable[[], object], repeats: int = 10) -> float:
-    """Median milliseconds of a call, after two that are not counted."""
-    ms = []
-    for number in range(repeats + 2):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if number >= 2:
-            ms.append(1e3 * (time.perf_counter() - started))
-    return median(ms)
 
 
 def parse_args() -> argparse.Namespace:
