@@ -58,7 +58,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        return _sum_copies(grad, inverse, ctx.k), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -68,13 +68,24 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
-        return y[inverse].unflatten(0, (-1, k)).sum(1)
+        return _sum_copies(y, inverse, k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         return grad[order // ctx.k], None, None, None
+
+
+def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
+    """[N k, d] -> [N, d], summed in fp32 at least, one copy of all rows after another: no gathered copy is
+    ever stored, and compiled it is one pass over memory."""
+    total: Tensor | None = None
+    for rows in inverse.view(-1, k).unbind(1):
+        one = copies[rows].to(torch.promote_types(copies.dtype, torch.float32))
+        total = one if total is None else total + one
+    assert total is not None
+    return total.to(copies.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
