@@ -5,7 +5,8 @@
 
 The core of a Gated DeltaNet layer, without its projections: from q, k, v, the decays and beta to the output,
 through the module, autograd and the operator. Times are medians over rounds in one process, in which the
-contenders take turns, on random data. What the host makes once per batch for all layers is timed apart.
+contenders take turns, on random data. What the host makes once per batch for all layers is timed apart. With
+them, the memory that a forward keeps for its backward besides inputs and output.
 
 Peers: "per path", which is flat training: every path that is no other's prefix, each on its own, by our
 kernels. Where flash-linear-attention is installed: its kernels on one chain of as many tokens, and on the
@@ -67,6 +68,7 @@ class Contender:
     scale: float = 1.0
     note: str = ""
     times: list[tuple[float, float]] = field(default_factory=list)  # forward, forward and backward; ms
+    kept: int = 0  # bytes from forward to backward, besides inputs and output
 
 
 def main() -> None:
@@ -111,6 +113,7 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
             "what": name,
             "forward_ms": round(forward, 3),
             "forward_backward_ms": round(both, 3),
+            "kept_mib": round(contender.kept * contender.scale / 2**20),
             "plan_host_ms": round(host_ms, 2),
             "note": contender.note,
         })  # fmt: skip
@@ -200,12 +203,16 @@ def level_by_level(tree: TokenTree) -> Callable[..., Tensor]:
 
 
 def measure(contender: Contender, inputs: list[Tensor]) -> tuple[float, float]:
-    """Milliseconds of a forward, and of one with its backward."""
+    """Milliseconds of a forward, and of one with its backward; notes what stays between them."""
     with torch.no_grad():
         forward = time_ms(partial(contender.run, *inputs))
     for x in inputs:
         x.requires_grad_()
-    do = torch.randn_like(contender.run(*inputs))
+    before = torch.cuda.memory_allocated()
+    out = contender.run(*inputs)
+    contender.kept = torch.cuda.memory_allocated() - before - out.nbytes
+    do = torch.randn_like(out)
+    del out
 
     def both() -> None:
         torch.autograd.grad(contender.run(*inputs), inputs, do)
@@ -237,7 +244,8 @@ def print_rows(rows: list[Row]) -> None:
         f"chunks and chains take the host {first['plan_host_ms']} ms"
     )
     for row in rows:
-        cells = f"{row['what']:24}{row['forward_ms']:>9.3f}{row['forward_backward_ms']:>9.3f} ms"
+        times = f"{row['what']:24}{row['forward_ms']:>9.3f}{row['forward_backward_ms']:>9.3f} ms"
+        cells = f"{times}{row['kept_mib']:>7} MiB"
         print(f"{cells}  {row['note']}".rstrip(), flush=True)
 
 

@@ -32,6 +32,11 @@ MODEL = {
 }
 
 
+# Their gradients are small sums of large terms, from products that in fp32 are three in tf32 on a GPU: up to
+# 5e-5 from float64, transformers' up to 1.7e-5.
+GATES = ("A_log", "dt_bias")
+
+
 @pytest.fixture(autouse=True)
 def _no_tf32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -44,7 +49,10 @@ def test_fp32_equals_every_path_alone(tied):
     model = tree_model(hf, "triton")
     for seed in range(2 * len(KINDS)):
         groups = random_groups(seed, **FOREST)
-        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=2e-5)
+        got, want = in_one_pass(model, groups), per_path(hf, flat(groups))
+        for name in [name for name in want[2] if name.endswith(GATES)]:
+            assert relative_error(got[2].pop(name), want[2].pop(name)) < 1e-4, name
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
@@ -56,8 +64,7 @@ def test_fp32_partitions_equal_one_pass(share):
         loss, got = in_partitions(model, RandomCuts(share, seed).plan(forest_of(groups)))
         assert loss == pytest.approx(want_loss, rel=1e-5)
         for name, gradient in want.items():
-            # fp32 products are 3 in tf32 here. A_log's gradient shows it most.
-            assert relative_error(got[name], gradient) < (1e-4 if name.endswith("A_log") else 2e-5), name
+            assert relative_error(got[name], gradient) < (1e-4 if name.endswith(GATES) else 2e-5), name
 
 
 def test_compiled_blocks_equal_eager_ones():
