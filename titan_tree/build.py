@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -40,20 +43,17 @@ def build_parallel_model(
 ) -> Decoder:
     """The model with fp32 weights, sharded over ``mesh``.
 
-    A snapshot's weights go tensor by tensor to every rank's shards, so no rank ever holds the model.
-    Random weights are drawn whole on every rank (4 bytes per parameter, once), which makes them
-    independent of the number of ranks.
+    Weights, a snapshot's or random ones, go tensor by tensor to every rank's shards, so no rank ever holds
+    the model. Every rank draws all of a random tensor from a seed of its own: the same for any ranks.
     """
-    if model.hf_path:
-        if model.overrides:
-            raise UserError("model.overrides: a snapshot's configuration stands; overrides are for flavors")
-        with torch.device("meta"):
-            built = model_from_config(model.hf_path, model.attention)
-    else:
-        assert model.flavor is not None
-        torch.manual_seed(training.seed)
-        with torch.device(mesh.device_type):
+    with torch.device("meta"):
+        if not model.hf_path:
+            assert model.flavor is not None
             built = build_model(model.name, model.flavor, model.attention, **model.overrides)
+        elif model.overrides:
+            raise UserError("model.overrides: a snapshot's configuration stands; overrides are for flavors")
+        else:
+            built = model_from_config(model.hf_path, model.attention)
     parallelize(
         built,
         mesh,
@@ -62,18 +62,25 @@ def build_parallel_model(
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
     )
-    if model.hf_path:
-        built.to_empty(device=mesh.device_type)
-        parameters = built.state_dict()
-        for name, tensor in read_weights(model.hf_path, built):
-            parameter = parameters[name]
-            value = tensor.to(mesh.device_type, torch.float32)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(
-                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-            parameter.copy_(value)
+    built.to_empty(device=mesh.device_type)
+    parameters = built.state_dict()
+    weights = read_weights(model.hf_path, built) if model.hf_path else _drawn(built, mesh, training.seed)
+    for name, tensor in weights:
+        parameter = parameters[name]
+        value = tensor.to(mesh.device_type, torch.float32)
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(value)
     return built
+
+
+def _drawn(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, random values) of every parameter of ``model``, which may be sharded, one at a time."""
+    for name, parameter in model.state_dict().items():
+        generator = torch.Generator(mesh.device_type).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        value = torch.empty(parameter.shape, device=mesh.device_type)
+        model.init_parameter(name, value, generator)
+        yield name, value
 
 
 def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.OptimizersContainer:

@@ -278,12 +278,16 @@ class Decoder(nn.Module, ABC):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Matrices from N(0, 0.02^2), norm weights 1. Also after ``to_empty`` from the meta device."""
-        for parameter in self.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, INIT_STD, generator=generator)
+        """Draw all parameters. Also after ``to_empty`` from the meta device."""
+        for name, parameter in self.named_parameters():
+            self.init_parameter(name, parameter, generator)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill ``tensor`` as the parameter ``name`` begins: matrices from N(0, 0.02^2), norm weights 1."""
+        if tensor.ndim == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, INIT_STD, generator=generator)
 
     def num_parameters(self) -> int:
         """Parameters, a tied embedding counted once."""

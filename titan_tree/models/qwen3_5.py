@@ -276,15 +276,15 @@ class Hybrid(Decoder):
         *first, last = (part.flatten(0, 1) for part in heads)
         return [torch.cat(first), last]
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Matrices and convolutions from N(0, 0.02^2), norms that change nothing, decays as published."""
-        super().init_weights(generator)
-        for module in self.modules():
-            if isinstance(module, ZeroCentredRMSNorm):
-                module.weight.zero_()
-            elif isinstance(module, GatedDeltaNet):
-                module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
+        module, _, kind = name.rpartition(".")
+        if isinstance(self.get_submodule(module), ZeroCentredRMSNorm):
+            tensor.zero_()
+        elif kind == "A_log":
+            tensor.uniform_(0.01, 16.0, generator=generator).log_()
+        else:
+            super().init_parameter(name, tensor, generator)
 
 
 def _published(
