@@ -54,7 +54,7 @@ def write_config(folder: Path) -> Path:
 folder = "{folder}/run"
 [model]
 flavor = "debug"
-overrides = {{ vocab_size = {VOCAB}, hidden_size = 32, intermediate_size = 64, head_dim = 16 }}
+overrides = {{ vocab_size = {VOCAB}, hidden_size = 32, head_dim = 16 }}
 [data]
 files = "{data}"
 global_batch_groups = 3

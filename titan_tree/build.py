@@ -61,6 +61,7 @@ def build_parallel_model(
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
+        expert_parallel=parallel.expert_parallel,
     )
     built.to_empty(device=mesh.device_type)
     parameters = built.state_dict()
@@ -84,9 +85,13 @@ def _drawn(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, T
 
 
 def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.OptimizersContainer:
-    """AdamW, without weight decay on vectors: weights of norms, and DeltaNet's decays."""
+    """AdamW, without weight decay on vectors: weights of norms, and DeltaNet's decays.
+
+    Experts are a group of their own: what one fused kernel updates must be sharded alike.
+    """
     vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    experts = [r"\.experts\."] if model.has_experts else []
     return titan.OptimizersContainer.Config(
         param_groups=[
             titan.ParamGroupConfig(
@@ -94,10 +99,13 @@ def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.Optimizer
                 optimizer_name="AdamW",
                 optimizer_kwargs=options | {"weight_decay": 0.0},
             ),
-            titan.ParamGroupConfig(
-                pattern=".*",
-                optimizer_name="AdamW",
-                optimizer_kwargs=options | {"weight_decay": config.weight_decay},
+            *(
+                titan.ParamGroupConfig(
+                    pattern=pattern,
+                    optimizer_name="AdamW",
+                    optimizer_kwargs=options | {"weight_decay": config.weight_decay},
+                )
+                for pattern in (*experts, ".*")
             ),
         ],
         implementation="fused",

@@ -168,10 +168,16 @@ class TrainingConfig:
 
 @dataclass
 class ParallelConfig:
-    """FSDP2 over all ranks. Both options trade memory for communication and change no result."""
+    """FSDP2 over all ranks. All options trade memory for communication and change no result."""
 
     reshard_after_forward: bool = True  # free a block's gathered weights between its forward and backward
     reduce_gradients: Literal["last", "every"] = "last"  # micro-batch; "last" keeps 4 bytes a parameter
+    # Neighbouring ranks that share out each layer's experts: a divisor of the numbers of ranks and experts.
+    # Tokens travel to their experts then, and FSDP2 shards an expert over ranks / expert_parallel only.
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.expert_parallel >= 1, "parallel.expert_parallel", "at least 1", self.expert_parallel)
 
 
 @dataclass

@@ -134,7 +134,8 @@ def run_partitions(
     num_again = 0
 
     def forward(batch: TreeBatch) -> ModelOutput:
-        return model(batch, entropy=entropy, gateway=bank.read(batch))
+        gateway = bank.read(batch) if batch.rows_above.keys else None  # a dummy reads and leaves nothing
+        return model(batch, entropy=entropy, gateway=gateway)
 
     def score(running: _Running, out: ModelOutput) -> None:
         """Differentiates what the loss needs of the vocabulary; the rest waits."""
@@ -162,8 +163,8 @@ def run_partitions(
             with activations.saving(running.waits, shared=bank.rows):
                 out = forward(batch)
             score(running, out)
-        if running.waits:
-            bank.write(batch, out.exports or ())
+        if running.waits and out.exports:
+            bank.write(batch, out.exports)
 
     def finish(before_backward: Callable[[], None] | None = None) -> None:
         nonlocal num_again
@@ -208,6 +209,8 @@ def score_partitions(
     entropies: list[Tensor] = []
 
     def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
+        if batch.n_logical == 0:
+            return  # of a dummy, or of nothing
         tokens.append(batch.edge_token)
         logprobs.append(out.logprobs)
         if out.entropy is not None:

@@ -266,8 +266,13 @@ def clip_and_step(optimizers: titan.OptimizersContainer, loss: Tensor, max_norm:
     kernel, by what it offers to gradient scalers: no pass over the gradients, no waiting for the device.
     """
     parameters = [p for group in optimizers.param_groups for p in group["params"]]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(own, foreach=True)
+    if isinstance(gradients[0], DTensor):  # then each is, and each number of theirs is on one rank
+        square = norm.square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
     for optimizer in optimizers:
         optimizer.grad_scale = (norm / max_norm).clamp_min(1.0)  # the kernel divides by it
         optimizer.found_inf = 1.0 - (loss + norm).isfinite().float()  # 1: the kernel does nothing

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,11 +25,11 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.partition import one_pass
-from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.parallelize import cast_weights
 from titan_tree.errors import UserError
 from titan_tree.gateways import run_partitions, score_partitions
+from titan_tree.lockstep import dummy, in_lockstep
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.router_step import RouterStep, Use
 
@@ -100,6 +99,7 @@ class TreeStep:
     With FSDP2 ranks whose schedules differ must not communicate within them. Without partitions all ranks
     run the same sequence, a rank with fewer micro-batches dummies that add exactly nothing. With partitions
     all parameters are gathered in the first forward, and gradients summed over ranks in the last backward.
+    Ranks that share out experts communicate in every forward and backward: they run in lockstep.
 
     Args:
         model: one of titan_tree's, plain or parallelized.
@@ -112,7 +112,8 @@ class TreeStep:
         reshard_after_forward: what FSDP2 does where there are no partitions.
         router_loss: of a model with experts; None: none.
     Raises:
-        UserError: a router_loss of a model without experts.
+        UserError: a router_loss of a model without experts, and activations under a budget where ranks share
+            out experts.
     """
 
     def __init__(
@@ -135,6 +136,11 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
+        if model.expert_group is not None and not self.activations.are_alike():
+            raise UserError(
+                "partition.device_gb: expected none with parallel.expert_parallel, whose ranks must run "
+                "alike; unset it, or set partition.activations to 'offload' or 'recompute'"
+            )
         self.reduce_gradients = reduce_gradients
         self.reshard_after_forward = reshard_after_forward
         self._warned = False
@@ -209,19 +215,28 @@ class TreeStep:
         self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None
     ) -> None:
         """nested: some rank has partitions. most: micro-batches of the rank with the most."""
-        micro_batches = list(step.micro_batches)
-        num_runs = max(len(micro_batches), 1) if nested else most
-        micro_batches += [[_dummy()]] * (num_runs - len(micro_batches))
+        if self.model.expert_group is not None:
+            micro_batches = in_lockstep(step.micro_batches, most, self.model.expert_group)
+        else:
+            micro_batches = list(step.micro_batches)
+            num_runs = max(len(micro_batches), 1) if nested else most
+            micro_batches += [[dummy()]] * (num_runs - len(micro_batches))
         self._hold_parameters(nested)
         if routing is not None and routing.must_count(nested, most):
             routing.count(self.model, micro_batches)
             total.extra_forward_tokens += step.counts.executed_tokens
         for i, batches in enumerate(micro_batches):
-            last = i == num_runs - 1
+            last = i == len(micro_batches) - 1
             if not nested:
                 self._sum_gradients(last or self.reduce_gradients == "every")
             whole = step.whole[i] if i < len(step.whole) else None
-            use = total.add if whole is None else self._surrogate(batches, whole, total)
+            use: Use = total.add
+            if whole is not None:
+                use = self._surrogate(batches, whole, total)
+            elif self.loss.needs_whole_paths and len(batches) > 1:  # in lockstep with a rank that has one
+                with torch.no_grad():
+                    total.extra_forward_tokens += sum(map(len, batches))
+                    run_partitions(self.model, batches, self.device, _ignore, entropy=self.loss.needs_entropy)
             if routing is not None:
                 use = routing.added_to(use, i, batches)
             again = run_partitions(
@@ -251,6 +266,8 @@ class TreeStep:
         derivatives = dict(zip(values, torch.autograd.grad(loss, list(values.values())), strict=True))
 
         def weighted(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+            if batch.n_logical == 0:
+                return out.logprobs.sum() * 0.0  # of a dummy, or of nothing
             at = torch.searchsorted(whole.edge_token, batch.edge_token)
             terms = [(d[at] * getattr(out, name)).sum() for name, d in derivatives.items()]
             return torch.stack(terms).sum()
@@ -338,12 +355,8 @@ class _Total:
         return loss
 
 
-def _dummy() -> TreeBatch:
-    """One edge of no path."""
-    tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
-    batch = TreeBatch.from_trees([tree])
-    layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))
-    return dataclasses.replace(batch, n_logical=0, layout=layout)
+def _ignore(number: int, batch: TreeBatch, out: ModelOutput) -> None:
+    """Of a forward that others need."""
 
 
 def _agree(step: StepInput) -> tuple[StepCounts, int, int, int]:

@@ -6,18 +6,23 @@ is the same on a laptop, one GPU and N GPUs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titan_tree.components.moe import Experts
 from titan_tree.distributed import titan
+from titan_tree.distributed.exchange import Exchange
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -50,6 +55,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
+    expert_parallel: int = 1,
 ) -> Decoder:
     """Apply activation checkpointing, torch.compile and FSDP2 to ``model.layers`` in place; also on meta.
 
@@ -61,7 +67,11 @@ def parallelize(
     rank alone casts once a step (``cast_weights``): the same numbers, but FSDP2 would also copy weights once
     and gradients twice (2 % of a step, docs/performance.md). Gradients are summed over ranks, not averaged:
     the loss is already divided by the normalizer of the global batch.
+
+    expert_parallel: neighbouring ranks that share out the experts of each layer, see ``share_out_experts``.
+    Raises UserError where the model or the number of ranks does not allow that.
     """
+    expert_mesh = share_out_experts(model, mesh, expert_parallel) if expert_parallel > 1 else None
     if activation_checkpoint != "none":
         policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
         # Nothing in a block draws random numbers.
@@ -73,6 +83,9 @@ def parallelize(
         if "states" in model.stacks:
             # Sizes of a layout's many small tables are equal by chance, which must not bind a graph.
             torch.fx.experimental._config.use_duck_shape = False
+        if expert_mesh is not None:
+            # By sizes, which differ from rank to rank; exchanges must run in the same order on all.
+            torch._inductor.config.reorder_for_peak_memory = False
         for module in (*blocks, model.get_submodule("norm")):
             module.compile(fullgraph=True, dynamic=True)
     model.compute_dtype = dtype
@@ -85,6 +98,8 @@ def parallelize(
         cast_forward_inputs=False,  # rotary tables and the like keep the precision the model gave them
     )
     for block in blocks:
+        if expert_mesh is not None:
+            _shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():
@@ -92,6 +107,71 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: no scaling pass, and gloo has none
     return model
+
+
+def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
+    """Leave each rank E / ``num_ranks`` experts of every layer, as DTensors; returns the mesh of all ranks.
+
+    That is "efsdp" x "ep": neighbours, the ranks of an "ep" group, hold all experts of a layer together, each
+    computes its own for the tokens of all, and "efsdp" groups shard what their ranks have in common.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    where = f"parallel.expert_parallel: got {num_ranks}, expected"
+    if not layers:
+        raise UserError(f"{where} 1, since the model has no experts")
+    for name, number in (("ranks", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
+        if number % num_ranks:
+            raise UserError(f"{where} a divisor of the number of {name}, {number}")
+    shape = (mesh.size() // num_ranks, num_ranks)
+    expert_mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("efsdp", "ep"))
+    group = expert_mesh.get_group("ep")
+    for experts in layers:
+        for name, weight in list(experts.named_parameters()):
+            if weight.shape[1] % shape[0]:
+                raise UserError(
+                    f"{where} a multiple of {mesh.size() // math.gcd(weight.shape[1], shape[0])}: the other "
+                    f"ranks share out {weight.shape[1]} rows of an expert's {name}"
+                )
+            own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(own))
+        experts.dispatcher = Exchange(group)
+    model.expert_group = group
+    return expert_mesh
+
+
+def _shard_experts(
+    block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> None:
+    """FSDP2 for the experts of a block over ``mesh``, even of one rank: casts and sums are the same then."""
+    for experts in block.modules():
+        if isinstance(experts, Experts):
+            # Rows of each expert: a rank may have fewer experts than the mesh has ranks.
+            fully_shard(
+                experts,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(1),
+            )
+            # Nobody calls this module, and its hooks would break the block's graph: they go around the block.
+            state = fully_shard.state(experts)  # type: ignore[attr-defined]
+            block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+            block.register_forward_pre_hook(_TakeLocal(experts))
+            block.register_forward_hook(state._post_forward)
+
+
+class _TakeLocal:
+    """Before a block's forward, leaves plain tensors in ``Experts.here``: no DTensor gets into a graph."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    @torch._dynamo.disable
+    def __call__(self, *_: Any) -> None:
+        weights = self.experts.gate_up_proj, self.experts.down_proj
+        with torch.enable_grad():  # a checkpointed block may run again after a forward without gradients
+            gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
+        self.experts.here = gate_up, down
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
-from titan_tree.components import tree_attention  # noqa: F401  # registers the operator saved below
+from titan_tree.components import tree_attention  # noqa: F401  # registers an operator saved below
+from titan_tree.distributed import exchange  # noqa: F401  # registers the others
 
 __all__ = [
     "CheckpointManager",
@@ -43,7 +44,10 @@ def peak_flops(device_name: str) -> float:
 
 
 class TreeSelectiveAC(SelectiveAC):
-    """torchtitan's selective activation checkpointing that keeps the outputs of tree attention too."""
+    """torchtitan's selective activation checkpointing that keeps the outputs of tree attention too, and what
+    has arrived from other ranks for the experts here."""
 
     def get_save_ops(self) -> set:
-        return super().get_save_ops() | {torch.ops.titan_tree.tree_attention.default}
+        ops = torch.ops.titan_tree
+        kept = {ops.tree_attention.default, ops.plan_exchange.default, ops.to_experts.default}
+        return super().get_save_ops() | kept

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.moe import MoE, Routing
@@ -197,6 +198,7 @@ class Decoder(nn.Module, ABC):
         self.attention = TreeAttention(attention)  # no parameters: one for all layers
         self.compute_dtype: torch.dtype | None = None  # of activations; None: that of the weights
         self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
+        self.expert_group: ProcessGroup | None = None  # ranks that share out the experts, in lockstep
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
         self.has_experts = any(isinstance(block.mlp, MoE) for block in blocks)
         # Of each tensor that layers export, one after another, the stack that has its rows.

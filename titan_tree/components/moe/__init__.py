@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
-from titan_tree.components.moe.experts import expert_mlps
+from titan_tree.components.moe.experts import Dispatcher, expert_mlps
 
 __all__ = ["Experts", "MoE", "RouterLoss", "Routing", "router_metrics"]
 
@@ -26,6 +26,9 @@ class Experts(nn.Module):
         # Rows of each expert's gate first, then those of its up-projection.
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        # Where other ranks hold part of the experts: what takes tokens there, and the weights that are here.
+        self.dispatcher: Dispatcher | None = None
+        self.here: tuple[Tensor, Tensor] | None = None
 
 
 class MoE(nn.Module):
@@ -71,13 +74,16 @@ class MoE(nn.Module):
             weight = weight / weight.sum(-1, keepdim=True)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
 
+        experts = self.experts
+        gate_up, down = experts.here or (experts.gate_up_proj, experts.down_proj)
         out = expert_mlps(
             x,
-            self.experts.gate_up_proj.to(x.dtype),
-            self.experts.down_proj.to(x.dtype),
+            gate_up.to(x.dtype),
+            down.to(x.dtype),
             expert,
             weight,
             is_chosen.sum(0),
+            experts.dispatcher,
         )
         if self.shared_expert is not None:
             gate = F.linear(x, self.shared_expert_gate.weight.to(x.dtype))

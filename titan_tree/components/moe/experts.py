@@ -9,8 +9,9 @@ N tokens, k experts of each, S = N k copies, E experts, d hidden size, m interme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,34 @@ from torch.autograd.function import once_differentiable
 from titan_tree.errors import UserError
 
 
+class Dispatcher(Protocol):
+    """Takes copies of tokens to the ranks that hold their experts, and back.
+
+    Handed in (distributed/exchange.py): nothing here knows of ranks.
+    """
+
+    def __call__(
+        self,
+        mlps: Callable[[Tensor, Tensor, Tensor], Tensor],
+        copies: Tensor,
+        scale: Tensor,
+        num_copies: Tensor,
+    ) -> Tensor:
+        """[S, d]: what ``mlps`` makes of copies [S, d] with scale [S, 1] on the ranks of their experts.
+
+        mlps: gets copies, scale and ends [e] of what has arrived for the e experts here, in a row by expert.
+        num_copies: [E] of the S copies for each expert, in whose order they stand.
+        """
+
+
 def expert_mlps(
-    x: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, weight: Tensor, num_copies: Tensor
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert: Tensor,
+    weight: Tensor,
+    num_copies: Tensor,
+    dispatcher: Dispatcher | None = None,
 ) -> Tensor:
     """Sum over each token's experts of weight times SwiGLU, [N, d] in x's dtype.
 
@@ -32,17 +59,25 @@ def expert_mlps(
         expert: [N, k] int64, all different in a row.
         weight: [N, k], any dtype; the product with the hidden layer is rounded to x's.
         num_copies: [E] int64: how often each expert stands in ``expert``.
+        dispatcher: where other ranks hold part of the experts; the weights are then of the e that are here.
     Raises:
         UserError: in bf16 on a GPU, sizes that are no multiples of 8.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = order.argsort()
-    ends = num_copies.cumsum(0).to(torch.int32)
     copies = _Spread.apply(x, order, inverse, expert.shape[1])
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
-    gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
-    hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    return _Gather.apply(grouped_linear(hidden, down, ends), order, inverse, expert.shape[1])
+
+    def mlps(copies: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
+        hidden = (F.silu(gate) * up * scale).to(x.dtype)
+        return grouped_linear(hidden, down, ends)
+
+    if dispatcher is None:
+        y = mlps(copies, scale, num_copies.cumsum(0).to(torch.int32))
+    else:
+        y = dispatcher(mlps, copies, scale, num_copies)
+    return _Gather.apply(y, order, inverse, expert.shape[1])
 
 
 class _Spread(torch.autograd.Function):
