@@ -76,9 +76,9 @@ class Activations:
             return self.on_device >= self.device_bytes and self.on_host >= self.host_bytes
         return self.policy == "recompute"
 
-    def are_alike(self) -> bool:
-        """Whether ``are_full`` is the same on all ranks, whatever they run."""
-        return self.policy != "auto" or self.device_bytes == math.inf
+    def may_move(self) -> bool:
+        """Whether some go to the host, or run again because of others: what happens depends on the rank."""
+        return self.policy == "offload" or (self.policy == "auto" and self.device_bytes < math.inf)
 
     def saving(self, waits: bool, shared: Iterable[Tensor] = ()) -> AbstractContextManager[object]:
         """For the forward of a partition: takes care of what is saved in it.

@@ -40,6 +40,7 @@ def cost_metrics(
         "chain_peak_tokens": result.chain_peak,
         "gateway_gib": counts.gateway_bytes / 2**30,
         "extra_forward_tokens": float(result.extra_forward_tokens),
+        "dummy_forwards": float(result.dummy_forwards),
         "logical_tokens_per_s": counts.logical_tokens / seconds,
         "executed_tokens_per_s": counts.executed_tokens / seconds,
         "step_s": seconds,

@@ -89,6 +89,7 @@ class StepResult:
     # Forwards that ran again: to recompute activations, to score first what a loss of whole paths needs, or
     # to count first how experts are chosen in a pool of several forwards.
     extra_forward_tokens: Tensor
+    dummy_forwards: Tensor  # that ranks ran so that others could run theirs
     chain_peak: int  # of the rank with the most
     num_micro_batches: int  # of the rank with the most
 
@@ -112,8 +113,8 @@ class TreeStep:
         reshard_after_forward: what FSDP2 does where there are no partitions.
         router_loss: of a model with experts; None: none.
     Raises:
-        UserError: a router_loss of a model without experts, and activations under a budget where ranks share
-            out experts.
+        UserError: a router_loss of a model without experts; activations that may move where ranks share out
+            experts.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.expert_group is not None and not self.activations.are_alike():
+        if model.expert_group is not None and self.activations.may_move():
             raise UserError(
-                "partition.device_gb: expected none with parallel.expert_parallel, whose ranks must run "
-                "alike; unset it, or set partition.activations to 'offload' or 'recompute'"
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel (ranks "
+                "must run alike, and experts' weights would move too); set it, or unset partition.device_gb"
             )
         self.reduce_gradients = reduce_gradients
         self.reshard_after_forward = reshard_after_forward
@@ -202,14 +203,17 @@ class TreeStep:
                 f"the GPU's memory does not hold the activations of {chain_peak:,} tokens; lower {budget}, "
                 f"or set training.activation_checkpoint ({out_of_memory})"
             )
-        extra = torch.full_like(total.loss, total.extra_forward_tokens)
+        costs = {
+            name: torch.full_like(total.loss, getattr(total, name))
+            for name in ("extra_forward_tokens", "dummy_forwards")
+        }
         if routing is not None:
             total.loss += routing.loss
-        loss, sums = self._over_ranks(total.loss, total.sums | {"extra_forward_tokens": extra})
-        token_weight, extra = sums.pop("token_weight"), sums.pop("extra_forward_tokens")
+        loss, sums = self._over_ranks(total.loss, total.sums | costs)
+        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
         metrics = {name: value / token_weight for name, value in sums.items()}
         of_router = {} if routing is None else routing.metrics()
-        return StepResult(loss, metrics, of_router, counts, extra, chain_peak, num_micro_batches)
+        return StepResult(loss, metrics, of_router, counts, extra, dummies, chain_peak, num_micro_batches)
 
     def _run_micro_batches(
         self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None
@@ -221,6 +225,7 @@ class TreeStep:
             micro_batches = list(step.micro_batches)
             num_runs = max(len(micro_batches), 1) if nested else most
             micro_batches += [[dummy()]] * (num_runs - len(micro_batches))
+        total.dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         self._hold_parameters(nested)
         if routing is not None and routing.must_count(nested, most):
             routing.count(self.model, micro_batches)
@@ -340,6 +345,7 @@ class _Total:
     loss: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
     extra_forward_tokens: int = 0
+    dummy_forwards: int = 0
 
     def add(self, number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         """The loss to differentiate: 0 of a batch that scores nothing, but takes part in collectives."""

@@ -6,7 +6,6 @@ is the same on a laptop, one GPU and N GPUs.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,16 +121,17 @@ def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> Devic
     for name, number in (("ranks", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
         if number % num_ranks:
             raise UserError(f"{where} a divisor of the number of {name}, {number}")
-    shape = (mesh.size() // num_ranks, num_ranks)
-    expert_mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("efsdp", "ep"))
+    sharing = mesh.size() // num_ranks
+    for weight in layers[0].parameters():
+        if weight.shape[1] % sharing:
+            raise UserError(
+                f"{where} the {sharing} ranks that share an expert to divide its {weight.shape[1]} rows; "
+                "raise it"
+            )
+    expert_mesh = init_device_mesh(mesh.device_type, (sharing, num_ranks), mesh_dim_names=("efsdp", "ep"))
     group = expert_mesh.get_group("ep")
     for experts in layers:
         for name, weight in list(experts.named_parameters()):
-            if weight.shape[1] % shape[0]:
-                raise UserError(
-                    f"{where} a multiple of {mesh.size() // math.gcd(weight.shape[1], shape[0])}: the other "
-                    f"ranks share out {weight.shape[1]} rows of an expert's {name}"
-                )
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own))
         experts.dispatcher = Exchange(group)
