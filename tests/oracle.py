@@ -5,6 +5,7 @@ Nothing here uses titan_tree's trees, attention or losses: a path is a list of t
 """
 
 import random
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -50,8 +51,8 @@ def _random_paths(r, kind, vocab_size, max_length, num_nodes):
     return paths
 
 
-def tree_batch(groups, device="cpu", edges="all"):
-    trees = [TokenTree.from_paths(paths) for paths in groups]
+def tree_batch(groups, device="cpu", edges="all", replay="off"):
+    trees = [TokenTree.from_paths(paths, replay) for paths in groups]
     return TreeBatch.from_trees(trees, edges).to(device)
 
 
@@ -163,15 +164,42 @@ def path_coefficients(paths, reduction):
     return [w * mask / max(mask.sum(), 1) / sum(weights) for w, mask in zip(weights, masks, strict=True)]
 
 
-def per_path(hf, paths, reduction="path_mean"):
+@contextmanager
+def routed_to(hf, experts):
+    """Within, routers choose ``experts`` [T, layers, k] for T tokens; where these are -1, what they like."""
+    routers = [module for module in hf.modules() if type(module).__name__.endswith("TopKRouter")]
+    assert len(routers) == experts.shape[1]
+
+    def forced(router, own):
+        def forward(hidden):
+            logits = hidden.flatten(0, -2) @ router.weight.t()
+            probability = logits.float().softmax(-1)
+            liked = probability.topk(router.top_k).indices
+            chosen = torch.where(own >= 0, own, liked)
+            weight = probability.gather(1, chosen)
+            if getattr(router, "norm_topk_prob", True):
+                weight = weight / weight.sum(-1, keepdim=True)
+            return logits, weight.to(logits.dtype), chosen
+
+        return forward
+
+    for i, router in enumerate(routers):
+        router.forward = forced(router, torch.as_tensor(experts[:, i]).long().to(hf.device))
+    yield
+    for router in routers:
+        del router.forward
+
+
+def per_path(hf, paths, reduction="path_mean", experts=None):
     """(log-probs of each path, SFT loss, gradients by our names), path after path.
 
-    Gradients of the paths are summed in fp32.
+    Gradients of the paths are summed in fp32. experts: of each path those that are forced, see ``routed_to``.
     """
     gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in hf.named_parameters()}
     logprobs, loss = [], 0.0
-    for path, coefficients in zip(paths, path_coefficients(paths, reduction), strict=True):
-        logprobs.append(path_logprobs(hf, path.tokens))
+    for i, (path, coefficients) in enumerate(zip(paths, path_coefficients(paths, reduction), strict=True)):
+        with nullcontext() if experts is None else routed_to(hf, experts[i]):
+            logprobs.append(path_logprobs(hf, path.tokens))
         path_loss = -(coefficients.float().to(hf.device) * logprobs[-1]).sum()
         hf.zero_grad(set_to_none=True)
         path_loss.backward()
@@ -182,9 +210,9 @@ def per_path(hf, paths, reduction="path_mean"):
     return [x.detach() for x in logprobs], loss, gradients
 
 
-def in_one_pass(model, groups, edges="all", reduction="path_mean"):
+def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off"):
     """The same three, from one pass of our model over the forest."""
-    batch = tree_batch(groups, model.embed_tokens.weight.device, edges)
+    batch = tree_batch(groups, model.embed_tokens.weight.device, edges, replay)
     tree_loss = TreeLoss("sft", reduction)
     model.zero_grad(set_to_none=True)
     logprobs = model(batch).logprobs

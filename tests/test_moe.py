@@ -54,7 +54,7 @@ def test_equals_a_loop_over_tokens(num_tokens, top_k, renormalise, shared):
     upstream = torch.randn_like(x)
     inputs = [x, *made.parameters()]
     want = by_token(made, x)
-    got, _ = made(x, torch.ones(num_tokens))
+    got, *_ = made(x, torch.ones(num_tokens))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     theirs = torch.autograd.grad((want * upstream).sum(), inputs, materialize_grads=True, allow_unused=True)
     ours = torch.autograd.grad((got * upstream).sum(), inputs)  # of idle experts too: zeros, not None
@@ -83,7 +83,7 @@ def test_gradients_of_the_routed_sums():
     weight = made.gate.weight.detach().clone().requires_grad_()
 
     def sums(weight, x):
-        out, routing = torch.func.functional_call(made, {"gate.weight": weight}, (x, torch.ones(4)))
+        out, routing, _ = torch.func.functional_call(made, {"gate.weight": weight}, (x, torch.ones(4)))
         return out, routing.probability, routing.squared_lse
 
     assert torch.autograd.gradcheck(sums, (weight, x.requires_grad_()))
@@ -145,7 +145,7 @@ def test_same_bits_every_time():
     x = torch.randn(40, 8, requires_grad=True)
     runs = []
     for _ in range(2):
-        out, routing = made(x, torch.ones(40))
+        out, routing, _ = made(x, torch.ones(40))
         loss = out.square().sum() + routing.probability.square().sum() + routing.squared_lse
         runs.append([out, *routing, *torch.autograd.grad(loss, [x, *made.parameters()])])
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
@@ -168,7 +168,7 @@ def test_one_graph_for_all_sizes(backend):
         results = []
         for each in (made, compiled):
             each.zero_grad()
-            out, routing = each(x, num_paths)
+            out, routing, _ = each(x, num_paths)
             (out.square().sum() + routing.probability.square().sum() + routing.squared_lse).backward()
             results.append([out, *routing, *(p.grad for p in each.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)

@@ -244,7 +244,7 @@ def test_lexicographic_order_is_that_of_lists():
         2**31 - 1,
     )  # bytes in another order than the numbers, were they little-endian
     lists = [[r.choice(ids) for _ in range(r.randint(1, 4))] for _ in range(300)]
-    assert lexicographic_order([TokenPath(tokens) for tokens in lists]) == sorted(
+    assert lexicographic_order([np.array(tokens, np.int32) for tokens in lists]) == sorted(
         range(300), key=lambda i: (lists[i], i)
     )
 

@@ -149,17 +149,21 @@ def build_dataset(
     mesh: DeviceMesh,
     allow_larger: bool = False,
 ) -> TreeDataset:
+    if config.replay != "off" and model.experts is None:
+        raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     return TreeDataset(
         config.files,
         tokenizer,
         merge=config.merge,
         layout=config.layout,
         advantage=config.advantage,
+        replay=config.replay,
         global_batch_groups=config.global_batch_groups,
         max_tokens=config.max_tokens,
         allow_larger=allow_larger,
         max_positions=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
+        experts=model.experts,
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
         rank=mesh.get_rank(),

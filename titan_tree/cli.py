@@ -114,6 +114,13 @@ def _inspect(args: argparse.Namespace) -> None:
         rows = [(name, tree.stats) for name, tree in trees]
         console.print(_table(rows, args.limit))
         console.print(LEGEND, style="dim", highlight=False)
+        total = TreeStats.total([stats for _, stats in rows])
+        if total.n_rows:
+            console.print(
+                f"routed experts: recorded for {total.n_rows:,} rows (a token in a layer); paths disagree on "
+                f"{total.n_disagreeing / total.n_rows:.2%} of them, see data.replay",
+                highlight=False,
+            )
         largest, stats = max(rows, key=lambda row: row[1].n_tree)
         console.print(
             f"largest tree: {largest} with {stats.n_tree:,} tokens; above data.max_tokens it is cut",
@@ -153,15 +160,16 @@ def _trees(
         groups = read_groups(files, open_file)
         if args.merge == "group":
             for group in groups:
-                yield group.id, TokenTree.from_paths(reader.paths(group))
+                yield group.id, TokenTree.from_paths(reader.paths(group), "first")
         elif args.merge == "all":
-            yield "all", TokenTree.from_paths([path for group in groups for path in reader.paths(group)])
+            paths = [path for group in groups for path in reader.paths(group)]
+            yield "all", TokenTree.from_paths(paths, "first")
         else:
             for step in count():
                 paths = [p for group in islice(groups, args.global_batch_groups) for p in reader.paths(group)]
                 if not paths:
                     return
-                for number, tree in enumerate(merged_trees(paths, args.max_tokens)):
+                for number, tree in enumerate(merged_trees(paths, args.max_tokens, "first")):
                     yield f"batch {step} tree {number}", tree
 
 

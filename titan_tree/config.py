@@ -48,6 +48,9 @@ class DataConfig:
     merge: Literal["group", "batch"] = "group"  # one tree per group, or merge groups that share a prefix too
     layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path alone: the baseline
     advantage: Literal["given", "group"] = "given"  # by the data, or made of the rewards of each group
+    # Train with the routed_experts that samples record. Where paths disagree on a token that they share: with
+    # those of the "first", or of most ("majority"), or paths part there ("split"). See docs/routing.md
+    replay: Literal["off", "first", "majority", "split"] = "off"
     max_tokens: int = 32_768  # tokens of one forward; larger trees are cut, see PartitionConfig
     global_batch_groups: int = 8  # groups per optimizer step, over all ranks
     shuffle_buffer: int = 256  # groups to draw the next one from; 0 keeps the files' order

@@ -45,6 +45,9 @@ def cost_metrics(
         "executed_tokens_per_s": counts.executed_tokens / seconds,
         "step_s": seconds,
     }
+    if counts.replayed_rows:
+        metrics["replayed_rows"] = counts.replayed_rows
+        metrics["replay_disagreement"] = counts.disagreeing_rows / counts.replayed_rows
     if device.type == "cuda":
         peak = titan.peak_flops(torch.cuda.get_device_name(device)) * world_size
         metrics["mfu"] = counts.flops / seconds / peak

@@ -51,6 +51,9 @@ class StepCounts:
     forwards: int  # one per micro-batch, or more where it is cut into partitions
     gateway_bytes: int  # keys, values and states that partitions read from those above them
     flops: float  # the model's own, forward and backward, without recomputation
+    # Rows (a token in a layer, data/replay.py) whose experts are replayed, and those on which paths disagree.
+    replayed_rows: int
+    disagreeing_rows: int
 
     @property
     def por(self) -> float:
@@ -165,6 +168,8 @@ class TreeStep:
             forwards=len(every),
             gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in every),
             flops=sum(self.model.training_flops(batch) for batch in every),
+            replayed_rows=sum(plan.tree.stats.n_rows for plan in plans),
+            disagreeing_rows=sum(plan.tree.stats.n_disagreeing for plan in plans),
         )
         whole = [
             TreeBatch.from_trees([plan.tree], edges="loss")

@@ -42,7 +42,7 @@ def mixture(num_tokens):
 
 def results(moe, x, dy):
     """Output, then gradients of x, the router and the experts."""
-    y, _ = moe(x, torch.ones(len(x), device="cuda"))
+    y, *_ = moe(x, torch.ones(len(x), device="cuda"))
     return [y.detach(), *torch.autograd.grad(y, [x, *moe.parameters()], dy)]
 
 

@@ -71,6 +71,7 @@ class TreeBatch:
     edge_token: Tensor  # [E] int64: the predicted token's index in the (forest of) trees, ascending
     pairs: PathPairs
     n_logical: int  # tokens that training every path alone would run: N_flat, summed over a plan's batches
+    routed_experts: Tensor | None = None  # [L, N, k] int16 for each layer with experts; -1: it chooses itself
     # Of a partition's batch: the batch of the plan that runs before and leaves the context, and the rows of
     # the bank that it reads from, that one's and those of all above it.
     parent: int = -1
@@ -135,6 +136,7 @@ class TreeBatch:
                     edge_token=torch.from_numpy(labels),
                     pairs=pairs,
                     n_logical=int(logical[i]),
+                    routed_experts=_routed_experts(tree, partition),
                     parent=partition.parent,
                     rows_above=NO_ROWS if gateway is None else Rows(gateway.bank_rows, gateway.state_rows),
                 )
@@ -187,6 +189,12 @@ def _pairs(tree: TokenTree, edges: str) -> tuple[np.ndarray, np.ndarray, dict[st
             fields[name] = np.where(mask > 0, np.concatenate(values), 0)[is_pair]
     path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
     return tree.path_index[is_pair], path_of[is_pair], fields
+
+
+def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
+    if tree.records is None:
+        return None
+    return torch.from_numpy(tree.records.experts[partition.own].swapaxes(0, 1).copy())
 
 
 def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:

@@ -8,18 +8,22 @@ all the state there is: resuming reads the files up to there again, without toke
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from titan_tree.data.paths import TokenPath
+from titan_tree.data.paths import ExpertSizes, TokenPath
 from titan_tree.data.readers import Group, PathReader, SampleTokenizer, find_files, read_groups
+from titan_tree.data.replay import Replay, has_records, split_keys
 from titan_tree.data.tree import TokenTree, common_prefix, lexicographic_order
 from titan_tree.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 MicroBatches = list[list[TokenTree]]
 
@@ -41,11 +45,13 @@ class TreeDataset:
         layout: "tree", or "flat": every path a tree of its own, the baseline that computes shared
             prefixes again and again.
         advantage: "given" by the data, or made of the rewards within each "group": see ``PathReader``.
+        replay: of routed experts that samples record, see data/replay.py.
         global_batch_groups: groups per optimizer step, over all ranks.
         max_tokens: tokens of a micro-batch.
         allow_larger: a tree of more is a micro-batch of its own, which a TreePartitioner cuts; or an error.
         max_positions: the model's longest path; None: not checked.
         vocab_size: the model's; None: not checked.
+        experts: the model's, which replayed ones must fit; None: not checked.
         shuffle_buffer: groups held to draw the next one from; 0 keeps the order of the files.
         seed: of the shuffle.
         sample_options: keyword arguments of ``tokenizer.samples``.
@@ -62,11 +68,13 @@ class TreeDataset:
         merge: Literal["group", "batch"] = "group",
         layout: Literal["tree", "flat"] = "tree",
         advantage: Literal["given", "group"] = "given",
+        replay: Replay = "off",
         global_batch_groups: int = 8,
         max_tokens: int = 32_768,
         allow_larger: bool = False,
         max_positions: int | None = None,
         vocab_size: int | None = None,
+        experts: ExpertSizes | None = None,
         shuffle_buffer: int = 256,
         seed: int = 0,
         rank: int = 0,
@@ -76,6 +84,7 @@ class TreeDataset:
         for name, value, allowed in (
             ("merge", merge, ("group", "batch")),
             ("layout", layout, ("tree", "flat")),
+            ("replay", replay, get_args(Replay)),
         ):
             if value not in allowed:
                 raise UserError(f"data.{name}: expected one of {', '.join(allowed)}; got {value!r}")
@@ -88,12 +97,16 @@ class TreeDataset:
                 raise UserError(f"data.{name}: expected at least {least}, got {number}")
         assert 0 <= rank < world_size, (rank, world_size)
         self.files = find_files(files)
-        self.reader = PathReader(tokenizer, sample_options or {}, vocab_size, max_positions, advantage)
-        self.merge, self.layout = merge, layout
+        experts = None if replay == "off" else experts
+        self.reader = PathReader(
+            tokenizer, sample_options or {}, vocab_size, max_positions, advantage, experts
+        )
+        self.merge, self.layout, self.replay = merge, layout, replay
         self.global_batch_groups = global_batch_groups
         self.max_tokens, self.allow_larger = max_tokens, allow_larger
         self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.rank, self.world_size = rank, world_size
+        self._told = False  # of records that do not do what one may think
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
 
     def __iter__(self) -> Iterator[MicroBatches]:
@@ -148,20 +161,37 @@ class TreeDataset:
         """This rank's trees of a global batch."""
         if self.merge == "batch":
             paths = [path for group in batch for path in self.reader.paths(group)]
+            self._tell_of_records(paths)
             self._check_paths(paths)
-            trees = merged_trees(paths, self.max_tokens) if self.layout == "tree" else flat_trees(paths)
+            if self.layout == "tree":
+                trees = merged_trees(paths, self.max_tokens, self.replay)
+            else:
+                trees = flat_trees(paths, self.replay)
             return balanced(trees, self.world_size)[self.rank]
         trees = []
         for group in batch[self.rank :: self.world_size]:
             paths = self.reader.paths(group)
+            self._tell_of_records(paths)
             if self.layout == "flat":
                 self._check_paths(paths)
-                trees += flat_trees(paths)
+                trees += flat_trees(paths, self.replay)
             else:
-                trees.append(TokenTree.from_paths(paths))
+                trees.append(TokenTree.from_paths(paths, self.replay))
                 what = f"{group.lines[0][0]}: the tree of group {group.id}, {len(paths)} paths,"
                 self._check_fits(what, len(trees[-1]))
         return trees
+
+    def _tell_of_records(self, paths: Sequence[TokenPath]) -> None:
+        """Once, of records that are not used, or missing where they were to be."""
+        replays = self.replay != "off"
+        odd = next((path for path in paths if has_records(path) != replays), None)
+        if odd is None or self._told:
+            return
+        self._told = True
+        if replays:
+            logger.warning("path %s has no routed_experts to replay: there the model chooses", odd.id)
+        else:
+            logger.warning("path %s has routed_experts, which data.replay = 'off' leaves unused", odd.id)
 
     def _check_paths(self, paths: Sequence[TokenPath]) -> None:
         for path in paths:
@@ -189,29 +219,32 @@ def shuffled(groups: Iterable[Group], buffer_size: int, order: random.Random) ->
     yield from buffer
 
 
-def flat_trees(paths: Sequence[TokenPath]) -> list[TokenTree]:
+def flat_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
     """Every path a tree of its own."""
-    return [TokenTree.from_paths([path]) for path in paths]
+    return [TokenTree.from_paths([path], replay) for path in paths]
 
 
-def merged_trees(paths: Sequence[TokenPath], max_tokens: int) -> list[TokenTree]:
+def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "off") -> list[TokenTree]:
     """Trees of at most ``max_tokens`` tokens that share what neighbours in lexicographic order share.
 
     In that order a path adds to the trie what it does not share with the path before it, so the sorted
     list is cut, greedily, into runs whose tries fit.
     """
-    runs: list[list[TokenPath]] = []
+    runs: list[list[int]] = []
+    splits = replay == "split" and any(map(has_records, paths))
+    keys = split_keys(paths) if splits else [path.tokens for path in paths]
     size, before = 0, np.empty(0, np.int32)
-    for path in (paths[p] for p in lexicographic_order(paths)):
-        new = len(path) - common_prefix(before, path.tokens)
+    for p in lexicographic_order(keys):
+        new = len(keys[p]) - common_prefix(before, keys[p])
         if runs and size + new <= max_tokens:
-            runs[-1].append(path)
+            runs[-1].append(p)
             size += new
         else:
-            runs.append([path])
-            size = len(path)
-        before = path.tokens
-    return [TokenTree.from_paths(run) for run in runs]
+            runs.append([p])
+            size = len(keys[p])
+        before = keys[p]
+    # In the order given, which says whose records are the first.
+    return [TokenTree.from_paths([paths[p] for p in sorted(run)], replay) for run in runs]
 
 
 def balanced(trees: Sequence[TokenTree], shares: int) -> list[list[TokenTree]]:

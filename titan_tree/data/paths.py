@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_tree.errors import UserError
 
 PER_TOKEN = ("advantage", "old_logprobs", "ref_logprobs")
+MAX_EXPERT = np.iinfo(np.int16).max
+
+
+class ExpertSizes(NamedTuple):
+    """Of a model with experts."""
+
+    num_layers: int  # that have experts
+    top_k: int  # experts of a token
+    num_experts: int  # to choose from
 
 
 @dataclass(slots=True)
 class TokenPath:
     """One training sample of T >= 1 tokens. Arrays are per token: entry t speaks of tokens[t].
 
-    The first token of a path is predicted by nothing, so entry 0 of every per-token array is ignored.
+    The first token of a path is predicted by nothing, so entry 0 of every per-token array is ignored, but
+    for ``routed_experts``, which speak of tokens as they are read and not as they are predicted.
 
     Args:
         tokens: [T] token ids, any integer sequence; kept as int32.
@@ -25,6 +35,9 @@ class TokenPath:
         advantage: one number for the whole path, or [T]; kept as [T] float32.
         old_logprobs: [T] log-probabilities (nats) under the policy that sampled the path.
         ref_logprobs: [T] log-probabilities (nats) under a reference policy.
+        routed_experts: [t, L, k] integers, t <= T: the experts that sampling used for each token in each of
+            the L layers that have experts, k different ids in any order; k times -1: not recorded, as are
+            tokens from the t-th on. Kept as [T, L, k] int16. Used where a TokenTree is made with ``replay``.
         id: shown in error messages and reports.
 
     Raises:
@@ -37,6 +50,7 @@ class TokenPath:
     advantage: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     id: str = ""
 
     def __post_init__(self) -> None:
@@ -56,6 +70,8 @@ class TokenPath:
         for name in PER_TOKEN:
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, self._per_token(name, value, scalar=name == "advantage"))
+        if self.routed_experts is not None:
+            self.routed_experts = self._expert_array(self.routed_experts)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -65,7 +81,9 @@ class TokenPath:
         """The sum of the loss mask: how many tokens the loss counts."""
         return float(self.loss_mask[1:].sum(dtype=np.float64))
 
-    def check_limits(self, max_positions: int | None, vocab_size: int | None) -> None:
+    def check_limits(
+        self, max_positions: int | None, vocab_size: int | None, experts: ExpertSizes | None = None
+    ) -> None:
         """Raises UserError where a model of these sizes could not read the path. None: not checked."""
         if max_positions is not None and len(self) > max_positions:
             raise UserError(
@@ -77,6 +95,22 @@ class TokenPath:
             raise UserError(
                 f"path {self.id or '?'}: token id {self.tokens[at]} at token {at}: expected ids below the "
                 f"model's vocabulary size {vocab_size}; is this another model's tokenizer?"
+            )
+        if experts is None or self.routed_experts is None:
+            return
+        if self.routed_experts.shape[1:] != experts[:2]:
+            num_layers, top_k = self.routed_experts.shape[1:]
+            raise self._error(
+                "routed_experts",
+                f"{experts.num_layers} layers with experts and {experts.top_k} experts of a token",
+                f"{num_layers} and {top_k}; are they another model's?",
+            )
+        token, layer, i = np.unravel_index(self.routed_experts.argmax(), self.routed_experts.shape)
+        if self.routed_experts[token, layer, i] >= experts.num_experts:
+            raise self._error(
+                f"routed_experts of token {token}, layer {layer}",
+                f"ids below the model's {experts.num_experts} experts",
+                self.routed_experts[token, layer].tolist(),
             )
 
     def _token_array(self, tokens: Any) -> np.ndarray:
@@ -106,6 +140,28 @@ class TokenPath:
             bad = 1 + int(np.flatnonzero(~np.isfinite(array[1:]))[0])
             raise self._error(name, "finite numbers", f"{array[bad]} at token {bad}")
         return array
+
+    def _expert_array(self, value: Any) -> np.ndarray:
+        field = "routed_experts"
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of unequal lengths
+            raise self._error(field, "as many layers and experts of every token", "unequal lists") from None
+        if array.ndim != 3 or len(array) > len(self) or array.dtype.kind not in "iu" or not array.size:
+            expected = f"integers [at most {len(self)} tokens, layers, experts of a token]"
+            raise self._error(field, expected, f"{array.dtype} of shape {array.shape}")
+        ordered = np.sort(array, axis=-1)
+        none = (ordered[..., 0] == -1) & (ordered[..., -1] == -1)
+        good = (ordered[..., 0] >= 0) & (ordered[..., -1] <= MAX_EXPERT) & (np.diff(ordered) > 0).all(-1)
+        if not (none | good).all():
+            token, layer = np.argwhere(~(none | good))[0]
+            expected = f"different ids from 0 to {MAX_EXPERT}, or -1 alone"
+            raise self._error(
+                f"{field} of token {token}, layer {layer}", expected, array[token, layer].tolist()
+            )
+        padded = np.full((len(self), *array.shape[1:]), -1, np.int16)
+        padded[: len(array)] = array
+        return padded
 
     def _error(self, field: str, expected: str, got: object) -> UserError:
         return UserError(f"path {self.id or '?'}: {field}: expected {expected}, got {got}")

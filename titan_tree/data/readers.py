@@ -4,7 +4,7 @@ A line is one sample, or one task with several:
 
     {"messages": [...], "tools"?, "group_id"?, "id"?, "weight"?, "advantage"?}              a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?,
-     "group_id"?, "id"?, "weight"?, "advantage"?}                                           token ids
+     "routed_experts"?, "group_id"?, "id"?, "weight"?, "advantage"?}                        token ids
     {"trajectories": [samples of either kind], "tools"?, "group_id"?, "id"?, ...}           a task
 
 ``tools``, ``weight`` and ``advantage`` of a task hold for all its trajectories that do not say otherwise;
@@ -14,13 +14,20 @@ without one is a group of its own. ``id`` only names things in messages.
 
 Reading and tokenising are two steps, so that a resumed run replays the file cheaply: ``read_groups`` only
 parses JSON, ``PathReader`` makes the samples.
+
+``routed_experts`` (``TokenPath``), which engines return with what they sample, are a list [tokens][layers
+with experts][experts of a token]; or, as that is long, a string: such an array of integers as ``numpy.save``
+writes it, in base64. Tokens at the end may be missing, as the last one, which no engine reads.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import glob
 import gzip
+import io
 import json
 import math
 import statistics
@@ -32,8 +39,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
+import numpy as np
+
 from titan_tree.data import demo
-from titan_tree.data.paths import PER_TOKEN, TokenPath
+from titan_tree.data.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.errors import UserError
 
 Record = dict[str, Any]
@@ -41,7 +50,7 @@ Sample = tuple[str, str, Record]  # ("file:line", name, record)
 OpenFile = Callable[[str], BinaryIO]
 DEMO = "demo"  # the name of the embedded sample, where a file is expected
 SAMPLE_KINDS = ("messages", "tokens", "input_ids")
-TOKEN_FIELDS = ("loss_mask", "old_logprobs", "ref_logprobs")
+TOKEN_FIELDS = ("loss_mask", "old_logprobs", "ref_logprobs", "routed_experts")
 TASK_FIELDS = ("tools", "weight", "advantage")  # a task's trajectories inherit them
 
 
@@ -164,6 +173,7 @@ class PathReader:
         sample_options: keyword arguments of ``tokenizer.samples``.
         vocab_size: the model's; larger token ids are an error. None: not checked.
         max_positions: the model's longest path in tokens. None: not checked.
+        experts: the model's, where routed experts are to be replayed; others are an error. None: not checked.
         advantage: "given" by the data, or "group": made of ``reward`` by ``group_advantages``. A line, or a
             trajectory of a task, counts once, however many paths its turns make: all get its advantage.
     """
@@ -173,6 +183,7 @@ class PathReader:
     vocab_size: int | None = None
     max_positions: int | None = None
     advantage: Literal["given", "group"] = "given"
+    experts: ExpertSizes | None = None
 
     def __post_init__(self) -> None:
         if self.advantage not in ("given", "group"):
@@ -198,7 +209,7 @@ class PathReader:
                 else:
                     found = [_token_path(name, kinds[0], sample)]
                 for path in found:
-                    path.check_limits(self.max_positions, self.vocab_size)
+                    path.check_limits(self.max_positions, self.vocab_size, self.experts)
             paths += found
         return paths
 
@@ -282,13 +293,26 @@ def _samples(group: Group) -> Iterator[Sample]:
 def _token_path(name: str, field: str, sample: Record) -> TokenPath:
     foreign = ("labels", "attention_mask")
     _refuse(sample, foreign, "not read; give unpadded tokens and a loss_mask (0: not trained on)")
-    path = TokenPath(sample[field], id=name, **_given(sample, ("loss_mask", "weight", *PER_TOKEN)))
+    given = _given(sample, ("loss_mask", "weight", *PER_TOKEN, "routed_experts"))
+    if isinstance(encoded := given.get("routed_experts"), str):
+        given["routed_experts"] = _decode_array("routed_experts", encoded)
+    path = TokenPath(sample[field], id=name, **given)
     known = ("loss_mask", *PER_TOKEN)
     for other in sample.keys() - {field, *known}:  # a misspelt mask would train on the prompt
         value = sample[other]
         if isinstance(value, list) and len(value) == len(path) and isinstance(value[0], int | float):
             raise UserError(f"{other}: numbers for every token, but not read; known are {', '.join(known)}")
     return path
+
+
+def _decode_array(field: str, encoded: str) -> np.ndarray:
+    """What ``numpy.save`` wrote, in base64."""
+    try:
+        return np.lib.format.read_array(
+            io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False
+        )
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise UserError(f"{field}: expected base64 of a .npy file of integers: {error}") from None
 
 
 def _refuse(record: Record, names: Iterable[str], why: str) -> None:

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from titan_tree.data.paths import TokenPath
+from titan_tree.data.replay import Records, Replay, merged_records, split_keys
 from titan_tree.errors import UserError
 
 
@@ -33,6 +34,9 @@ class TreeStats:
     n_branch_children: int  # children of those
     max_depth: int  # nodes on the deepest path
     longest_path: int
+    # Rows of routed experts (data/replay.py) that some path recorded, and those on which paths disagree.
+    n_rows: int = 0
+    n_disagreeing: int = 0
 
     @property
     def por(self) -> float:
@@ -60,6 +64,8 @@ class TreeStats:
             n_branch_children=total("n_branch_children"),
             max_depth=max((s.max_depth for s in stats), default=0),
             longest_path=max((s.longest_path for s in stats), default=0),
+            n_rows=total("n_rows"),
+            n_disagreeing=total("n_disagreeing"),
         )
 
 
@@ -80,12 +86,15 @@ class TokenTree:
     path_node: np.ndarray  # [P] int32: the node at whose end the path ends
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: DFS indices of path p in path_offsets[p]:path_offsets[p + 1]
+    records: Records | None = None  # of routed experts, to be replayed
 
     @staticmethod
-    def from_paths(paths: Sequence[TokenPath]) -> TokenTree:
+    def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
         """Merge ``paths`` by equal token prefixes. Duplicates, and paths inside paths, stay paths.
 
-        Raises UserError where there are no paths, or where they hold 2**31 tokens or more in all.
+        replay: whether tokens have the routed experts that paths recorded, and which where these differ.
+        Raises UserError where there are no paths, where they hold 2**31 tokens or more in all, or where they
+        have records of different models.
         """
         if not paths:
             raise UserError("TokenTree.from_paths: expected at least one path, got none")
@@ -95,7 +104,14 @@ class TokenTree:
                 f"TokenTree.from_paths: expected fewer than 2**31 tokens in all, got {lengths.sum():,}; "
                 "split the group into several"
             )
-        lex_index, parent = _lexicographic_trie(paths)
+        lex_index, parent = _lexicographic_trie([p.tokens for p in paths])
+        records = merged_records(paths, lex_index, len(parent), replay)
+        if records is not None and replay == "split":
+            lex_index, parent = _lexicographic_trie(split_keys(paths))
+            own = merged_records(paths, lex_index, len(parent), replay)
+            assert own is not None
+            assert not own.num_disagreeing
+            records = records._replace(experts=own.experts)
         path_offsets = np.concatenate([[0], np.cumsum(lengths)])
         flat = np.concatenate(lex_index)
 
@@ -113,6 +129,8 @@ class TokenTree:
         tokens = np.empty(len(parent), np.int32)
         tokens[to_dfs[flat]] = np.concatenate([p.tokens for p in paths])
 
+        if records is not None:
+            records = records._replace(experts=records.experts[np.argsort(to_dfs)])
         order = np.argsort(start)  # nodes, lexicographic -> DFS
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
@@ -127,6 +145,7 @@ class TokenTree:
             path_node=rank[node_of[flat[path_offsets[1:] - 1]]].astype(np.int32),
             path_offsets=path_offsets,
             path_index=to_dfs[flat],
+            records=records,
         )
 
     @staticmethod
@@ -161,6 +180,7 @@ class TokenTree:
                 sum(len(t.path_index) for t in trees),
             ),
             path_index=join([t.path_index for t in trees], tokens),
+            records=_side_by_side(trees),
         )
 
     def __len__(self) -> int:
@@ -210,21 +230,40 @@ class TokenTree:
             n_branch_children=int(children[children > 1].sum()),
             max_depth=max(level),
             longest_path=int(np.diff(self.path_offsets).max()),
+            n_rows=self.records.num_rows if self.records else 0,
+            n_disagreeing=self.records.num_disagreeing if self.records else 0,
         )
 
 
-def _lexicographic_trie(paths: Sequence[TokenPath]) -> tuple[list[np.ndarray], np.ndarray]:
+def _side_by_side(trees: Sequence[TokenTree]) -> Records | None:
+    """The records of a forest; UserError where they are of different models."""
+    shapes = {tree.records.experts.shape[1:] for tree in trees if tree.records}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise UserError(
+            "TokenTree.forest: expected routed experts of one model, got (layers, experts of a token) "
+            + " and ".join(map(str, sorted(shapes)))
+        )
+    (shape,) = shapes
+    experts = [t.records.experts if t.records else np.full((len(t), *shape), -1, np.int16) for t in trees]
+    counts = [(tree.records.num_rows, tree.records.num_disagreeing) for tree in trees if tree.records]
+    return Records(np.concatenate(experts), *map(sum, zip(*counts, strict=True)))
+
+
+def _lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Trie token of every path token, and each trie token's predecessor (-1: none).
 
-    Trie tokens are numbered in lexicographic pre-order.
+    paths: of each its tokens, or whatever integers are to be merged by. Trie tokens are numbered in
+        lexicographic pre-order.
     """
     index: list[np.ndarray] = [np.empty(0, np.int32)] * len(paths)
     predecessors: list[np.ndarray] = []
     n = 0
     tokens, trie = np.empty(0, np.int32), np.empty(0, np.int32)
     for p in lexicographic_order(paths):
-        shared = common_prefix(tokens, paths[p].tokens)
-        tokens = paths[p].tokens
+        shared = common_prefix(tokens, paths[p])
+        tokens = paths[p]
         new = np.arange(n, n + len(tokens) - shared, dtype=np.int32)
         if len(new):
             predecessors.append(new - 1)
@@ -234,10 +273,12 @@ def _lexicographic_trie(paths: Sequence[TokenPath]) -> tuple[list[np.ndarray], n
     return index, np.concatenate(predecessors)
 
 
-def lexicographic_order(paths: Sequence[TokenPath]) -> list[int]:
-    """Indices of ``paths``, sorted by tokens; a prefix comes first, equal paths keep their order."""
-    # Big-endian, so that comparing bytes compares tokens.
-    return sorted(range(len(paths)), key=lambda p: paths[p].tokens.astype(">i4").tobytes())
+def lexicographic_order(paths: Sequence[np.ndarray]) -> list[int]:
+    """Indices of ``paths``, sorted by their integers; a prefix comes first, equal paths keep their order."""
+    # Big-endian, so that comparing bytes compares integers.
+    return sorted(
+        range(len(paths)), key=lambda p: paths[p].astype(paths[p].dtype.newbyteorder(">")).tobytes()
+    )
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -27,6 +27,7 @@ from titan_tree.components.tree_attention import Backend, TreeAttention
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.layout import TreeLayout
 from titan_tree.data.partition import PAD
+from titan_tree.data.paths import ExpertSizes
 from titan_tree.errors import UserError
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 
@@ -147,17 +148,25 @@ class Block(nn.Module):
         return cast(Mixer, getattr(self, self.mixer_name))
 
     def forward(
-        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...] = ()
-    ) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
-        """x [N, d] of the next layer, exports (see ``Mixer.forward``), and sums of the routing, if any."""
+        self,
+        x: Tensor,
+        rope: Rope,
+        layout: TreeLayout,
+        gateway: tuple[Tensor, ...] = (),
+        replayed: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Routing, Tensor] | None]:
+        """x [N, d] of the next layer, exports (see ``Mixer.forward``), and the sums and experts of a MoE.
+
+        replayed: see ``MoE.forward``.
+        """
         mixed, exports = self.mixer(self.input_layernorm(x), rope, layout, gateway)
         x = x + mixed
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MLP):
             return x + self.mlp(normed), exports, None
         assert layout.num_paths is not None
-        out, routing = self.mlp(normed, layout.num_paths)
-        return x + out, exports, routing
+        out, routing, experts = self.mlp(normed, layout.num_paths, replayed)
+        return x + out, exports, (routing, experts)
 
 
 class ModelOutput(NamedTuple):
@@ -172,6 +181,7 @@ class ModelOutput(NamedTuple):
     cut: tuple[tuple[Tensor, Tensor], ...] = ()
     # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
+    experts: tuple[Tensor, ...] = ()  # of each layer that has experts those of its tokens, [N, k] int16
 
 
 class Decoder(nn.Module, ABC):
@@ -200,7 +210,10 @@ class Decoder(nn.Module, ABC):
         self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
         self.expert_group: ProcessGroup | None = None  # ranks that share out the experts, in lockstep
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
-        self.has_experts = any(isinstance(block.mlp, MoE) for block in blocks)
+        self.experts: ExpertSizes | None = None
+        if mixtures := [block.mlp for block in blocks if isinstance(block.mlp, MoE)]:
+            self.experts = ExpertSizes(len(mixtures), mixtures[0].top_k, mixtures[0].gate.out_features)
+        self.has_experts = self.experts is not None
         # Of each tensor that layers export, one after another, the stack that has its rows.
         self.stacks = [stack for block in blocks for stack in block.mixer.stacks]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -225,29 +238,47 @@ class Decoder(nn.Module, ABC):
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
         gateways = iter(self._gateways(batch, gateway, x))
+        replayed = iter(self._replayed(batch))
         exports: list[Tensor] = []
         routings: list[Routing] = []
+        experts: tuple[Tensor, ...] = ()
         for layer in self.blocks:
             context = tuple(islice(gateways, len(layer.mixer.stacks)))
-            x, exported, routed = layer(x, rope, layout, context)
+            own = next(replayed, None) if isinstance(layer.mlp, MoE) else None
+            x, exported, routed = layer(x, rope, layout, context, own)
             exports += exported
-            routings += [] if routed is None else [routed]
+            if routed is not None:
+                routings.append(routed[0])
+                experts += (routed[1],)
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
         routing = Routing(*map(torch.stack, zip(*routings, strict=True))) if routings else None
         if not exports:
-            return ModelOutput(*self._scores(hidden, head, batch, entropy), routing)
+            return ModelOutput(*self._scores(hidden, head, batch, entropy), routing, experts=experts)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # Whatever moves what the blocks save. Detached: an output would hold the graph that holds it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self._scores(leaves[0], head, batch, entropy)
         routing = Routing(*leaves[1:]) if routing else None
-        return ModelOutput(*scores, routing, tuple(zip(ends, leaves, strict=True)), tuple(exports))
+        return ModelOutput(*scores, routing, tuple(zip(ends, leaves, strict=True)), tuple(exports), experts)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """The layout with all that layers derive from it, once per batch."""
         return self.attention.prepare(layout)
+
+    def _replayed(self, batch: TreeBatch) -> Sequence[Tensor]:
+        """For each layer that has experts; or none."""
+        given = batch.routed_experts
+        if given is None:
+            return ()
+        sizes = None if self.experts is None else self.experts[:2]
+        if sizes != (len(given), given.shape[2]):
+            raise UserError(
+                f"routed_experts: expected (layers, experts of a token) as the model has, {sizes}, got "
+                f"{(len(given), given.shape[2])}"
+            )
+        return given.unbind()
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The parameters in a tensor of ``packed``."""

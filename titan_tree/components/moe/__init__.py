@@ -59,17 +59,23 @@ class MoE(nn.Module):
         if shared_expert is not None:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def forward(self, x: Tensor, num_paths: Tensor) -> tuple[Tensor, Routing]:
-        """[N, d] in x's dtype, and sums over its tokens.
+    def forward(
+        self, x: Tensor, num_paths: Tensor, replayed: Tensor | None = None
+    ) -> tuple[Tensor, Routing, Tensor]:
+        """[N, d] in x's dtype, sums over its tokens, and the experts that these had, [N, k] int16.
 
         Args:
             x: [N, d].
             num_paths: [N] fp32, of paths that run through each token and are to count.
+            replayed: [N, k] int16, experts instead of the likeliest, all different in a row, or all -1.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))
         probability = logits.softmax(-1)
-        weight, expert = probability.topk(self.top_k, dim=-1)
+        expert = probability.detach().topk(self.top_k, dim=-1).indices
+        if replayed is not None:
+            expert = torch.where(replayed >= 0, replayed.to(expert.dtype), expert)
+        weight = probability.gather(1, expert)
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
@@ -90,12 +96,13 @@ class MoE(nn.Module):
             out = out + torch.sigmoid(gate) * self.shared_expert(x)
 
         paths = num_paths[:, None].to(wide)
-        return out, Routing(
+        routing = Routing(
             tokens=(is_chosen & (paths > 0)).sum(0).to(wide),
             chosen=(is_chosen * paths).sum(0),
             probability=(probability * paths).sum(0),
             squared_lse=(logits.logsumexp(-1).square() * paths[:, 0]).sum(),
         )
+        return out, routing, expert.to(torch.int16)
 
     @property
     def active_parameters(self) -> int:
