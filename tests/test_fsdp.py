@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, object]] = {
     "experts": {"data__max_tokens": 70, **EXPERTS},
     "experts, one group": {"data__global_batch_groups": 1, **EXPERTS},
     "experts, partitions": {"data__max_tokens": 12, **EXPERTS},
+    "experts with biases": {"data__max_tokens": 70, "router_bias__rate": 1e-2, **EXPERTS},
     "experts, partitions of one rank": {"data__max_tokens": 12, "data__global_batch_groups": 1, **EXPERTS},
 }
 

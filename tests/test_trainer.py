@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny_run import VOCAB, read_metrics, tiny_config, train, write_groups
+from tests.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import checkpoint
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig
@@ -88,12 +88,12 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
     assert b[1] < a[1] - 1e-3
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("model", SMALL)
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
     for layout in ("tree", "flat"):
-        options: dict[str, Any] = {"model__name": model, "data__layout": layout, "training__steps": 50}
-        if model == "qwen3_moe":
+        options: dict[str, Any] = SMALL[model] | {"data__layout": layout, "training__steps": 50}
+        if model.endswith("_moe"):
             options |= {"router_loss__balance": 1e-2, "router_loss__z": 1e-3}
         config = tiny_config(tmp_path / layout, **options)
         train(config)

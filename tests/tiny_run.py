@@ -12,6 +12,14 @@ from titan_tree.config import Config, load_config
 from titan_tree.trainer import Trainer
 
 VOCAB = 64
+# Options for each model; Qwen3.5-MoE has a layer of either kind instead of three and one.
+SMALL: dict[str, dict[str, Any]] = {
+    name: {"model__name": name} for name in ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+}
+SMALL["qwen3_5_moe"] |= {
+    "model__overrides__num_hidden_layers": 2,
+    "model__overrides__full_attention_interval": 2,
+}
 SECONDS = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s")  # the columns that no two runs share
 
 
@@ -78,7 +86,10 @@ def tiny_config(folder: Path, **options: Any) -> Config:
     """Options as ``training__steps=3``."""
     folder.mkdir(exist_ok=True, parents=True)
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
-    return load_config(write_config(folder), overrides)
+    config = load_config(write_config(folder), overrides)
+    if config.model.name == "qwen3_5_moe":
+        del config.model.overrides["intermediate_size"]  # all its layers have experts
+    return config
 
 
 def train(config: Config) -> Trainer:

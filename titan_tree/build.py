@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_tree.activations import Activations
-from titan_tree.components.moe import RouterLoss
+from titan_tree.components.moe import RouterBias, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -26,6 +26,7 @@ from titan_tree.config import (
     ParallelConfig,
     PartitionConfig,
     ProfilerConfig,
+    RouterBiasConfig,
     RouterLossConfig,
     TrainingConfig,
 )
@@ -34,7 +35,7 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf import model_from_config, read_weights
+from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
 from titan_tree.models.registry import build_model
 
 
@@ -72,6 +73,8 @@ def build_parallel_model(
         if isinstance(parameter, DTensor):
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(value)
+    if model.hf_path:
+        load_router_biases(built, model.hf_path)
     return built
 
 
@@ -126,6 +129,14 @@ def build_loss(config: LossConfig) -> TreeLoss:
 
 def build_router_loss(config: RouterLossConfig) -> RouterLoss:
     return RouterLoss(config.balance, config.z, config.scope)
+
+
+def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | None:
+    """None: biases, if the model has some, stay as they are. Else adds them where there are none."""
+    if config.rate is None:
+        return None
+    model.add_router_biases()
+    return RouterBias(config.rate, config.counts)
 
 
 def build_partitioner(config: PartitionConfig, max_tokens: int) -> TreePartitioner | None:

@@ -123,6 +123,15 @@ class RouterLossConfig:
 
 
 @dataclass
+class RouterBiasConfig:
+    """Balances a mixture of experts without a loss, see RouterBias."""
+
+    # Of a bias's step after each optimizer step; DeepSeek-V3 takes 1e-3. None: no bias; 0: it stays as it is.
+    rate: float | None = None
+    counts: Literal["paths", "tokens"] = "paths"  # loads as in a batch of the paths, or of distinct tokens
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW on fp32 weights. Weight decay acts on matrices, not on norms and biases."""
 
@@ -226,6 +235,7 @@ class Config:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     router_loss: RouterLossConfig = field(default_factory=RouterLossConfig)
+    router_bias: RouterBiasConfig = field(default_factory=RouterBiasConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_tree.components.moe import RouterLoss, Routing, router_metrics
+from titan_tree.components.moe import RouterLoss, Routing
 from titan_tree.data.batch import TreeBatch
 from titan_tree.gateways import run_partitions
 from titan_tree.models.decoder import Decoder, ModelOutput
@@ -86,10 +86,10 @@ class RouterStep:
 
         return added
 
-    def metrics(self) -> dict[str, Tensor]:
-        """``router_metrics`` of the global batch, on each rank."""
+    def total(self) -> Routing:
+        """Of the global batch, on each rank."""
         assert self._sums is not None
-        return router_metrics(Routing(*map(_over_ranks, self._sums)), self.all_tokens)
+        return Routing(*map(_over_ranks, self._sums))
 
 
 def _over_ranks(values: Tensor) -> Tensor:

@@ -33,10 +33,12 @@ from titan_tree.build import (
     build_parallel_model,
     build_partitioner,
     build_profiler,
+    build_router_bias,
     build_router_loss,
     build_tokenizer,
 )
 from titan_tree.checkpoint import Checkpoints, Progress
+from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config, dump_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed import titan
@@ -66,6 +68,7 @@ class Trainer:
     optimizers: titan.OptimizersContainer
     lr_schedulers: titan.LRSchedulersContainer
     tree_step: TreeStep
+    router_bias: RouterBias | None
 
     # how far it is
     dataset: TreeDataset
@@ -85,6 +88,7 @@ class Trainer:
         self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, config.training.steps)
+        self.router_bias = build_router_bias(config.router_bias, self.model)
         partitioner = build_partitioner(config.partition, config.data.max_tokens)
         self.tree_step = TreeStep(
             self.model,
@@ -102,6 +106,7 @@ class Trainer:
             config.data, tokenizer, self.model, self.mesh, allow_larger=partitioner is not None
         )
         self.progress, self.history = Progress(), []
+        has_biases = {"router_bias": True} if self.model.router_biases else {}
         folder = Path(config.folder)
         self.checkpoints = Checkpoints(
             config.checkpoint,
@@ -110,7 +115,7 @@ class Trainer:
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
-            architecture={"name": config.model.name, **vars(self.model.config)},
+            architecture={"name": config.model.name, **vars(self.model.config), **has_biases},
         )
         self.checkpoints.resume()
         if self.progress.step:
@@ -160,6 +165,9 @@ class Trainer:
         self.optimizers.zero_grad()
         values = {"loss": result.loss.item(), "grad_norm": grad_norm.item()}  # waits for the device
         self._check_finite(step, values)
+        if self.router_bias:
+            assert result.routing is not None
+            self.router_bias.update(self.model.router_biases.values(), result.routing)
 
         values["lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         self.lr_schedulers.step()

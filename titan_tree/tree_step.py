@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.activations import Activations
-from titan_tree.components.moe import RouterLoss
+from titan_tree.components.moe import RouterLoss, Routing, router_metrics
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
@@ -87,6 +87,7 @@ class StepResult:
 
     loss: Tensor  # 0-dim fp32, with the router's
     metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
+    routing: Routing | None  # None without experts
     router_metrics: dict[str, Tensor]  # of components/moe, {} without experts
     counts: StepCounts
     # Forwards that ran again: to recompute activations, to score first what a loss of whole paths needs, or
@@ -217,8 +218,11 @@ class TreeStep:
         loss, sums = self._over_ranks(total.loss, total.sums | costs)
         token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
         metrics = {name: value / token_weight for name, value in sums.items()}
-        of_router = {} if routing is None else routing.metrics()
-        return StepResult(loss, metrics, of_router, counts, extra, dummies, chain_peak, num_micro_batches)
+        routed = None if routing is None else routing.total()
+        of_router = {} if routed is None else router_metrics(routed, counts.logical_tokens)
+        return StepResult(
+            loss, metrics, routed, of_router, counts, extra, dummies, chain_peak, num_micro_batches
+        )
 
     def _run_micro_batches(
         self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None

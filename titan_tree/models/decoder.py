@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from titan_tree.components.logprobs import edge_logprobs
-from titan_tree.components.moe import MoE, Routing
+from titan_tree.components.moe import BIAS, MoE, Routing
 from titan_tree.components.tree_attention import Backend, TreeAttention
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.layout import TreeLayout
@@ -279,6 +279,27 @@ class Decoder(nn.Module, ABC):
                 f"{(len(given), given.shape[2])}"
             )
         return given.unbind()
+
+    @property
+    def router_biases(self) -> dict[str, Tensor]:
+        """Those of ``add_router_biases``, by their names in ``state_dict``."""
+        return {name: value for name, value in self.state_dict().items() if name.endswith(BIAS)}
+
+    def add_router_biases(self) -> None:
+        """Zeros [E] fp32, where there are none, in every layer that has experts.
+
+        Raises UserError where no layer has.
+        """
+        mixtures = [block.mlp for block in self.blocks if isinstance(block.mlp, MoE)]
+        if not mixtures:
+            raise UserError(
+                "router_bias: expected a model with experts, such as qwen3_moe; this one has none: leave out "
+                "router_bias.rate"
+            )
+        for moe in mixtures:
+            if moe.e_score_correction_bias is None:
+                weight = moe.gate.weight
+                moe.e_score_correction_bias = torch.zeros(moe.gate.out_features, device=weight.device)
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The parameters in a tensor of ``packed``."""

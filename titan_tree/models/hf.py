@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# Ours, beside what a family publishes; no safetensors file, of which inference engines read all there are.
+ROUTER_BIASES = "router_biases.json"
 CARRIED_FILES = (  # from a model's source to its export
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,7 +64,28 @@ def load_pretrained(
     parameters = model.state_dict()
     for name, tensor in read_weights(folder, model):
         parameters[name].copy_(tensor)
+    load_router_biases(model, folder)
     return model
+
+
+def load_router_biases(model: Decoder, folder: str | Path) -> None:
+    """Adds to ``model`` what ``save_pretrained`` wrote of them beside its weights; nothing where it did not.
+
+    Call it when the weights are where they stay: biases go there, and are fp32 whatever the weights' dtype.
+    """
+    path = Path(folder) / ROUTER_BIASES
+    if not path.is_file():
+        return
+    stored = _read_json(path)
+    model.add_router_biases()
+    biases = model.router_biases
+    _same_names(Path(folder), set(biases), set(stored))
+    for name, bias in biases.items():
+        values = stored[name]
+        numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+        if not numbers or len(values) != len(bias):
+            raise UserError(f"{path}: {name}: expected a list of {len(bias)} numbers, got {values!r:.40}")
+        bias.copy_(torch.tensor(values))
 
 
 def model_from_config(folder: str | Path, attention: Backend = "auto") -> Decoder:
@@ -194,6 +217,9 @@ def save_pretrained(
 ) -> None:
     """Write ``model`` as a snapshot that transformers loads back bit for bit.
 
+    But for biases of the router (``RouterBias``), which families with experts have no place for: they go to a
+    file that ``load_pretrained`` reads and others do not, with a warning.
+
     All or nothing: files go to a folder beside ``folder`` that takes its name when all are written.
 
     Args:
@@ -211,6 +237,8 @@ def save_pretrained(
         raise UserError(f"{folder}: exists already; name a new folder or remove it")
     weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
     assert weights.keys() == model.state_dict().keys(), "state_dict is not this model's"
+    biases = model.router_biases  # not of ``weights``, whose dtype may be a narrow one
+    weights = {name: weight for name, weight in weights.items() if name not in biases}
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
@@ -230,6 +258,14 @@ def save_pretrained(
         named = {_hf_name(name, prefix): w for name, w in parts.items()}
         _write_weights(named | others, temporary, max_shard_bytes)
         _write_json(temporary / CONFIG, config)
+        if biases:
+            _write_json(temporary / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
+            logger.warning(
+                "%s: biases of the router are in %s, which titan_tree alone reads: other programs choose "
+                "other experts",
+                folder,
+                ROUTER_BIASES,
+            )
         for file in files:
             shutil.copyfile(file, temporary / file.name)
 

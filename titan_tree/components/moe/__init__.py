@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
+from titan_tree.components.moe.bias import RouterBias
 from titan_tree.components.moe.experts import Dispatcher, expert_mlps
 
-__all__ = ["Experts", "MoE", "RouterLoss", "Routing", "router_metrics"]
+__all__ = ["BIAS", "Experts", "MoE", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
+
+BIAS = "e_score_correction_bias"
 
 
 class Experts(nn.Module):
@@ -55,6 +58,9 @@ class MoE(nn.Module):
         self.top_k, self.renormalise = top_k, renormalise
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
+        # [E] fp32, added to the probabilities for the choice alone, see RouterBias; named as in DeepSeek-V3.
+        self.e_score_correction_bias: Tensor | None
+        self.register_buffer(BIAS, None)
         self.shared_expert = shared_expert
         if shared_expert is not None:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
@@ -72,7 +78,10 @@ class MoE(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))
         probability = logits.softmax(-1)
-        expert = probability.detach().topk(self.top_k, dim=-1).indices
+        choice = probability.detach()
+        if self.e_score_correction_bias is not None:
+            choice = choice + self.e_score_correction_bias
+        expert = choice.topk(self.top_k, dim=-1).indices
         if replayed is not None:
             expert = torch.where(replayed >= 0, replayed.to(expert.dtype), expert)
         weight = probability.gather(1, expert)
