@@ -182,7 +182,7 @@ def test_replay_equals_every_path_alone_with_these_experts(model, seed, mode):
     assert relative_error(in_one_pass(tree_model(hf), groups)[2][name], want[2][name]) > 0.1
 
 
-@pytest.mark.parametrize("max_tokens", [None, 6])
+@pytest.mark.parametrize("max_tokens", [None, 6, 15])  # at 15 tokens run several times
 def test_what_was_recorded_replays_to_the_same_bits(max_tokens):
     """And, where the router has changed since, to what transformers computes with these experts."""
     hf = hf_model(True, kind="Qwen3Moe")
@@ -239,7 +239,7 @@ def test_routing_counts_the_experts_that_were_used():
     model = build_model("qwen3_moe", "debug")
     paths = [TokenPath([1, 2, 3], routed_experts=[[[0, 1]] * 2] * 2), TokenPath([1, 2, 4])]
     routing = model(tree_batch([paths], replay="first")).routing
-    liked = model(tree_batch([paths])).experts
+    liked = model(tree_batch([paths])).routed_experts
     for layer in range(2):
         others = torch.bincount(liked[layer][2:].flatten().long(), minlength=8)
         want = others + torch.tensor([2, 2] + [0] * 6)
@@ -298,6 +298,8 @@ def test_lists_and_arrays_are_read(tmp_path):
         (path,) = read(tmp_path, {"tokens": [1, 2, 3], "routed_experts": given})
         assert path.routed_experts.dtype == np.int16
         assert path.routed_experts.tolist() == [*rows, [[-1, -1], [-1, -1]]]
+    (path,) = read(tmp_path, {"tokens": [1], "routed_experts": npy(np.array([[[255, 0]]], np.uint8))})
+    assert path.routed_experts.tolist() == [[[255, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_a_split_step_is_that_of_the_paths_alone(data):
     for layout in ("tree", "flat"):
         step = TreeStep(model, TreeLoss(), "cpu")
         model.zero_grad()
-        dataset = TreeDataset(data, replay="split", layout=layout, experts=model.experts)
+        dataset = TreeDataset(data, replay="split", layout=layout, experts=model.expert_sizes)
         result = step.run(step.prepare(next(iter(dataset))))
         results.append([result.loss, *(p.grad.clone() for p in model.parameters())])
     for tree, flat in zip(*results, strict=True):

@@ -160,7 +160,7 @@ def build_dataset(
     mesh: DeviceMesh,
     allow_larger: bool = False,
 ) -> TreeDataset:
-    if config.replay != "off" and model.experts is None:
+    if config.replay != "off" and model.expert_sizes is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     return TreeDataset(
         config.files,
@@ -174,7 +174,7 @@ def build_dataset(
         allow_larger=allow_larger,
         max_positions=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
-        experts=model.experts,
+        experts=model.expert_sizes,
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
         rank=mesh.get_rank(),

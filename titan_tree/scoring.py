@@ -67,7 +67,7 @@ def tree_logprobs(
             "tree_logprobs: max_tokens: expected no gradients, which would keep all pieces in memory; "
             "call it under torch.no_grad(), or train with TreeStep"
         )
-    if return_routed_experts and model.experts is None:
+    if return_routed_experts and model.expert_sizes is None:
         raise UserError(
             "tree_logprobs: return_routed_experts: expected a model with experts, this one has none"
         )
@@ -88,7 +88,7 @@ def tree_logprobs(
         if return_routed_experts:
             # A copy of a token that runs for the sake of others may have been rounded to other experts.
             counts = plan.partitions[number].scores
-            used = torch.stack(out.experts, dim=1).cpu()
+            used = torch.stack(out.routed_experts, dim=1).cpu()
             experts.append((plan.partitions[number].own[counts], used[torch.from_numpy(counts)]))
 
     if len(batches) == 1:

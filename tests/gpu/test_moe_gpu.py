@@ -40,9 +40,9 @@ def mixture(num_tokens):
     return moe.bfloat16(), x.requires_grad_(), dy
 
 
-def results(moe, x, dy):
+def results(moe, x, dy, replayed=None):
     """Output, then gradients of x, the router and the experts."""
-    y, *_ = moe(x, torch.ones(len(x), device="cuda"))
+    y, *_ = moe(x, torch.ones(len(x), device="cuda"), replayed)
     return [y.detach(), *torch.autograd.grad(y, [x, *moe.parameters()], dy)]
 
 
@@ -66,6 +66,26 @@ def test_never_waits_for_the_gpu():
         results(*arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_was_chosen_replays_to_the_same_bits_without_waiting():
+    """Also what a bias chose, without the bias; and a replay where some rows were not recorded."""
+    moe, x, dy = mixture(500)
+    moe.e_score_correction_bias = torch.linspace(0, 0.1, 32, device="cuda")
+    want, (*_, chosen) = results(moe, x, dy), moe(x, torch.ones(500, device="cuda"))
+    gaps = chosen.clone()
+    gaps[::3] = -1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with_gaps = results(moe, x, dy, gaps)
+        moe.e_score_correction_bias = None
+        got = results(moe, x, dy, chosen)
+        unbiased = results(moe, x, dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, with_gaps, want))
+    assert not torch.equal(unbiased[0], want[0])
 
 
 def test_compiled_is_one_graph_for_all_sizes():

@@ -181,7 +181,9 @@ class ModelOutput(NamedTuple):
     cut: tuple[tuple[Tensor, Tensor], ...] = ()
     # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
-    experts: tuple[Tensor, ...] = ()  # of each layer that has experts those of its tokens, [N, k] int16
+    routed_experts: tuple[
+        Tensor, ...
+    ] = ()  # of each layer that has experts those of its tokens, [N, k] int16
 
 
 class Decoder(nn.Module, ABC):
@@ -210,10 +212,10 @@ class Decoder(nn.Module, ABC):
         self.recompute_logits = True  # in the backward; or keep [E, V] probabilities for it
         self.expert_group: ProcessGroup | None = None  # ranks that share out the experts, in lockstep
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
-        self.experts: ExpertSizes | None = None
+        self.expert_sizes: ExpertSizes | None = None
         if mixtures := [block.mlp for block in blocks if isinstance(block.mlp, MoE)]:
-            self.experts = ExpertSizes(len(mixtures), mixtures[0].top_k, mixtures[0].gate.out_features)
-        self.has_experts = self.experts is not None
+            self.expert_sizes = ExpertSizes(len(mixtures), mixtures[0].top_k, mixtures[0].gate.out_features)
+        self.has_experts = self.expert_sizes is not None
         # Of each tensor that layers export, one after another, the stack that has its rows.
         self.stacks = [stack for block in blocks for stack in block.mixer.stacks]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -254,7 +256,7 @@ class Decoder(nn.Module, ABC):
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
         routing = Routing(*map(torch.stack, zip(*routings, strict=True))) if routings else None
         if not exports:
-            return ModelOutput(*self._scores(hidden, head, batch, entropy), routing, experts=experts)
+            return ModelOutput(*self._scores(hidden, head, batch, entropy), routing, routed_experts=experts)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # Whatever moves what the blocks save. Detached: an output would hold the graph that holds it.
@@ -272,7 +274,7 @@ class Decoder(nn.Module, ABC):
         given = batch.routed_experts
         if given is None:
             return ()
-        sizes = None if self.experts is None else self.experts[:2]
+        sizes = None if self.expert_sizes is None else self.expert_sizes[:2]
         if sizes != (len(given), given.shape[2]):
             raise UserError(
                 f"routed_experts: expected (layers, experts of a token) as the model has, {sizes}, got "
