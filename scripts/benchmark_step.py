@@ -21,12 +21,14 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, Trai
 from titan_tree.data.batch import TreeBatch
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed import titan
+from titan_tree.distributed.ao import Float8
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.models.registry import MODELS, build_model
 from titan_tree.trainer import clip_and_step
@@ -82,12 +85,15 @@ def main() -> None:
             )
         )
     for shape in args.tree:
-        for attention in args.attention:
+        for attention, float8 in itertools.product(args.attention, args.float8):
+            precision = "" if float8 == "none" else f", float8 {float8}"
             contenders.append(
                 contender(
-                    f"titan_tree ({attention}), {shape}",
+                    f"titan_tree ({attention}{precision}), {shape}",
                     shape,
-                    lambda tree, attention=attention: our_step(attention, tree, args, mesh, device),
+                    lambda tree, attention=attention, float8=float8: our_step(
+                        attention, float8, tree, args, mesh, device
+                    ),
                 )
             )
 
@@ -105,10 +111,17 @@ def main() -> None:
 
 
 def our_step(
-    attention: str, tree: TokenTree, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
+    attention: str,
+    float8: str,
+    tree: TokenTree,
+    args: argparse.Namespace,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> Callable[[], object]:
     """The step of titan_tree.trainer.Trainer, without data, logs and checkpoints."""
-    training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
+    training = TrainingConfig(
+        compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8
+    )
     model = build_parallel_model(
         ModelConfig(args.model, args.flavor, attention=attention), training, ParallelConfig(), mesh
     )
@@ -265,6 +278,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
     parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
     parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of TreeAttention")
+    parser.add_argument(
+        "--float8",
+        nargs="+",
+        default=["none"],
+        choices=get_args(Float8),
+        help="titan_tree's linears, each in a run of its own (default: %(default)s)",
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--activation-checkpoint", choices=["none", "full"], default="none")
     dtypes = ["bfloat16", "float32"]

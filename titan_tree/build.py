@@ -59,6 +59,7 @@ def build_parallel_model(
         built,
         mesh,
         dtype=getattr(torch, training.dtype),
+        float8=training.float8,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,

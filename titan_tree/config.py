@@ -168,6 +168,9 @@ class LRSchedulerConfig:
 class TrainingConfig:
     steps: int = 1000  # optimizer steps of the whole run, resumed parts included
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation; weights and gradients are fp32
+    # Of the operands in products of dense layers, by torchao's recipes: scaled by "tensorwise" or "rowwise"
+    # maxima, and with gradients of weights left in dtype. Not of experts, routers and the vocabulary.
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     seed: int = 0  # of the initial weights
     compile: bool = False  # torch.compile each block; worth its start-up time on a GPU
     # Memory for recomputation. "none" also keeps 2 bytes per edge and vocabulary entry: 10 GB at 32k tokens.

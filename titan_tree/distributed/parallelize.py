@@ -1,4 +1,4 @@
-"""From one plain model to one that trains on any number of ranks: checkpointing, compile, FSDP2.
+"""From one plain model to one that trains on any number of ranks: float8, checkpointing, compile, FSDP2.
 
 The model does not know where it runs. One rank alone has nothing to shard and goes without FSDP2; all else
 is the same on a laptop, one GPU and N GPUs.
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_tree.components.moe import Experts
-from titan_tree.distributed import titan
+from titan_tree.distributed import ao, titan
 from titan_tree.distributed.exchange import Exchange
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -51,16 +51,19 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    float8: ao.Float8 = "none",
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
     expert_parallel: int = 1,
 ) -> Decoder:
-    """Apply activation checkpointing, torch.compile and FSDP2 to ``model.layers`` in place; also on meta.
+    """Apply float8, activation checkpointing, torch.compile and FSDP2 to ``model.layers``, in place; also on
+    meta.
 
-    The order matters. Checkpointing wraps a block first, so that compile sees what is recomputed and fuses
-    across it. Compile comes before FSDP, whose hooks then stay outside of the graphs, around each block.
-    One graph serves all blocks and all batch sizes (dynamic), and a graph break is an error (fullgraph).
+    The order matters. Float8 comes first, as it replaces modules. Checkpointing wraps a block before compile,
+    which so sees what is recomputed and fuses across it. Compile comes before FSDP, whose hooks then stay
+    outside of the graphs, around each block. One graph serves all blocks and all batch sizes (dynamic), and
+    a graph break is an error (fullgraph).
 
     Weights and gradients stay fp32; ``dtype`` is that of the computation. FSDP2 casts what it gathers, a
     rank alone casts once a step (``cast_weights``): the same numbers, but FSDP2 would also copy weights once
@@ -70,6 +73,8 @@ def parallelize(
     expert_parallel: neighbouring ranks that share out the experts of each layer, see ``share_out_experts``.
     Raises UserError where the model or the number of ranks does not allow that.
     """
+    if float8 != "none":
+        ao.float8_linears(model, float8, mesh.device_type)
     expert_mesh = share_out_experts(model, mesh, expert_parallel) if expert_parallel > 1 else None
     if activation_checkpoint != "none":
         policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
