@@ -94,7 +94,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     train(tiny_config(tmp_path, checkpoint__interval=2))
-    with pytest.raises(UserError, match=r"another model: hidden_size = 32 \(now 64\)"):
+    with pytest.raises(UserError, match=r"another model or optimizer: hidden_size = 32 \(now 64\)"):
         train(tiny_config(tmp_path, checkpoint__interval=2, model__overrides__hidden_size=64))
 
 

@@ -95,25 +95,22 @@ def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.Optimizer
     """
     vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    experts = [r"\.experts\."] if model.has_experts else []
-    return titan.OptimizersContainer.Config(
-        param_groups=[
-            titan.ParamGroupConfig(
-                pattern=f"^({vectors})$",
-                optimizer_name="AdamW",
-                optimizer_kwargs=options | {"weight_decay": 0.0},
-            ),
-            *(
-                titan.ParamGroupConfig(
-                    pattern=pattern,
-                    optimizer_name="AdamW",
-                    optimizer_kwargs=options | {"weight_decay": config.weight_decay},
-                )
-                for pattern in (*experts, ".*")
-            ),
-        ],
-        implementation="fused",
-    ).build(model_parts=[model])
+    decays = {f"^({vectors})$": 0.0}
+    if model.has_experts:
+        decays[r"\.experts\."] = config.weight_decay
+    decays[".*"] = config.weight_decay
+    groups = [
+        titan.ParamGroupConfig(
+            pattern=pattern,
+            optimizer_name={"adamw": "AdamW", "adamw8bit": "AdamW8bit"}[config.name],
+            optimizer_kwargs=options | {"weight_decay": decay},
+        )
+        for pattern, decay in decays.items()
+    ]
+    implementation = "fused" if config.name == "adamw" else "for-loop"
+    return titan.Optimizers(
+        titan.Optimizers.Config(param_groups=groups, implementation=implementation), model_parts=[model]
+    )
 
 
 def build_lr_schedulers(

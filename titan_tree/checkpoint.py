@@ -1,6 +1,6 @@
 """Checkpoints of a run: complete or absent, resumed exactly, never mistaken for another model's.
 
-<folder>/model.json     the architecture that the checkpoints are of
+<folder>/model.json     the architecture that the checkpoints are of, and the optimizer
 <folder>/step-100/      one torch.distributed.checkpoint; complete once it has a .metadata file
 """
 
@@ -50,7 +50,8 @@ class Checkpoints:
 
     Args:
         folder: of the checkpoints; made when the first one is written.
-        architecture: the model's configuration, JSON; a checkpoint of another one is refused.
+        architecture: the model's configuration and the optimizer's name, JSON; a checkpoint of others is
+            refused.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class Checkpoints:
     def _check_architecture(self) -> None:
         path = self.folder / "model.json"
         try:
-            saved = json.loads(path.read_text())
+            # Those written before there was a choice do not name the optimizer.
+            saved = {"optimizer": "adamw"} | json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{path}: expected the architecture of the checkpoints beside it: {error}"
@@ -191,7 +193,7 @@ class Checkpoints:
         ]
         if wrong:
             raise UserError(
-                f"{self.folder}: its checkpoints are of another model: {', '.join(wrong)}; "
+                f"{self.folder}: its checkpoints are of another model or optimizer: {', '.join(wrong)}; "
                 "set it back, or choose another folder"
             )
 

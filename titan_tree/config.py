@@ -135,6 +135,7 @@ class RouterBiasConfig:
 class OptimizerConfig:
     """AdamW on fp32 weights. Weight decay acts on matrices, not on norms and biases."""
 
+    name: Literal["adamw", "adamw8bit"] = "adamw"  # states of 8 or, by torchao, 2 bytes a parameter
     lr: float = 1e-5
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.1
@@ -261,6 +262,9 @@ class Config:
             "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
             f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
         )
+        # torch copies plain tensors only to the host, and torchao's states are none.
+        copied = not self.checkpoint.async_save or self.optimizer.name == "adamw"
+        _require(copied, "checkpoint.async_save", 'false with optimizer.name = "adamw8bit"', "true")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

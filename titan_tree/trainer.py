@@ -115,7 +115,12 @@ class Trainer:
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
-            architecture={"name": config.model.name, **vars(self.model.config), **has_biases},
+            architecture={
+                "name": config.model.name,
+                "optimizer": config.optimizer.name,
+                **vars(self.model.config),
+                **has_biases,
+            },
         )
         self.checkpoints.resume()
         if self.progress.step:
@@ -169,7 +174,7 @@ class Trainer:
             assert result.routing is not None
             self.router_bias.update(self.model.router_biases.values(), result.routing)
 
-        values["lr"] = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        values["lr"] = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, position
 
@@ -270,8 +275,9 @@ class Trainer:
 def clip_and_step(optimizers: titan.OptimizersContainer, loss: Tensor, max_norm: float) -> Tensor:
     """Step on gradients scaled down to a norm of ``max_norm``; returns the norm they had, 0-dim.
 
-    Where loss or norm is not finite, weights and states stay as they are. Both happen inside of the fused
-    kernel, by what it offers to gradient scalers: no pass over the gradients, no waiting for the device.
+    Where loss or norm is not finite, weights and states stay as they are. The fused AdamW does both inside
+    of its kernel, by what it offers to gradient scalers: no pass over the gradients, no waiting for the
+    device. For others gradients are scaled first, and the host waits for the norm.
     """
     parameters = [p for group in optimizers.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -281,9 +287,15 @@ def clip_and_step(optimizers: titan.OptimizersContainer, loss: Tensor, max_norm:
         square = norm.square()
         dist.all_reduce(square)
         norm = square.sqrt()
+    divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
+    if not all(isinstance(optimizer, torch.optim.AdamW) for optimizer in optimizers):
+        if finite:
+            torch._foreach_div_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], divisor)
+            optimizers.step()
+        return norm
     for optimizer in optimizers:
-        optimizer.grad_scale = (norm / max_norm).clamp_min(1.0)  # the kernel divides by it
-        optimizer.found_inf = 1.0 - (loss + norm).isfinite().float()  # 1: the kernel does nothing
+        optimizer.grad_scale = divisor
+        optimizer.found_inf = 1.0 - finite.float()  # 1: the kernel does nothing
     optimizers.step()
     for optimizer in optimizers:
         del optimizer.grad_scale, optimizer.found_inf

@@ -75,6 +75,16 @@ def float8_linears(model: Decoder, recipe: Float8, device_type: str) -> None:
     logger.info("float8 (%s%s): %d of %d linears of the layers", recipe, emulated, len(converted), count)
 
 
+def adamw_8bit() -> type[torch.optim.Optimizer]:
+    """AdamW whose two moments are 8-bit numbers, each 256 of them under a scale (Dettmers et al.,
+    arXiv:2110.02861): 2.03 bytes a parameter instead of 8.
+
+    Computes in fp32, parameter by parameter, compiled. Blocks are those of a rank's shard, and shards of
+    less than 4,096 numbers or no multiple of 256 keep their moments in the weights' dtype.
+    """
+    return _import("optim", "optimizer.name").AdamW8bit
+
+
 def _import(name: str, key: str) -> ModuleType:
     """A module of torchao, for the configuration's ``key``."""
     logging.disable(logging.WARNING)  # of kernels built for other versions, none of which are used here

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torchtitan.components.checkpointer import CheckpointManager
@@ -18,12 +19,13 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_tree.components import tree_attention  # noqa: F401  # registers an operator saved below
-from titan_tree.distributed import exchange  # noqa: F401  # registers the others
+from titan_tree.distributed import ao, exchange  # noqa: F401  # exchange: registers the others
 
 __all__ = [
     "CheckpointManager",
     "FullAC",
     "LRSchedulersContainer",
+    "Optimizers",
     "OptimizersContainer",
     "ParamGroupConfig",
     "Profiler",
@@ -41,6 +43,16 @@ def peak_flops(device_name: str) -> float:
         return get_peak_flops(device_name)
     finally:
         logging.disable(logging.NOTSET)
+
+
+class Optimizers(OptimizersContainer):
+    """torchtitan's container of optimizers, for ``AdamW8bit`` too."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        if name == "AdamW8bit":
+            return ao.adamw_8bit()
+        return OptimizersContainer._resolve_optimizer_factory(name)
 
 
 class TreeSelectiveAC(SelectiveAC):
