@@ -54,7 +54,7 @@ class Sharding:
     expert_parallel: int = 1
 
     def shards(self, model: Decoder) -> Iterator[int]:
-        """Numbers in the first rank's shard of each parameter. FSDP2 splits rows, of experts those of each."""
+        """Numbers in the first rank's shard of each parameter. FSDP2 splits rows, of experts each one's."""
         experts = {p for module in _experts(model) for p in module.parameters()}
         for parameter in model.parameters():
             shape, ranks = list(parameter.shape), self.ranks
