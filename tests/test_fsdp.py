@@ -91,11 +91,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
-    assert_same_run(configs(two_ranks, name), train(configs(tmp_path, name)))
+    # A gradient's rounding may move a state to the next of its 8-bit codes: part of a step of 1e-3.
+    atol = 1e-4 if name == "8-bit states" else 1e-6
+    assert_same_run(configs(two_ranks, name), train(configs(tmp_path, name)), atol)
 
 
-def assert_same_run(many: Config, one: Trainer) -> None:
-    """What several ranks wrote is what one process did."""
+def assert_same_run(many: Config, one: Trainer, atol: float = 1e-6) -> None:
+    """What several ranks wrote is what one process did; atol: of weights."""
     for ours, theirs in zip(read_metrics(many), read_metrics(one.config), strict=True):
         for column in theirs.keys() - {
             "forwards",
@@ -116,4 +118,4 @@ def assert_same_run(many: Config, one: Trainer) -> None:
     for (parameter, ours), theirs in zip(
         resumed.model.state_dict().items(), one.model.state_dict().values(), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, msg=parameter)

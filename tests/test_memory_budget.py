@@ -93,4 +93,6 @@ def test_a_layer_keeps_what_it_does_on_a_gpu():
     slope = (56.6 - 32.5) * 2**30 / 16_384
     measured = (slope - 2 * 151_936 - 4 * 1024) / 28
     assert memory_budget.layer_bytes("qwen3", "0.6B", "none") == pytest.approx(measured, rel=0.015)
-    assert memory_budget.layer_bytes("qwen3_moe", "debug", "full") == 2 * 128  # its input
+    assert (
+        memory_budget.layer_bytes("qwen3_moe", "debug", "full") == 2 * 128 + 2 * 2
+    )  # its input, and which experts

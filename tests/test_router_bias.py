@@ -152,7 +152,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
     halfway = biases(train(tiny_config(tmp_path, **BIASED, checkpoint__interval=2, training__steps=2)))
     frozen = train(tiny_config(tmp_path, **BIASED | {"router_bias__rate": 0.0}, checkpoint__interval=2))
     assert same(biases(frozen), halfway)
-    with pytest.raises(UserError, match=r"of another model: router_bias = True \(now None\)"):
+    with pytest.raises(UserError, match=r"of another model or optimizer: router_bias = True \(now None\)"):
         train(tiny_config(tmp_path, model__name="qwen3_moe", checkpoint__interval=2))
 
 

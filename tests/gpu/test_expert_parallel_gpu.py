@@ -61,6 +61,7 @@ def test_fp32_equals_one_gpu(name: str, num_ranks: int, expert_parallel: int, tm
 
 
 @pytest.mark.parametrize(("num_ranks", "expert_parallel"), WORLDS)
+@pytest.mark.timeout(900)  # to compile takes minutes
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
 def test_bf16_compiled_equals_eager(
     checkpoint: str, num_ranks: int, expert_parallel: int, tmp_path: Path
