@@ -1,7 +1,9 @@
 """Float8 linears: which they are, what they compute, and that everything around them stays as it was."""
 
 import copy
+import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +111,8 @@ def test_user_errors(monkeypatch):
         raise ModuleNotFoundError(name="torchao")
 
     monkeypatch.setattr(ao, "import_module", missing)
-    with pytest.raises(UserError, match=r"training.float8: needs torchao.*pip install -e '.\[torchao\]'"):
+    install = re.escape(f"{sys.executable} -m pip install -e '.[torchao]'")
+    with pytest.raises(UserError, match=f"training.float8: needs torchao.*: {install}"):
         ao.float8_linears(model, "rowwise", "cpu")
 
 

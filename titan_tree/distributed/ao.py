@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Literal
@@ -94,7 +95,7 @@ def _import(name: str, key: str) -> ModuleType:
         if error.name != "torchao":
             raise
         raise UserError(
-            f"{key}: needs torchao, which is not installed: pip install -e '.[torchao]'"
+            f"{key}: needs torchao, which is not installed: {sys.executable} -m pip install -e '.[torchao]'"
         ) from None
     finally:
         logging.disable(logging.NOTSET)
