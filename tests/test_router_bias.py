@@ -192,8 +192,11 @@ def test_snapshots_have_them_beside_the_weights(tmp_path, caplog, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda stored: stored.clear(), "missing tensors: layers.1.mlp.e_score_correction_bias"),
-        (lambda stored: stored.update(x=[1]), "unexpected tensors: x"),
+        (
+            lambda stored: stored.clear(),
+            "router_biases.json: missing tensors: layers.1.mlp.e_score_correction_bias",
+        ),
+        (lambda stored: stored.update(x=[1]), "router_biases.json: unexpected tensors: x"),
         (lambda stored: stored.update({next(iter(stored)): [0.0] * 7}), "expected a list of 8 numbers, got"),
         (lambda stored: stored.update({next(iter(stored)): ["a"] * 8}), "expected a list of 8 numbers, got"),
     ],

@@ -79,7 +79,7 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
     stored = _read_json(path)
     model.add_router_biases()
     biases = model.router_biases
-    _same_names(Path(folder), set(biases), set(stored))
+    _same_names(path, set(biases), set(stored))
     for name, bias in biases.items():
         values = stored[name]
         numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
@@ -362,13 +362,13 @@ def _read_one(files: list[Path], name: str) -> Tensor:
     raise AssertionError(f"{name} was listed before")
 
 
-def _same_names(folder: Path, expected: set[str], found: set[str]) -> None:
+def _same_names(where: Path, expected: set[str], found: set[str]) -> None:
     for kind, names in (("missing", expected - found), ("unexpected", found - expected)):
         if names:
             some = ", ".join(sorted(names)[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"{folder}: {kind} tensors: {some}{more}; do weights and config.json belong together?"
+                f"{where}: {kind} tensors: {some}{more}; do weights and config.json belong together?"
             )
 
 
