@@ -87,6 +87,7 @@ def test_a_wrong_file_is_named_with_its_key(file: Path, toml: str, says: list[st
         ("loss.entropy=nan", ["loss.entropy", "finite number", "nan"]),
         ("loss.options={clip_low: '0.1'}", ["loss.options.clip_low", "finite number", "'0.1'"]),
         ("loss.options={name: ppo}", ["loss.options.name", "loss.name", "ppo"]),
+        ("router_bias.counts=tokens", ["router_bias.counts", "router_bias.rate beside it", "tokens"]),
         ("model.flavor=null", ["flavor", "hf_path"]),
         ("model.hf_path=dir", ["flavor", "hf_path"]),
     ],

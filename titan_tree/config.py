@@ -130,6 +130,10 @@ class RouterBiasConfig:
     rate: float | None = None
     counts: Literal["paths", "tokens"] = "paths"  # loads as in a batch of the paths, or of distinct tokens
 
+    def __post_init__(self) -> None:
+        good = self.rate is not None or self.counts == "paths"
+        _require(good, "router_bias.counts", "router_bias.rate beside it", self.counts)
+
 
 @dataclass
 class OptimizerConfig:
