@@ -101,7 +101,8 @@ class MetricsLogger:
     def _line(self, step: int, m: Mapping[str, float], of_loss: Mapping[str, float]) -> str:
         parts = [f"step {step:>{len(str(self.steps))}}/{self.steps}", f"loss {m['loss']:.4f}"]
         for name, value in of_loss.items():
-            if not math.isclose(value, m["loss"], rel_tol=1e-3):  # nll is the loss of sft by token_mean
+            # nll is the loss of sft by token_mean; others come close to a loss by chance alone.
+            if name != "nll" or not math.isclose(value, m["loss"], rel_tol=1e-3):
                 parts.append(f"{name} {value:.4f}")
         parts += [
             f"grad {m['grad_norm']:.3f}",
