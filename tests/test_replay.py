@@ -399,6 +399,8 @@ def test_a_model_without_experts_replays_none(tmp_path, data):
         UserError, match=r"data.replay: expected one of off, first, majority, split; got 'last'"
     ):
         TreeDataset(data, replay="last")
+    with pytest.raises(UserError, match="replay: expected one of off, first, majority, split; got 'last'"):
+        TokenTree.from_paths([TokenPath([1])], "last")
 
 
 def test_inspect_tells_the_disagreement(data, capsys):

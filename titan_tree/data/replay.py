@@ -13,7 +13,7 @@ N tokens of a trie, L layers with experts, k experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -39,8 +39,10 @@ def merged_records(
 ) -> Records | None:
     """Of a trie, given the trie's tokens that each path consists of; None where no path has records.
 
-    Raises UserError where paths have records of different models.
+    Raises UserError for an unknown ``replay``, and where paths have records of different models.
     """
+    if replay not in get_args(Replay):
+        raise UserError(f"replay: expected one of {', '.join(get_args(Replay))}; got {replay!r}")
     recorded = [(path, tokens) for path, tokens in zip(paths, index, strict=True) if has_records(path)]
     if replay == "off" or not recorded:
         return None

@@ -93,8 +93,8 @@ class TokenTree:
         """Merge ``paths`` by equal token prefixes. Duplicates, and paths inside paths, stay paths.
 
         replay: whether tokens have the routed experts that paths recorded, and which where these differ.
-        Raises UserError where there are no paths, where they hold 2**31 tokens or more in all, or where they
-        have records of different models.
+        Raises UserError where there are no paths, where they hold 2**31 tokens or more in all, where they
+        have records of different models, or for an unknown ``replay``.
         """
         if not paths:
             raise UserError("TokenTree.from_paths: expected at least one path, got none")
