@@ -38,6 +38,7 @@ from titan_tree.data.batch import TreeBatch
 from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed import titan
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, Rope
 from titan_tree.models.registry import MODELS, build_model
 
@@ -164,8 +165,19 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16_384, help="whose activations are alive at once")
     args = parser.parse_args()
 
-    with torch.device("meta"):
-        model = build_model(args.model, args.flavor)
+    try:
+        with torch.device("meta"):
+            model = build_model(args.model, args.flavor)
+    except UserError as error:
+        parser.error(str(error))
+    num_experts = model.expert_sizes.num_experts if model.expert_sizes else 1
+    for name, number in (("ranks", args.ranks), ("experts", num_experts)):
+        for expert_parallel in args.expert_parallel:
+            if expert_parallel < 1 or number % expert_parallel:
+                parser.error(
+                    f"--expert-parallel: expected divisors of the number of {name}, {number}, got "
+                    f"{expert_parallel}"
+                )
     num_layers = model.config.num_hidden_layers
     of_experts = sum(p.numel() for experts in _experts(model) for p in experts.parameters())
     print(f"{args.model} {args.flavor}: {model.num_parameters():,} parameters, {of_experts:,} of experts;")

@@ -96,3 +96,18 @@ def test_a_layer_keeps_what_it_does_on_a_gpu():
     assert (
         memory_budget.layer_bytes("qwen3_moe", "debug", "full") == 2 * 128 + 2 * 2
     )  # its input, and which experts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--flavor", "31B"], "unknown flavor of qwen3_moe: 31B"),
+        (["--expert-parallel", "1", "3"], "expected divisors of the number of ranks, 4, got 3"),
+        (["--model", "qwen3", "--flavor", "0.6B", "--expert-parallel", "4"], "number of experts, 1, got 4"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory_budget.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        memory_budget.main()
+    assert message in capsys.readouterr().err
