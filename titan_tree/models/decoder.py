@@ -181,9 +181,8 @@ class ModelOutput(NamedTuple):
     cut: tuple[tuple[Tensor, Tensor], ...] = ()
     # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
-    routed_experts: tuple[
-        Tensor, ...
-    ] = ()  # of each layer that has experts those of its tokens, [N, k] int16
+    # Of each layer that has experts those of its tokens, [N, k] int16.
+    routed_experts: tuple[Tensor, ...] = ()
 
 
 class Decoder(nn.Module, ABC):
