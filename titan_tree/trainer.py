@@ -41,7 +41,7 @@ from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config, dump_config
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.distributed import titan
+from titan_tree.distributed import ao, titan
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.errors import UserError
 from titan_tree.metrics import MetricsLogger, cost_metrics
@@ -85,6 +85,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
 
         loss = build_loss(config.loss)
+        if config.optimizer.name == "adamw8bit":
+            ao.adamw_8bit()  # if it is missing, that is said before weights are read
         self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, config.training.steps)

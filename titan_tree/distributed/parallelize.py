@@ -123,7 +123,7 @@ def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> Devic
     where = f"parallel.expert_parallel: got {num_ranks}, expected"
     if not layers:
         raise UserError(f"{where} 1, since the model has no experts")
-    for name, number in (("ranks", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
+    for name, number in (("ranks (torchrun)", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
         if number % num_ranks:
             raise UserError(f"{where} a divisor of the number of {name}, {number}")
     sharing = mesh.size() // num_ranks
