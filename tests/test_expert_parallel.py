@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.test_fsdp import EXPERTS, as_rank, assert_same_run, free_ports
@@ -20,12 +20,16 @@ from titan_tree.activations import Activations
 from titan_tree.build import build_parallel_model
 from titan_tree.components.moe import Experts, MoE
 from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.data.batch import PathPairs, TreeBatch
+from titan_tree.data.paths import TokenPath
+from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.exchange import Exchange
 from titan_tree.distributed.parallelize import init_distributed, parallelize
 from titan_tree.errors import UserError
 from titan_tree.lockstep import in_lockstep, places
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import load_pretrained, save_pretrained
 from titan_tree.models.registry import build_model
 from titan_tree.tree_step import TreeStep
@@ -116,6 +120,37 @@ def run_layers(rank: int, num_ranks: int) -> dict[str, list[list[Tensor]]]:
     return found
 
 
+# What is frozen, by how parameters' names begin. Where all of the first layer is, only a gateway's gradient
+# passes through it.
+FROZEN: dict[str, tuple[str, ...]] = {
+    "experts": ("layers.0.mlp.experts", "layers.1.mlp.experts"),
+    "below": ("embed_tokens", "layers.0"),
+}
+
+
+def partly_frozen(name: str) -> Decoder:
+    model = build_model("qwen3_moe", "debug", tie_word_embeddings=False)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for label, parameter in model.named_parameters():
+        parameter.requires_grad_(not label.startswith(FROZEN[name]))
+    return model
+
+
+def gradients_of_a_cut_tree(model: Decoder, rank: int) -> dict[str, Tensor]:
+    """Of what is not frozen; rank 0 has the tree."""
+    tree = TokenTree.from_paths([TokenPath([*range(10), *range(n, 3 * n)]) for n in (4, 5, 6)])
+    step = TreeStep(model, TreeLoss(), partitioner=TreePartitioner("auto", 12))
+    step.run(step.prepare([[tree]] if rank == 0 else []))
+    every = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in every.items()}
+
+
+def run_frozen(rank: int) -> dict[str, dict[str, Tensor]]:
+    mesh, options = init_device_mesh("cpu", (2,)), {"dtype": torch.float32, "expert_parallel": 2}
+    models = {name: parallelize(partly_frozen(name), mesh, **options) for name in FROZEN}  # type: ignore[arg-type]
+    return {name: gradients_of_a_cut_tree(model, rank) for name, model in models.items()}
+
+
 def run_cases(rank: int, num_ranks: int, names: list[str], folder: Path, ports: list[int]) -> None:
     for name, port in zip(CASES, ports, strict=True):
         for num, expert_parallel, steps in CASES[name][0]:
@@ -149,6 +184,8 @@ def worker(process: int, folder: Path, ports: list[list[int]]) -> None:
             address = f"tcp://127.0.0.1:{own_ports[-1]}"
             dist.init_process_group("gloo", init_method=address, rank=place, world_size=num_ranks)
             torch.save(run_layers(place, num_ranks), folder / f"layers_{num_ranks}_{place}.pt")
+            if num_ranks == 2:
+                torch.save(run_frozen(place), folder / f"frozen_{place}.pt")
             dist.destroy_process_group()
         run_cases(place, num_ranks, names, folder, own_ports[:-2])
 
@@ -188,6 +225,17 @@ def test_equals_one_process(shared_out: Path, tmp_path: Path, name: str) -> None
     exports = [load_pretrained(f"{c.folder}/hf", torch.float32) for c in (many, one.config)]
     for ours, theirs in zip(*(model.state_dict().values() for model in exports), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_parameters_may_be_frozen(shared_out: Path, name: str) -> None:
+    want = gradients_of_a_cut_tree(partly_frozen(name), 0)
+    assert not any(label.startswith(FROZEN[name]) for label in want)
+    for rank in range(2):
+        got = torch.load(shared_out / f"frozen_{rank}.pt")[name]
+        assert got.keys() == want.keys()
+        for label, gradient in want.items():
+            torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=1e-6, msg=label)
 
 
 def test_a_snapshot_goes_to_shards(shared_out: Path) -> None:

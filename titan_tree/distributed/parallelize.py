@@ -138,7 +138,7 @@ def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> Devic
     for experts in layers:
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(own))
+            experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
         experts.dispatcher = Exchange(group)
     model.expert_group = group
     return expert_mesh

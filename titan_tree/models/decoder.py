@@ -238,6 +238,10 @@ class Decoder(nn.Module, ABC):
         rope = Rope.at(layout.positions, self.config.rotary_dim, self.config.rope_theta)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
+        if self.expert_group is not None and torch.is_grad_enabled():
+            # All ranks exchange gradients in every layer, also where all below is frozen: a partition's
+            # gateway wants them there, the dummy beside it does not.
+            x.requires_grad_()
         gateways = iter(self._gateways(batch, gateway, x))
         replayed = iter(self._replayed(batch))
         exports: list[Tensor] = []
