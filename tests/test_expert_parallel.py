@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.test_fsdp import EXPERTS, as_rank, assert_same_run, free_ports
-from tests.tiny_run import tiny_config, train
+from tests.tiny_run import read_metrics, tiny_config, train
 from titan_tree.activations import Activations
 from titan_tree.build import build_parallel_model
 from titan_tree.components.moe import Experts, MoE
@@ -170,12 +170,27 @@ def load_snapshot(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def eight_bit(folder: Path, steps: int, expert_parallel: int = 1) -> Config:
+    return tiny_config(
+        folder / "eight_bit",
+        model__name="qwen3_moe",
+        training__steps=steps,
+        checkpoint__interval=1,
+        parallel__expert_parallel=expert_parallel,
+        optimizer__name="adamw8bit",
+    )
+
+
 def worker(process: int, folder: Path, ports: list[list[int]]) -> None:
     """One of four ranks; then one of two, twice, each time for half of what two ranks do."""
     torch.set_num_threads(1)
     pair, rank = divmod(process, 2)
     with as_rank(process, 4, ports[0][-2]):
         load_snapshot(folder)
+    with torch.compiler.set_stance("force_eager"):  # AdamW8bit would compile
+        for steps in (1, 2):
+            with as_rank(process, 4, ports[steps - 1][-3]):
+                train(eight_bit(folder, steps, 2))
     for place, num_ranks, names, own_ports in (
         (process, 4, list(CASES), ports[0]),
         (rank, 2, list(CASES)[pair::2], ports[1]),
@@ -187,7 +202,7 @@ def worker(process: int, folder: Path, ports: list[list[int]]) -> None:
             if num_ranks == 2:
                 torch.save(run_frozen(place), folder / f"frozen_{place}.pt")
             dist.destroy_process_group()
-        run_cases(place, num_ranks, names, folder, own_ports[:-2])
+        run_cases(place, num_ranks, names, folder, own_ports[:-3])
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +211,9 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     for name in CASES:
         config(folder, name)  # writes the data before the ranks want it
+    eight_bit(folder, 1)
     save_pretrained(build_model("qwen3_moe", "debug"), folder / "snapshot")
-    ports = free_ports(2 * len(CASES) + 4)
+    ports = free_ports(2 * len(CASES) + 6)
     mp.spawn(worker, (folder, [ports[::2], ports[1::2]]), nprocs=4)
     return folder
 
@@ -236,6 +252,13 @@ def test_parameters_may_be_frozen(shared_out: Path, name: str) -> None:
         assert got.keys() == want.keys()
         for label, gradient in want.items():
             torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=1e-6, msg=label)
+
+
+def test_8_bit_states_of_an_experts_rows_stay_with_as_many_ranks(shared_out: Path) -> None:
+    """Four ranks, two to an expert, went on; one does not."""
+    assert len(read_metrics(eight_bit(shared_out, 2))) == 2
+    with pytest.raises(UserError, match=r"ranks_that_share_an_expert = 2 \(now None\)"):
+        train(eight_bit(shared_out, 3))
 
 
 def test_a_snapshot_goes_to_shards(shared_out: Path) -> None:

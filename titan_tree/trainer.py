@@ -109,6 +109,9 @@ class Trainer:
         )
         self.progress, self.history = Progress(), []
         has_biases = {"router_bias": True} if self.model.router_biases else {}
+        # torchao cuts 8-bit states along their first dim only, and these ranks shard the rows of an expert.
+        sharing = self.mesh.size() // config.parallel.expert_parallel
+        cut_rows = config.optimizer.name == "adamw8bit" and 1 < sharing < self.mesh.size()
         folder = Path(config.folder)
         self.checkpoints = Checkpoints(
             config.checkpoint,
@@ -122,6 +125,7 @@ class Trainer:
                 "optimizer": config.optimizer.name,
                 **vars(self.model.config),
                 **has_biases,
+                **({"ranks_that_share_an_expert": sharing} if cut_rows else {}),
             },
         )
         self.checkpoints.resume()
