@@ -44,7 +44,7 @@ EVERY = {"parallel__reduce_gradients": "every"}
 # Ranks, of which so many share out experts, up to which step; and options.
 TWO, FOUR, TWO_BY_TWO = [(2, 2, 2)], [(4, 4, 2)], [(4, 2, 2)]
 CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
-    "one group": (TWO, {**FEW, **EXPERTS}),
+    "one group, biases": (TWO, {**FEW, "router_bias__rate": 1e-2, **EXPERTS}),
     "partitions": (TWO, {**CUT, **EXPERTS}),
     "recompute": (TWO, {**CUT, "partition__activations": "recompute", **CHECKPOINT, **EXPERTS}),
     "whole paths": (TWO, {**CUT, "training__activation_checkpoint": "selective", **WHOLE}),
