@@ -53,7 +53,8 @@ def tree_logprobs(
         model: on the device to compute on.
         token_lists: each of one token at least.
         max_tokens: of one forward; None: all in one. Larger trees run in pieces that hand keys, values and
-            states down, every token once, in memory for one path and one piece. Needs ``torch.no_grad``.
+            states down, every token once, in memory for one path and one piece. Needs ``torch.no_grad``,
+            and of a model over several ranks as many pieces on each: give all of them the same lists.
         return_routed_experts: of a model with experts.
     Returns:
         One fp32 tensor [len(tokens) - 1] per list, in nats, in the order given. On request also the experts

@@ -108,10 +108,6 @@ class Trainer:
             config.data, tokenizer, self.model, self.mesh, allow_larger=partitioner is not None
         )
         self.progress, self.history = Progress(), []
-        has_biases = {"router_bias": True} if self.model.router_biases else {}
-        # torchao cuts 8-bit states along their first dim only, and these ranks shard the rows of an expert.
-        sharing = self.mesh.size() // config.parallel.expert_parallel
-        cut_rows = config.optimizer.name == "adamw8bit" and 1 < sharing < self.mesh.size()
         folder = Path(config.folder)
         self.checkpoints = Checkpoints(
             config.checkpoint,
@@ -120,13 +116,7 @@ class Trainer:
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
-            architecture={
-                "name": config.model.name,
-                "optimizer": config.optimizer.name,
-                **vars(self.model.config),
-                **has_biases,
-                **({"ranks_that_share_an_expert": sharing} if cut_rows else {}),
-            },
+            architecture=self._architecture(),
         )
         self.checkpoints.resume()
         if self.progress.step:
@@ -193,6 +183,18 @@ class Trainer:
                 of_loss = {name: value.item() for name, value in own.items()}
                 values |= cost_metrics(result, seconds, dist.get_world_size(), self.device)
                 self.metrics.log(step, values, of_loss)
+
+    def _architecture(self) -> dict[str, Any]:
+        """What checkpoints are of, and what a run that resumes must have too."""
+        c = self.config
+        found = {"name": c.model.name, "optimizer": c.optimizer.name, **vars(self.model.config)}
+        if self.model.router_biases:
+            found["router_bias"] = True
+        # Ranks that share an expert shard its rows, and torchao cuts 8-bit states along their first dim only.
+        sharing = self.mesh.size() // c.parallel.expert_parallel
+        if c.optimizer.name == "adamw8bit" and 1 < sharing < self.mesh.size():
+            found["ranks_that_share_an_expert"] = sharing
+        return found
 
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
         """The input of each step left, and the dataset's state after it.
