@@ -39,7 +39,8 @@ from titan_tree.data.paths import TokenPath
 from titan_tree.data.tree import TokenTree
 from titan_tree.distributed import titan
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, Rope
+from titan_tree.models.block import Rope
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS, build_model
 
 GIB = 2**30

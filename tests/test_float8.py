@@ -28,7 +28,7 @@ from titan_tree.data.paths import TokenPath
 from titan_tree.distributed import ao
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Linear
+from titan_tree.models.block import Linear
 from titan_tree.models.hf import load_pretrained
 from titan_tree.models.registry import build_model
 

@@ -12,7 +12,7 @@ from tests.oracle import hf_model, hybrid_model, in_one_pass, random_groups, rel
 from tests.test_float8 import RECIPES, by_definition
 from tests.tiny_run import read_metrics, tiny_config, train
 from titan_tree.distributed import ao
-from titan_tree.models.decoder import Linear
+from titan_tree.models.block import Linear
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = [

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, Linear
+from titan_tree.models.block import Linear
+from titan_tree.models.decoder import Decoder
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 

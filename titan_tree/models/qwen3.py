@@ -18,7 +18,8 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.data.layout import TreeLayout
 from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import MLP, Block, Decoder, Linear, Mixer, RMSNorm, Rope
+from titan_tree.models.block import MLP, Block, Linear, Mixer, RMSNorm, Rope
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
-from titan_tree.models.decoder import MLP
+from titan_tree.models.block import MLP
 from titan_tree.models.qwen3_5 import Hybrid, HybridConfig
 from titan_tree.models.qwen3_moe import check_experts, one_spelling_of_experts
 

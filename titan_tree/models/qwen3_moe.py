@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import MLP
+from titan_tree.models.block import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
 
