@@ -50,8 +50,9 @@ from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS
+from titan_tree.step import StepInput
 from titan_tree.trainer import clip_and_step
-from titan_tree.tree_step import StepInput, TreeStep
+from titan_tree.tree_step import TreeStep
 
 RUNS = ["redundancy_free", "wider", "recompute", "greedy", "offload", "budget"]
 

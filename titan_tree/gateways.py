@@ -209,8 +209,8 @@ def score_partitions(
     entropies: list[Tensor] = []
 
     def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
-        if batch.n_logical == 0:
-            return  # of a dummy, or of nothing
+        if batch.is_dummy:
+            return
         tokens.append(batch.edge_token)
         logprobs.append(out.logprobs)
         if out.entropy is not None:

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_tree.config import MetricsConfig
 from titan_tree.distributed import titan
-from titan_tree.tree_step import StepResult
+from titan_tree.step import StepResult
 
 logger = logging.getLogger(__name__)
 

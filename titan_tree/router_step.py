@@ -17,6 +17,7 @@ from titan_tree.components.moe import RouterLoss, Routing
 from titan_tree.data.batch import TreeBatch
 from titan_tree.gateways import run_partitions
 from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.step import world_size
 
 Use = Callable[[int, TreeBatch, ModelOutput], Tensor]  # see ``run_partitions``
 
@@ -94,7 +95,7 @@ class RouterStep:
 
 def _over_ranks(values: Tensor) -> Tensor:
     """The sum."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return values
     total = values.clone()
     dist.all_reduce(total)

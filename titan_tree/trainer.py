@@ -47,7 +47,8 @@ from titan_tree.errors import UserError
 from titan_tree.metrics import MetricsLogger, cost_metrics
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import save_pretrained
-from titan_tree.tree_step import StepCounts, StepInput, TreeStep
+from titan_tree.step import StepCounts, StepInput
+from titan_tree.tree_step import TreeStep
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ No optimizer, no data, no logging: a Trainer, another framework's training loop 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.activations import Activations
-from titan_tree.components.moe import RouterLoss, Routing, router_metrics
+from titan_tree.components.moe import RouterLoss, router_metrics
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.batch import TreeBatch
@@ -32,70 +31,9 @@ from titan_tree.gateways import run_partitions, score_partitions
 from titan_tree.lockstep import dummy, in_lockstep
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.router_step import RouterStep, Use
+from titan_tree.step import StepCounts, StepInput, StepResult, agree, world_size
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Sizes of an optimizer step: of one rank's share in ``StepInput``, of all ranks in ``StepResult``."""
-
-    normalizer: float  # Z, the loss's divisor
-    loss_weight: float  # sum of w_p m_{p,t}; 0: nothing to learn, though Z of path_mean may be positive
-    num_trees: int
-    num_paths: int
-    logical_tokens: int  # N_flat: training every path alone would run
-    distinct_tokens: int  # N_tree
-    executed_tokens: int  # N_part: more than the distinct ones where partitions share tokens
-    scored_edges: int
-    forwards: int  # one per micro-batch, or more where it is cut into partitions
-    gateway_bytes: int  # keys, values and states that partitions read from those above them
-    flops: float  # the model's own, forward and backward, without recomputation
-    # Rows (a token in a layer, data/replay.py) whose experts are replayed, and those on which paths disagree.
-    replayed_rows: int
-    disagreeing_rows: int
-
-    @property
-    def por(self) -> float:
-        """The share of the logical tokens that are copies."""
-        return 1.0 - self.distinct_tokens / self.logical_tokens
-
-    @property
-    def err(self) -> float:
-        """The share of the logical tokens that was not computed; ``por`` where nothing runs twice."""
-        return 1.0 - self.executed_tokens / self.logical_tokens
-
-    @property
-    def duplicates(self) -> float:
-        """Tokens that ran again, as a share of the distinct ones."""
-        return self.executed_tokens / self.distinct_tokens - 1.0
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """One rank's share of an optimizer step, on the host and ready to run."""
-
-    micro_batches: list[list[TreeBatch]]  # of each the partitions, or a single batch
-    whole: list[TreeBatch | None]  # of each all of it, where the loss needs whole paths and it is cut
-    counts: StepCounts
-    chain_peak: int  # most tokens whose activations are alive at once
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Of all ranks together. Tensors lie on the device, and nothing has waited for them yet."""
-
-    loss: Tensor  # 0-dim fp32, with the router's
-    metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
-    routing: Routing | None  # None without experts
-    router_metrics: dict[str, Tensor]  # of components/moe, {} without experts
-    counts: StepCounts
-    # Forwards that ran again: to recompute activations, to score first what a loss of whole paths needs, or
-    # to count first how experts are chosen in a pool of several forwards.
-    extra_forward_tokens: Tensor
-    dummy_forwards: Tensor  # that ranks ran so that others could run theirs
-    chain_peak: int  # of the rank with the most
-    num_micro_batches: int  # of the rank with the most
 
 
 class TreeStep:
@@ -190,7 +128,7 @@ class TreeStep:
         Raises UserError where the loss counts no token of the global batch, and where a GPU's memory does
         not suffice; gradients are not to be used then.
         """
-        counts, num_micro_batches, num_partitions, chain_peak = _agree(step)
+        counts, num_micro_batches, num_partitions, chain_peak = agree(step)
         self._check(counts, num_partitions)
         total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
         nested = num_partitions > 1
@@ -280,8 +218,8 @@ class TreeStep:
         derivatives = dict(zip(values, torch.autograd.grad(loss, list(values.values())), strict=True))
 
         def weighted(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
-            if batch.n_logical == 0:
-                return out.logprobs.sum() * 0.0  # of a dummy, or of nothing
+            if batch.is_dummy:
+                return out.logprobs.sum() * 0.0
             at = torch.searchsorted(whole.edge_token, batch.edge_token)
             terms = [(d[at] * getattr(out, name)).sum() for name, d in derivatives.items()]
             return torch.stack(terms).sum()
@@ -334,9 +272,9 @@ class TreeStep:
 
     def _over_ranks(self, loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Totals of all ranks, in one all-reduce. A rank that ran dummies only does not know the names."""
-        if _world_size() == 1:
+        if world_size() == 1:
             return loss, sums
-        names: list[list[str]] = [[]] * _world_size()
+        names: list[list[str]] = [[]] * world_size()
         dist.all_gather_object(names, list(sums))
         union = sorted({name for own in names for name in own})
         zero = torch.zeros_like(loss)
@@ -358,7 +296,7 @@ class _Total:
 
     def add(self, number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         """The loss to differentiate: 0 of a batch that scores nothing, but takes part in collectives."""
-        if batch.n_logical == 0 or not len(batch.edge_label):
+        if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0
         return self.of(out.logprobs, batch, out.entropy)
 
@@ -372,24 +310,3 @@ class _Total:
 
 def _ignore(number: int, batch: TreeBatch, out: ModelOutput) -> None:
     """Of a forward that others need."""
-
-
-def _agree(step: StepInput) -> tuple[StepCounts, int, int, int]:
-    """Counts of all ranks together, and of the rank with the most micro-batches, partitions of one, and
-    tokens of a chain. Host to host: no waiting for the device."""
-    counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
-    partitions = max(map(len, step.micro_batches), default=0)
-    most = torch.tensor([len(step.micro_batches), partitions, step.chain_peak])
-    if _world_size() > 1:
-        dist.all_reduce(counts)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    fields = dataclasses.fields(StepCounts)
-    values = (
-        value if f.type == "float" else int(value) for f, value in zip(fields, counts.tolist(), strict=True)
-    )
-    num_micro_batches, num_partitions, chain_peak = most.tolist()
-    return StepCounts(*values), num_micro_batches, num_partitions, chain_peak
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -147,6 +147,11 @@ class TreeBatch:
         return len(self.tokens)
 
     @property
+    def is_dummy(self) -> bool:
+        """Whether no path runs here: it takes part in what ranks do together, and adds nothing."""
+        return self.n_logical == 0
+
+    @property
     def rows_left(self) -> Rows:
         """Rows that the batch's partition leaves in the bank."""
         layout = self.layout
