@@ -95,6 +95,7 @@ class TreeStep:
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
         every = [batch for partitions in batches for batch in partitions]
+        recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
         counts = StepCounts(
             normalizer=self.loss.normalizer(paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
@@ -107,8 +108,8 @@ class TreeStep:
             forwards=len(every),
             gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in every),
             flops=sum(self.model.training_flops(batch) for batch in every),
-            replayed_rows=sum(plan.tree.stats.n_rows for plan in plans),
-            disagreeing_rows=sum(plan.tree.stats.n_disagreeing for plan in plans),
+            replayed_rows=sum(records.num_rows for records in recorded),
+            disagreeing_rows=sum(records.num_disagreeing for records in recorded),
         )
         whole = [
             TreeBatch.from_trees([plan.tree], edges="loss")
