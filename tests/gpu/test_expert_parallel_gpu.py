@@ -54,7 +54,6 @@ def launch(num_ranks: int, made: Config) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_equals_one_gpu(name: str, num_ranks: int, expert_parallel: int, tmp_path: Path) -> None:
     """1e-5: losses, gradient norms, weights after four steps."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     many = config(tmp_path / "many", name, expert_parallel, **CASES[name])
     launch(num_ranks, many)
     assert_same_run(many, train(config(tmp_path / "one", name, **CASES[name])))

@@ -32,11 +32,6 @@ HYBRID = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_those_of_rounded_operands(recipe, compiled):

@@ -30,11 +30,6 @@ CUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
 def test_attention_on_context_in_a_bank(backend):
     assert_exact_on_a_bank(backend, tolerance=1e-2, dim=64, dtype=torch.bfloat16, device="cuda")

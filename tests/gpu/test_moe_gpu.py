@@ -24,11 +24,6 @@ pytestmark = pytest.mark.gpu
 MODEL = {**DENSE, "device": "cuda", "max_position_embeddings": 4096, "moe_intermediate_size": 64}
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def mixture(num_tokens):
     """A layer in bf16, its input, and what it gets from above."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)

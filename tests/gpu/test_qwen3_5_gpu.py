@@ -37,12 +37,6 @@ MODEL = {
 GATES = ("A_log", "dt_bias")
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_fp32_equals_every_path_alone(tied):
     hf = hybrid_model(tied, **MODEL)

@@ -29,12 +29,6 @@ HOPPER = pytest.param(
 MODEL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 
 
-@pytest.fixture(autouse=True)
-def _no_tf32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-
 def flat(groups):
     return [path for paths in groups for path in paths]
 
