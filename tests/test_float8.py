@@ -157,18 +157,13 @@ def test_rows_of_a_forest_are_scaled_one_by_one():
 def test_blocks_compile_once_for_all_trees(recipe, backend):
     _, model, _ = pair(hf_model, recipe, torch.float32)
     compiled = copy.deepcopy(model)
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
     torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
     for block in compiled.layers:
-        block.compile(backend=counting, fullgraph=True, dynamic=True)
+        block.compile(backend=counted, fullgraph=True, dynamic=True)
     for groups in (random_groups(0), random_groups(3), [[TokenPath(list(range(16)))]]):
         assert_same(in_one_pass(compiled, groups), in_one_pass(model, groups), tolerance=1e-6)
-    assert len(graphs) == 1
+    assert counted.frame_count == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"activation_checkpoint": "selective"}])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.oracle import hf_model, path_logprobs, tree_batch
+from tests.snapshots import edit_config, same_weights
 from titan_tree.data.paths import TokenPath
 from titan_tree.errors import UserError
 from titan_tree.models import hf as module
@@ -34,18 +35,6 @@ def written(request, tmp_path_factory):
 def snapshot(written, tmp_path):
     """A copy to break."""
     return shutil.copytree(written[1], tmp_path / "snapshot")
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
-
-
-def same_weights(model, hf):
-    want = {name.removeprefix("model."): p for name, p in hf.named_parameters()}
-    got = dict(model.named_parameters())
-    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_loads_what_transformers_wrote(written):

@@ -9,24 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.oracle import hf_model, path_logprobs, tree_batch
+from tests.snapshots import edit_config, same_weights
 from titan_tree.data.paths import TokenPath
 from titan_tree.errors import UserError
 from titan_tree.models import hf as module
 from titan_tree.models.hf import load_pretrained, model_from_config, read_weights, save_pretrained
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
-
-
-def same_weights(model, hf):
-    want = {name.removeprefix("model."): p for name, p in hf.named_parameters()}
-    got = dict(model.named_parameters())
-    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def write_fused(hf, folder):

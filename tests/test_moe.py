@@ -155,14 +155,9 @@ def test_same_bits_every_time():
 def test_one_graph_for_all_sizes(backend):
     made = moe(dtype=torch.float32)
     compiled = copy.deepcopy(made)
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
     torch._dynamo.reset()
-    compiled.compile(backend=counting, fullgraph=True, dynamic=True)
+    counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled.compile(backend=counted, fullgraph=True, dynamic=True)
     for num_tokens in (5, 40, 2, 17):
         x, num_paths = torch.randn(num_tokens, 8), torch.rand(num_tokens)
         results = []
@@ -172,7 +167,7 @@ def test_one_graph_for_all_sizes(backend):
             (out.square().sum() + routing.probability.square().sum() + routing.squared_lse).backward()
             results.append([out, *routing, *(p.grad for p in each.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    assert len(graphs) == 1
+    assert counted.frame_count == 1
 
 
 # The losses of the router.

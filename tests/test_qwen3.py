@@ -140,20 +140,15 @@ def test_blocks_compile_once_for_all_trees(models, backend):
     """Whole graphs, same numbers, and no graph more however many tokens or branches a batch has."""
     _, model = models
     compiled = copy.deepcopy(model)
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
     torch._dynamo.reset()
+    counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
     for block in compiled.layers:
-        block.compile(backend=counting, fullgraph=True, dynamic=True)
+        block.compile(backend=counted, fullgraph=True, dynamic=True)
     for seed in range(6):
         groups = random_groups(seed)
         got, want = in_one_pass(compiled, groups), in_one_pass(model, groups)
         assert_same(got, want, tolerance=1e-6)
-    assert len(graphs) == 1
+    assert counted.frame_count == 1
 
 
 def test_checkpointed_blocks_give_the_same_gradients(models):

@@ -18,6 +18,7 @@ from tests.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.snapshots import same_weights
 from tests.test_gateways import RandomCuts, forest_of, in_partitions
 from tests.test_qwen3_moe import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
 from titan_tree.components.moe import MoE, RouterLoss
@@ -95,12 +96,6 @@ def test_published_sizes(flavor, billions, active):
     idle = sum(sum(p.numel() for p in moe.experts.parameters()) - moe.active_parameters for moe in experts)
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=1e-3)
     assert (model.num_parameters() - idle) / 1e9 == pytest.approx(active, rel=1e-2)
-
-
-def same_weights(model, hf):
-    want = {name.removeprefix("model."): p for name, p in hf.named_parameters()}
-    got = dict(model.named_parameters())
-    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("form", ["transformers'", "single", "fused"])

@@ -252,21 +252,17 @@ def test_one_more_graph():
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(0, 0.5)
-    compiled, graphs = copy.deepcopy(made), []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
+    compiled = copy.deepcopy(made)
     torch._dynamo.reset()
-    compiled.compile(backend=counting, fullgraph=True, dynamic=True)
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled.compile(backend=counted, fullgraph=True, dynamic=True)
     for num_tokens in (5, 40, 2, 17):
         x, num_paths = torch.randn(num_tokens, 8), torch.rand(num_tokens)
         rows = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)]).to(torch.int16)
         rows[0] = -1
         for replayed in (None, rows):
             torch.testing.assert_close(compiled(x, num_paths, replayed), made(x, num_paths, replayed))
-    assert len(graphs) == 2
+    assert counted.frame_count == 2
 
 
 def test_records_of_another_model_are_refused():
