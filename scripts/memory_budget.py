@@ -33,15 +33,15 @@ import torch
 from torch import nn
 
 from titan_tree.components.moe import Experts
-from titan_tree.components.tree_attention import operator, portable
-from titan_tree.data.batch import TreeBatch
-from titan_tree.data.paths import TokenPath
-from titan_tree.data.tree import TokenTree
+from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.distributed import titan
 from titan_tree.errors import UserError
 from titan_tree.models.block import Rope
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS, build_model
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 GIB = 2**30
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
@@ -133,7 +133,9 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     rope = Rope.at(layout.positions, model.config.rotary_dim, model.config.rope_theta)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     # A CPU cannot run the kernel, but it is all the same here what it writes.
-    kernels = SimpleNamespace(check=lambda q: None, forward=lambda q, *_: (q.clone(), portable.empty_lse(q)))
+    kernels = SimpleNamespace(
+        check=lambda q: None, forward=lambda q, *_: (q.clone(), triton_kernels.empty_lse(q))
+    )
     patched = mock.patch.dict(operator.KERNELS, triton=kernels)
     gc.collect()  # what earlier calls left must not be freed in this one
     with patched, torch.profiler.profile(profile_memory=True) as run:

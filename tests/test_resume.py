@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import titan_tree.train
-from tests.tiny_run import read_metrics, tiny_config, train, write_config
+from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree.errors import UserError
 
 ROOT = Path(__file__).parents[1]

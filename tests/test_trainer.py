@@ -10,21 +10,21 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
+from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import checkpoint
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import MetricsConfig, ModelConfig
-from titan_tree.data.batch import TreeBatch
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.paths import TokenPath
-from titan_tree.data.tree import TokenTree
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
+from titan_tree.engine.scoring import tree_logprobs
+from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.metrics import MetricsLogger
 from titan_tree.models.hf import load_pretrained
 from titan_tree.models.registry import build_model
-from titan_tree.scoring import tree_logprobs
-from titan_tree.tree_step import TreeStep
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean"])

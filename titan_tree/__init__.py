@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from titan_tree.components.tree_loss import TreeLoss, register_loss
     from titan_tree.components.tree_partitioner import TreePartitioner
     from titan_tree.components.tree_tokenizer import TreeTokenizer
-    from titan_tree.data.batch import PathPairs, TreeBatch
-    from titan_tree.data.layout import TreeLayout
-    from titan_tree.data.paths import TokenPath
-    from titan_tree.data.tree import TokenTree, TreeStats
+    from titan_tree.engine.scoring import tree_logprobs
     from titan_tree.errors import UserError
     from titan_tree.models.hf import load_pretrained, save_pretrained
     from titan_tree.models.registry import build_model
-    from titan_tree.scoring import tree_logprobs
+    from titan_tree.tree.batch import PathPairs, TreeBatch
+    from titan_tree.tree.layout import TreeLayout
+    from titan_tree.tree.paths import TokenPath
+    from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 __all__ = [
     "PathPairs",
@@ -41,22 +41,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "PathPairs": "data.batch",
-    "TokenPath": "data.paths",
-    "TokenTree": "data.tree",
+    "PathPairs": "tree.batch",
+    "TokenPath": "tree.paths",
+    "TokenTree": "tree.token_tree",
     "TreeAttention": "components.tree_attention",
-    "TreeBatch": "data.batch",
-    "TreeLayout": "data.layout",
+    "TreeBatch": "tree.batch",
+    "TreeLayout": "tree.layout",
     "TreeLoss": "components.tree_loss",
     "TreePartitioner": "components.tree_partitioner",
-    "TreeStats": "data.tree",
+    "TreeStats": "tree.token_tree",
     "TreeTokenizer": "components.tree_tokenizer",
     "UserError": "errors",
     "build_model": "models.registry",
     "load_pretrained": "models.hf",
     "register_loss": "components.tree_loss",
     "save_pretrained": "models.hf",
-    "tree_logprobs": "scoring",
+    "tree_logprobs": "engine.scoring",
 }
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_tree.activations import Activations
 from titan_tree.components.moe import RouterBias, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -33,6 +32,7 @@ from titan_tree.config import (
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.activations import Activations
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
@@ -67,7 +67,9 @@ def build_parallel_model(
     )
     built.to_empty(device=mesh.device_type)
     parameters = built.state_dict()
-    weights = read_weights(model.hf_path, built) if model.hf_path else _drawn(built, mesh, training.seed)
+    weights = (
+        read_weights(model.hf_path, built) if model.hf_path else random_weights(built, mesh, training.seed)
+    )
     for name, tensor in weights:
         parameter = parameters[name]
         value = tensor.to(mesh.device_type, torch.float32)
@@ -79,7 +81,7 @@ def build_parallel_model(
     return built
 
 
-def _drawn(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, random values) of every parameter of ``model``, which may be sharded, one at a time."""
     for name, parameter in model.state_dict().items():
         generator = torch.Generator(mesh.device_type).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -43,12 +43,12 @@ from titan_tree.config import Config, dump_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed import ao, titan
 from titan_tree.distributed.parallelize import init_distributed
+from titan_tree.engine.records import StepCounts, StepInput
+from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.metrics import MetricsLogger, cost_metrics
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import save_pretrained
-from titan_tree.step import StepCounts, StepInput
-from titan_tree.tree_step import TreeStep
 
 logger = logging.getLogger(__name__)
 

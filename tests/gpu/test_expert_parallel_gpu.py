@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.test_fsdp import EXPERTS, as_rank, assert_same_run, free_ports
-from tests.tiny_run import read_metrics, tiny_config, train
+from tests.distributed.test_fsdp import EXPERTS, as_rank, assert_same_run, free_ports
+from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.config import Config
 
 ON_CPU = os.environ.get("TITAN_TREE_EP_ON_CPU") == "1"

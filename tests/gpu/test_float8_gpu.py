@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.test_float8 import RECIPES, by_definition
 from tests.gpu.test_qwen3_gpu import FOREST
 from tests.gpu.test_qwen3_gpu import MODEL as DENSE
-from tests.oracle import hf_model, hybrid_model, in_one_pass, random_groups, relative_error, tree_model
-from tests.test_float8 import RECIPES, by_definition
-from tests.tiny_run import read_metrics, tiny_config, train
+from tests.support.oracle import (
+    hf_model,
+    hybrid_model,
+    in_one_pass,
+    random_groups,
+    relative_error,
+    tree_model,
+)
+from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.distributed import ao
 from titan_tree.models.block import Linear
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
 from tests.gpu.test_qwen3_gpu import MODEL as DENSE
-from tests.oracle import (
+from tests.support.oracle import (
     KINDS,
     assert_same,
     hf_model,
@@ -27,7 +27,7 @@ MODEL = {**DENSE, "device": "cuda", "max_position_embeddings": 4096, "moe_interm
 def mixture(num_tokens):
     """A layer in bf16, its input, and what it gets from above."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)
-    moe = MoE(256, 128, 32, 4, renormalise=True).cuda()
+    moe = MoE(256, 128, 32, 4, norm_topk_prob=True).cuda()
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.normal_(0, 0.05, generator=generator)
@@ -35,9 +35,9 @@ def mixture(num_tokens):
     return moe.bfloat16(), x.requires_grad_(), dy
 
 
-def results(moe, x, dy, replayed=None):
+def results(moe, x, dy, forced_experts=None):
     """Output, then gradients of x, the router and the experts."""
-    y, *_ = moe(x, torch.ones(len(x), device="cuda"), replayed)
+    y, *_ = moe(x, torch.ones(len(x), device="cuda"), forced_experts)
     return [y.detach(), *torch.autograd.grad(y, [x, *moe.parameters()], dy)]
 
 

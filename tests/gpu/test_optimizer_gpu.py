@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.oracle import relative_error
-from tests.test_optimizer import draw_gradients, model_and_optimizers, plain_state
+from tests.distributed.test_optimizer import draw_gradients, model_and_optimizers, plain_state
+from tests.support.oracle import relative_error
 from titan_tree.build import build_optimizers
 from titan_tree.config import OptimizerConfig
 from titan_tree.trainer import clip_and_step

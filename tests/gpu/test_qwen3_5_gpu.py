@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
+from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
 from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
-from tests.oracle import (
+from tests.support.oracle import (
     KINDS,
     assert_same,
     hybrid_model,
@@ -17,7 +18,6 @@ from tests.oracle import (
     relative_error,
     tree_model,
 )
-from tests.test_gateways import RandomCuts, forest_of, in_partitions
 
 pytestmark = pytest.mark.gpu
 MODEL = {

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.oracle import (
+from tests.support.oracle import (
     KINDS,
     assert_same,
     hf_model,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.layouts import (
+from tests.support.layouts import (
     SMALL,
     ancestor_mask,
     exact_attention,
@@ -15,8 +15,8 @@ from tests.layouts import (
     random_nodes,
     random_qkv,
 )
-from tests.oracle import KINDS, hf_model, in_one_pass, random_groups, relative_error, tree_model
-from titan_tree.components.tree_attention import TreeAttention, flash, portable
+from tests.support.oracle import KINDS, hf_model, in_one_pass, random_groups, relative_error, tree_model
+from titan_tree.components.tree_attention import TreeAttention, flash, triton_kernels
 from titan_tree.components.tree_attention.hopper import (
     forward_pass,
     jobs,
@@ -24,7 +24,7 @@ from titan_tree.components.tree_attention.hopper import (
     query_pass,
     wide_key_pass,
 )
-from titan_tree.data.layout import TreeLayout
+from titan_tree.tree.layout import TreeLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -204,7 +204,7 @@ def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
 def test_new_trees_launch_cached_kernels(backend):
     """Another N, another tree, a forest, context: no kernel is compiled again."""
     of_hopper = [forward_pass, jobs, key_pass, query_pass, wide_key_pass]
-    modules = [portable, *of_hopper] if backend == "hopper" else [portable]
+    modules = [triton_kernels, *of_hopper] if backend == "hopper" else [triton_kernels]
     kernels = {
         f"{module.__name__}.{name}": kernel
         for module in modules

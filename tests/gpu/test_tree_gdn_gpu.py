@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.layouts import random_nodes
-from tests.test_tree_gdn import layout_of, predecessors
+from tests.components.tree_gdn.test_tree_gdn import layout_of, predecessors
+from tests.support.layouts import random_nodes
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.components.tree_gdn.reference import gated_delta_rule
 

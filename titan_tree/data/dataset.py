@@ -17,11 +17,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from titan_tree.data.paths import ExpertSizes, TokenPath
 from titan_tree.data.readers import Group, PathReader, SampleTokenizer, find_files, read_groups
-from titan_tree.data.replay import Replay, has_records, split_keys
-from titan_tree.data.tree import TokenTree, common_prefix, lexicographic_order
 from titan_tree.errors import UserError
+from titan_tree.tree.paths import ExpertSizes, TokenPath
+from titan_tree.tree.replay import Replay, has_records, split_keys
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class TreeDataset:
         allow_larger: a tree of more is a micro-batch of its own, which a TreePartitioner cuts; or an error.
         max_positions: the model's longest path; None: not checked.
         vocab_size: the model's; None: not checked.
-        experts: the model's, which replayed ones must fit; None: not checked.
+        experts: the model's, which forced_experts ones must fit; None: not checked.
         shuffle_buffer: groups held to draw the next one from; 0 keeps the order of the files.
         seed: of the shuffle.
         sample_options: keyword arguments of ``tokenizer.samples``.

@@ -17,7 +17,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from titan_tree.data.tree import TokenTree
+from titan_tree.tree.token_tree import TokenTree
 
 Decode = Callable[[list[int]], str]
 ENDS = "path ends here"

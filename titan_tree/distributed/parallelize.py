@@ -70,12 +70,12 @@ def parallelize(
     and gradients twice (2 % of a step, docs/performance.md). Gradients are summed over ranks, not averaged:
     the loss is already divided by the normalizer of the global batch.
 
-    expert_parallel: neighbouring ranks that share out the experts of each layer, see ``share_out_experts``.
+    expert_parallel: neighbouring ranks that share out the experts of each layer, see ``shard_experts``.
     Raises UserError where the model or the number of ranks does not allow that.
     """
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
-    expert_mesh = share_out_experts(model, mesh, expert_parallel) if expert_parallel > 1 else None
+    expert_mesh = shard_experts(model, mesh, expert_parallel) if expert_parallel > 1 else None
     if activation_checkpoint != "none":
         policy = titan.FullAC if activation_checkpoint == "full" else titan.TreeSelectiveAC
         # Nothing in a block draws random numbers.
@@ -84,7 +84,7 @@ def parallelize(
     if compile:
         # A graph for each kind of size that Inductor tells apart (docs/design.md), fewer than this.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        if "states" in model.stacks:
+        if "states" in model.cache_streams:
             # Sizes of a layout's many small tables are equal by chance, which must not bind a graph.
             torch.fx.experimental._config.use_duck_shape = False
         if expert_mesh is not None:
@@ -103,7 +103,7 @@ def parallelize(
     )
     for block in blocks:
         if expert_mesh is not None:
-            _shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
+            _fully_shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():
@@ -113,7 +113,7 @@ def parallelize(
     return model
 
 
-def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
+def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
     """Leave each rank E / ``num_ranks`` experts of every layer, as DTensors; returns the mesh of all ranks.
 
     That is "efsdp" x "ep": neighbours, the ranks of an "ep" group, hold all experts of a layer together, each
@@ -144,7 +144,7 @@ def share_out_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> Devic
     return expert_mesh
 
 
-def _shard_experts(
+def _fully_shard_experts(
     block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool
 ) -> None:
     """FSDP2 for the experts of a block over ``mesh``, even of one rank: casts and sums are the same then."""

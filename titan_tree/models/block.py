@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.moe import MoE, Routing
-from titan_tree.data.layout import TreeLayout
 from titan_tree.models.decoder_config import DecoderConfig
+from titan_tree.tree.layout import TreeLayout
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,20 @@ class Mixer(nn.Module, ABC):
 
     # What it leaves for later forwards, tensor by tensor: the stack of the bank (data/partition.py,
     # GatewayRows) that has its rows.
-    stacks: ClassVar[tuple[str, ...]]
+    cache_streams: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def forward(
         self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """[N, d], and of a partition its exports, a tensor for each of ``stacks``.
+        """[N, d], and of a partition its exports, a tensor for each of ``cache_streams``.
 
         gateway: of a partition what earlier forwards exported, likewise; () where nothing is cut.
         """
 
     @abstractmethod
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        """PAD empty rows for each of ``stacks``; activations like x, whose device is that of all."""
+        """PAD empty rows for each of ``cache_streams``; activations like x, whose device is that of all."""
 
     @abstractmethod
     def flops(self, num_tokens: int, num_pairs: int) -> int:
@@ -142,11 +142,11 @@ class Block(nn.Module):
         rope: Rope,
         layout: TreeLayout,
         gateway: tuple[Tensor, ...] = (),
-        replayed: Tensor | None = None,
+        forced_experts: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Routing, Tensor] | None]:
         """x [N, d] of the next layer, exports (see ``Mixer.forward``), and the sums and experts of a MoE.
 
-        replayed: see ``MoE.forward``.
+        forced_experts: see ``MoE.forward``.
         """
         mixed, exports = self.mixer(self.input_layernorm(x), rope, layout, gateway)
         x = x + mixed
@@ -154,7 +154,7 @@ class Block(nn.Module):
         if isinstance(self.mlp, MLP):
             return x + self.mlp(normed), exports, None
         assert layout.num_paths is not None
-        out, routing, experts = self.mlp(normed, layout.num_paths, replayed)
+        out, routing, experts = self.mlp(normed, layout.num_paths, forced_experts)
         return x + out, exports, (routing, experts)
 
 

@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.moe import BIAS, MoE, Routing
 from titan_tree.components.tree_attention import Backend, TreeAttention
-from titan_tree.data.batch import TreeBatch
-from titan_tree.data.layout import TreeLayout
-from titan_tree.data.partition import PAD
-from titan_tree.data.paths import ExpertSizes
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block, Linear, RMSNorm, Rope
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+from titan_tree.tree.paths import ExpertSizes
 
 
 class ModelOutput(NamedTuple):
@@ -37,8 +37,8 @@ class ModelOutput(NamedTuple):
     # Of a partition all that reaches the loss, hidden states [E, d] of the predicting tokens and sums of
     # ``routing``, each twice: where the blocks' graph ends, and the leaf where the loss's own begins: that
     # part, with all logits, waits for no other partition.
-    cut: tuple[tuple[Tensor, Tensor], ...] = ()
-    # Of each layer in turn what it exports, see ``Mixer.stacks``, for child partitions.
+    loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
+    # Of each layer in turn what it exports, see ``Mixer.cache_streams``, for child partitions.
     exports: tuple[Tensor, ...] | None = None
     # Of each layer that has experts those of its tokens, [N, k] int16.
     routed_experts: tuple[Tensor, ...] = ()
@@ -75,7 +75,7 @@ class Decoder(nn.Module, ABC):
             self.expert_sizes = ExpertSizes(len(mixtures), mixtures[0].top_k, mixtures[0].gate.out_features)
         self.has_experts = self.expert_sizes is not None
         # Of each tensor that layers export, one after another, the stack that has its rows.
-        self.stacks = [stack for block in blocks for stack in block.mixer.stacks]
+        self.cache_streams = [stack for block in blocks for stack in block.mixer.cache_streams]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
         self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
@@ -90,8 +90,8 @@ class Decoder(nn.Module, ABC):
     ) -> ModelOutput:
         """Log-probabilities, and on request entropies, of the batch's edges.
 
-        gateway: for a partition that is not its plan's first, for each of ``stacks`` the first rows of the
-            bank, ``batch.rows_above``, with the exports of all partitions above it.
+        gateway: for a partition that is not its plan's first, for each of ``cache_streams`` the first rows of the
+            bank, ``batch.cache_offset``, with the exports of all partitions above it.
         """
         layout = self.prepare(batch.layout)
         rope = Rope.at(layout.positions, self.config.rotary_dim, self.config.rope_theta)
@@ -102,13 +102,13 @@ class Decoder(nn.Module, ABC):
             # gateway wants them there, the dummy beside it does not.
             x.requires_grad_()
         gateways = iter(self._gateways(batch, gateway, x))
-        replayed = iter(self._replayed(batch))
+        forced_experts = iter(self._replayed(batch))
         exports: list[Tensor] = []
         routings: list[Routing] = []
         experts: tuple[Tensor, ...] = ()
         for layer in self.blocks:
-            context = tuple(islice(gateways, len(layer.mixer.stacks)))
-            own = next(replayed, None) if isinstance(layer.mlp, MoE) else None
+            context = tuple(islice(gateways, len(layer.mixer.cache_streams)))
+            own = next(forced_experts, None) if isinstance(layer.mlp, MoE) else None
             x, exported, routed = layer(x, rope, layout, context, own)
             exports += exported
             if routed is not None:
@@ -180,15 +180,15 @@ class Decoder(nn.Module, ABC):
         return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
 
     def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
-        """For each of ``stacks``; for a plan's first partition empty rows."""
-        above = batch.rows_above
+        """For each of ``cache_streams``; for a plan's first partition empty rows."""
+        above = batch.cache_offset
         if gateway is None and above == (0, 0):
             return ()
         if gateway is None and above == (PAD, PAD):
             # With gradients, as rows of the bank have them, so that torch.compile makes one graph of both.
             rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(x)]
             return [row.requires_grad_(torch.is_grad_enabled()) for row in rows]
-        expected = [getattr(above, stack) for stack in self.stacks]
+        expected = [getattr(above, stack) for stack in self.cache_streams]
         given = [len(rows) for rows in gateway or ()]
         if given != expected or not above.keys:
             raise UserError(f"gateway: expected {expected} rows of the bank's tensors, got {given}")
@@ -219,7 +219,9 @@ class Decoder(nn.Module, ABC):
             used["states"] = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
         like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
         rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
-        return sum(row.nbytes // PAD * used[stack] for row, stack in zip(rows, self.stacks, strict=True))
+        return sum(
+            row.nbytes // PAD * used[stack] for row, stack in zip(rows, self.cache_streams, strict=True)
+        )
 
     def training_flops(self, batch: TreeBatch) -> int:
         """Floating-point operations of a forward and backward pass on ``batch``, recomputation not counted.

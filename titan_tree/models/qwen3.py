@@ -15,12 +15,12 @@ from torch import Tensor
 
 from titan_tree.components.moe import MoE
 from titan_tree.components.tree_attention import TreeAttention
-from titan_tree.data.layout import TreeLayout
-from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
 from titan_tree.models.block import MLP, Block, Linear, Mixer, RMSNorm, Rope
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Attention(Mixer):
     Exports are keys and values [X, 2, Hkv, D].
     """
 
-    stacks = ("keys",)
+    cache_streams = ("keys",)
 
     def __init__(
         self, config: DecoderConfig, attention: TreeAttention, norm: type[RMSNorm] = RMSNorm

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from titan_tree.components.moe import MoE
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
-from titan_tree.data.layout import TreeLayout
-from titan_tree.data.partition import PAD
 from titan_tree.errors import UserError
 from titan_tree.models.block import MLP, Block, Linear, Mixer, RMSNorm, Rope, at_least_fp32
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.qwen3 import Attention
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -192,7 +192,7 @@ class GatedDeltaNet(Mixer):
     Exports are states [S, G, K, V] and the convolution's last inputs [S, W - 1, 2 H K + G V].
     """
 
-    stacks = ("states", "states")
+    cache_streams = ("states", "states")
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()

@@ -106,6 +106,6 @@ class Qwen35Moe(Hybrid):
             c.moe_intermediate_size,
             c.num_experts,
             c.num_experts_per_tok,
-            renormalise=True,
+            norm_topk_prob=True,
             shared_expert=shared_expert,
         )

@@ -41,7 +41,7 @@ class MoE(nn.Module):
 
     Args:
         top_k: experts of a token, k.
-        renormalise: divide the chosen experts' probabilities by their sum.
+        norm_topk_prob: divide the chosen experts' probabilities by their sum.
         shared_expert: a module from [N, d] to [N, d], or None.
     """
 
@@ -51,11 +51,11 @@ class MoE(nn.Module):
         intermediate_size: int,
         num_experts: int,
         top_k: int,
-        renormalise: bool,
+        norm_topk_prob: bool,
         shared_expert: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.top_k, self.renormalise = top_k, renormalise
+        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
         # [E] fp32, added to the probabilities for the choice alone, see RouterBias; named as in DeepSeek-V3.
@@ -66,14 +66,14 @@ class MoE(nn.Module):
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(
-        self, x: Tensor, num_paths: Tensor, replayed: Tensor | None = None
+        self, x: Tensor, num_paths: Tensor, forced_experts: Tensor | None = None
     ) -> tuple[Tensor, Routing, Tensor]:
         """[N, d] in x's dtype, sums over its tokens, and the experts that these had, [N, k] int16.
 
         Args:
             x: [N, d].
             num_paths: [N] fp32, of paths that run through each token and are to count.
-            replayed: [N, k] int16, experts instead of the likeliest, all different in a row, or all -1.
+            forced_experts: [N, k] int16, experts instead of the likeliest, all different in a row, or all -1.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))
@@ -82,10 +82,10 @@ class MoE(nn.Module):
         if self.e_score_correction_bias is not None:
             choice = choice + self.e_score_correction_bias
         expert = choice.topk(self.top_k, dim=-1).indices
-        if replayed is not None:
-            expert = torch.where(replayed >= 0, replayed.to(expert.dtype), expert)
+        if forced_experts is not None:
+            expert = torch.where(forced_experts >= 0, forced_experts.to(expert.dtype), expert)
         weight = probability.gather(1, expert)
-        if self.renormalise:
+        if self.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
 

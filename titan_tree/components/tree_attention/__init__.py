@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from titan_tree.components.tree_attention import context as rows
 from titan_tree.components.tree_attention import flash, flex, hopper, operator, plan, reference
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
 Backend = Literal["auto", "hopper", "triton", "flash", "flex", "reference"]
 LIBRARY = {"flash": flash, "flex": flex, "reference": reference}  # not our kernels

@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
 
 def available(device: torch.device) -> bool:

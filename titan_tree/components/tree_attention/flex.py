@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
 # fullgraph: past the recompilation limit an error, not FlexAttention's fallback to a dense [N, M] of scores.
 _flex_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)

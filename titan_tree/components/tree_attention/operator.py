@@ -1,6 +1,6 @@
 """The operator tree_attention: all that autograd, torch.compile and activation checkpointing need to know.
 
-It computes with one of two sets of kernels: "triton" (``portable``) or "hopper". Saved for the backward are
+It computes with one of two sets of kernels: "triton" (``triton_kernels``) or "hopper". Saved for the backward are
 q, k, v, o and lse, as FlashAttention does; of a partition its own k and v only (``context``).
 """
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_attention import context as rows
-from titan_tree.components.tree_attention import hopper, portable
+from titan_tree.components.tree_attention import hopper, triton_kernels
 from titan_tree.components.tree_attention.plan import PIECE, QUERIES, Plan
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
-KERNELS: dict[str, ModuleType] = {"triton": portable, "hopper": hopper}
+KERNELS: dict[str, ModuleType] = {"triton": triton_kernels, "hopper": hopper}
 
 
 def attention(
@@ -43,7 +43,7 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], kernels: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [N, H, D] and lse, see ``portable.empty_lse``. metadata: subtree_end, key_index and the plan."""
+    """o [N, H, D] and lse, see ``triton_kernels.empty_lse``. metadata: subtree_end, key_index and the plan."""
     end, column, *plan = metadata
     q, k, v, end = map(_as_rows, (q, k, v, end))
     with torch.cuda.device_of(q):
@@ -82,7 +82,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], kernels: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), portable.empty_lse(q)
+    return q.new_empty(q.shape), triton_kernels.empty_lse(q)
 
 
 @tree_attention_backward.register_fake

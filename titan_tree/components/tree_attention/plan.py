@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
 # Granularity. A kernel's tiles may be smaller, dividing these.
 QUERIES = 128  # of a query block, the unit of lists

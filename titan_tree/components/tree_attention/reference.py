@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.data.layout import TreeLayout
+from titan_tree.tree.layout import TreeLayout
 
 
 def prepare(layout: TreeLayout) -> Tensor:

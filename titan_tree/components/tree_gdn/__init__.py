@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from titan_tree.components.tree_gdn import operator
 from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
 from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import Chunks
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["Backend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import CHUNK
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import CHUNK
 
 Run = Callable[[int, int], None]  # a serial pass over chains first .. end - 1
 

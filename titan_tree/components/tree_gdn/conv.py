@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.tree_gdn.reference import conv_sources
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
 
 BLOCK = 256  # channels of a program, 4 per thread
 WARPS = 2

@@ -39,8 +39,8 @@ from titan_tree.components.tree_gdn.kernels_forward import (
     make_states,
     stages,
 )
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import Chunks
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import Chunks
 
 
 @triton.jit

@@ -41,9 +41,9 @@ from titan_tree.components.tree_gdn.buffers import (
     sizes,
 )
 from titan_tree.components.tree_gdn.reference import EPSILON
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import CHUNK, Chunks
 from titan_tree.errors import UserError
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import CHUNK, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_EPSILON = tl.constexpr(EPSILON)

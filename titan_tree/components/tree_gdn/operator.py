@@ -15,10 +15,10 @@ from torch import Tensor
 
 from titan_tree.components.tree_gdn import kernels_backward, kernels_forward, reference
 from titan_tree.components.tree_gdn.buffers import Saved, empty_saved
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import Chunks
-from titan_tree.data.layout import TreeLayout
 from titan_tree.errors import UserError
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.layout import TreeLayout
 
 
 def gated_delta_rule(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.data.layout import TreeLayout
+from titan_tree.tree.layout import TreeLayout
 
 EPSILON = 1e-6  # added to squared lengths, as Qwen's models do
 

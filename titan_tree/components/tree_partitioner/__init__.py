@@ -5,7 +5,7 @@ traversals.py         what the next three share: a partition is whole paths, run
     single_path.py    with one shared prefix each: dynamic program
     multi_path.py     so that the fewest tokens run: exact, for trees of moderate size
     greedy.py         filled in DFS order: linear time
-redundancy_free.py    connected pieces with gateways, no token twice; tops.py finds where to cut
+redundancy_free.py    connected pieces with gateways, no token twice; subtree_cut.py finds where to cut
 auto.py               none, greedy or redundancy_free, by estimated time
 
 A new strategy is a file with a function ``partition`` and a line in ``STRATEGIES``.
@@ -23,9 +23,9 @@ from titan_tree.components.tree_partitioner import (
     redundancy_free,
     single_path,
 )
-from titan_tree.data.partition import Partition, PartitionPlan
-from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
+from titan_tree.tree.partition import Partition, PartitionPlan
+from titan_tree.tree.token_tree import TokenTree
 
 __all__ = ["STRATEGIES", "TreePartitioner"]
 

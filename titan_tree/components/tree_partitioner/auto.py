@@ -7,8 +7,8 @@ forward and backward. Only their ratios matter for the choice.
 from __future__ import annotations
 
 from titan_tree.components.tree_partitioner import greedy, none, redundancy_free
-from titan_tree.data.partition import PartitionPlan
-from titan_tree.data.tree import TokenTree
+from titan_tree.tree.partition import PartitionPlan
+from titan_tree.tree.token_tree import TokenTree
 
 FLOPS = 500e12  # per second, about what dense training reaches in bf16
 TOKEN_SECONDS = 6 * 1.7e9 / FLOPS  # 6 FLOPs per parameter: 20 us

@@ -26,9 +26,9 @@ from titan_tree.components.tree_partitioner.traversals import (
     path_tokens,
     run_each,
 )
-from titan_tree.data.partition import Partition
-from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
+from titan_tree.tree.partition import Partition
+from titan_tree.tree.token_tree import TokenTree
 
 MAX_PACKINGS = 10_000  # ways to join the states of siblings at one node: about a second
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from titan_tree.data.partition import Partition, one_pass
-from titan_tree.data.tree import TokenTree
+from titan_tree.tree.partition import Partition, one_pass
+from titan_tree.tree.token_tree import TokenTree
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:

@@ -5,7 +5,7 @@ A partition runs at most C = ``max_tokens``. Its *chain*, its own tokens and tho
 is alive while it runs: at most K = ``max_chain_tokens``. The fewest forwards under both bounds are sought on
 one *level* after the other, the subtrees that hang from one parent partition, under a chain of b tokens:
 
-1.  A subtree of more than K - b tokens is cut (tops.py): its top is a partition, below it is a new level.
+1.  A subtree of more than K - b tokens is cut (subtree_cut.py): its top is a partition, below it is a new level.
 2.  One of more than C tokens runs in DFS order, at most C at a time. Each of these pieces is the parent of
     the next: what a token has above its own piece is in the piece before, or above all of that.
 3.  All other subtrees, and the last pieces, share partitions: best fit, largest first.
@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titan_tree.components.tree_partitioner.tops import Cut, Heights, Ranges, Subtree
+from titan_tree.components.tree_partitioner.subtree_cut import Heights, Ranges, Subtree, SubtreeCut
 from titan_tree.components.tree_partitioner.traversals import ranges
-from titan_tree.data.partition import Partition, in_tree_order
-from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
+from titan_tree.tree.partition import Partition, in_tree_order
+from titan_tree.tree.token_tree import TokenTree
 
-DISCOUNTS = (1, 2, 4)  # of what tops leave to be cut again: no one suits all trees, the best plan is taken
+DISCOUNTS = (
+    1,
+    2,
+    4,
+)  # of what subtree_cut leave to be cut again: no one suits all trees, the best plan is taken
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
@@ -80,7 +84,7 @@ class Planner:
         free: list[tuple[int, int]] = []  # (tokens that still fit, bin), ascending
         for size, subtree in sorted(((self._size(s), s) for s in subtrees), reverse=True):
             if size > room:
-                own, hanging = Cut(self.heights, subtree, self.max_tokens, room).best(self.discount)
+                own, hanging = SubtreeCut(self.heights, subtree, self.max_tokens, room).best(self.discount)
                 top = int((own[1] - own[0]).sum())
                 self.levels.append((hanging, self._add(parent, own), chain + top))
                 continue

@@ -17,8 +17,8 @@ from titan_tree.components.tree_partitioner.traversals import (
     node_tokens,
     path_tokens,
 )
-from titan_tree.data.partition import Partition
-from titan_tree.data.tree import TokenTree
+from titan_tree.tree.partition import Partition
+from titan_tree.tree.token_tree import TokenTree
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from titan_tree.data.partition import Partition, in_tree_order
-from titan_tree.data.tree import TokenTree
 from titan_tree.errors import UserError
+from titan_tree.tree.partition import Partition, in_tree_order
+from titan_tree.tree.token_tree import TokenTree
 
 
 def check_paths_fit(tree: TokenTree, max_tokens: int, strategy: str) -> None:

@@ -17,10 +17,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
-from titan_tree.data.messages import Message
-from titan_tree.data.paths import TokenPath
 from titan_tree.errors import UserError
+from titan_tree.tree.paths import TokenPath
 
 Turns = Literal["each", "last", "whole"]
 Range = tuple[int, int]  # characters [start, end) of a rendered text

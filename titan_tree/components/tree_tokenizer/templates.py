@@ -25,7 +25,7 @@ import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_tree.data.messages import Message
+from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.errors import UserError
 
 BUILT_IN = ("chatml", "qwen3")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.messages import normalize_messages, text_before_calls_as_reasoning
 from titan_tree.components.tree_tokenizer.samples import Turns, conversation_paths
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
@@ -20,9 +21,8 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.data.messages import normalize_messages, text_before_calls_as_reasoning
-from titan_tree.data.paths import TokenPath
 from titan_tree.errors import UserError
+from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, Any]]
 # Tokens of tokenizer_config.json that chat templates read by these names.
@@ -137,7 +137,7 @@ class TreeTokenizer:
         """The conversation as the chat template writes it.
 
         Args:
-            messages: see ``titan_tree.data.messages.normalize_messages``.
+            messages: see ``titan_tree.components.tree_tokenizer.messages.normalize_messages``.
             tools: JSON schemas of the tools.
             add_generation_prompt: end with the header of the assistant's next message.
             variables: template variables, such as ``enable_thinking`` of Qwen3.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
-from titan_tree.components.tree_attention import portable
+from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
 from titan_tree.components.tree_attention.plan import Plan
@@ -38,7 +38,7 @@ def backward(
     plan: Plan, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the dtypes of q, k, v."""
-    inputs = do, q, k, v, lse, portable.row_sums(do, o, lse), end, column, plan
+    inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, plan
     if q.shape[-1] in key_pass.SLOTS:
         dk, dv, dq = key_pass.gradients(*inputs, with_dq=not deterministic)
     else:

@@ -56,7 +56,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
-from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
 
 
 class Exchange(NamedTuple):
@@ -270,7 +270,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan, with_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dk, dv and, with_dq, dq in the dtypes of k, v, q. delta: see ``portable.row_sums``."""
+    """dk, dv and, with_dq, dq in the dtypes of k, v, q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq_sum = torch.zeros_like(q, dtype=torch.float32) if with_dq else None

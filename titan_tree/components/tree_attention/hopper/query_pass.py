@@ -45,7 +45,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
-from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
 
 
 class Memory(NamedTuple):
@@ -262,7 +262,7 @@ def gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """dq in the dtype of q. delta: see ``portable.row_sums``."""
+    """dq in the dtype of q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
     sizes = SIZES[dim]
     dq = torch.empty_like(q)

@@ -40,7 +40,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
-from titan_tree.components.tree_attention.portable import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
 
 
 @gluon.jit
@@ -195,7 +195,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv in the dtypes of k and v. delta: see ``portable.row_sums``."""
+    """dk and dv in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)

@@ -39,7 +39,7 @@ from titan_tree.components.rings import (
 )
 from titan_tree.components.tree_gdn.buffers import Factors, Saved
 from titan_tree.components.tree_gdn.hopper.passes import rows_of, store_tokens
-from titan_tree.data.chunks import CHUNK, Chunks
+from titan_tree.tree.chunks import CHUNK, Chunks
 
 C = gl.constexpr(CHUNK)
 BETA, LENGTH, Q_LENGTH = (

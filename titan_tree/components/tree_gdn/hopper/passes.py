@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_tree.components.rings import Ring, make_ring, matrix, release, vector, wait_empty, wait_full
 from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved
-from titan_tree.data.chains import Chains
-from titan_tree.data.chunks import CHUNK, Chunks
 from titan_tree.errors import UserError
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import CHUNK, Chunks
 
 BLOCK_V = gl.constexpr(64)  # columns of V for a program: the rows of the tensor cores' products
 C = gl.constexpr(CHUNK)

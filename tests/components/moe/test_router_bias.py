@@ -1,0 +1,228 @@
+"""RouterBias: what it chooses and how it moves, in trees and flat, over resumes, and into snapshots."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.components.moe.test_moe import by_token, moe
+from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
+from titan_tree.components.moe import RouterBias, Routing
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.config import ModelConfig
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.hf import load_pretrained, save_pretrained
+from titan_tree.models.registry import build_model
+from titan_tree.trainer import Trainer
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+BIASED = {"model__name": "qwen3_moe", "router_bias__rate": 3e-4}
+
+
+def biases(trainer):
+    return {name: bias.clone() for name, bias in trainer.model.router_biases.items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_chooses_but_does_not_weigh():
+    """Against the loop over tokens, to which a bias is an infinite one: chosen always, weighed as ever."""
+    made = moe(top_k=2, shared=False)
+    x = torch.randn(23, 8, dtype=torch.float64)
+    plain = by_token(made, x)
+    made.e_score_correction_bias = torch.tensor([0.0, 9, 0, 9, 0])
+    got, routing, experts = made(x, torch.ones(23))
+    assert routing.tokens.tolist() == [0, 23, 0, 23, 0]
+    assert (experts.sort().values == torch.tensor([1, 3])).all()
+    probability = (x @ made.gate.weight.t()).softmax(-1)
+    torch.testing.assert_close(routing.probability, probability.sum(0))
+    pair = probability[:, [1, 3]] / probability[:, [1, 3]].sum(1, keepdim=True)
+    want = torch.zeros_like(x)
+    for i, e in enumerate((1, 3)):
+        gate, up = (x @ made.experts.gate_up_proj[e].t()).chunk(2, dim=1)
+        hidden = torch.nn.functional.silu(gate) * up
+        want += pair[:, [i]] * (hidden @ made.experts.down_proj[e].t())
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+    made.e_score_correction_bias = torch.zeros(5)
+    torch.testing.assert_close(made(x, torch.ones(23))[0], plain, rtol=1e-12, atol=1e-12)
+
+
+def test_it_moves_against_the_load():
+    routing = Routing(
+        tokens=torch.tensor([[1.0, 1, 4], [2, 2, 2]]),
+        chosen=torch.tensor([[9.0, 1, 5], [6, 6, 0]]),
+        probability=torch.zeros(2, 3),
+        squared_lse=torch.zeros(2),
+    )
+    for counts, steps in (("paths", [[-1, 1, 0], [-1, -1, 1]]), ("tokens", [[1, 1, -1], [0, 0, 0]])):
+        moved = [torch.full((3,), 0.5), torch.zeros(3)]
+        RouterBias(0.25, counts).update(moved, routing)
+        want = torch.tensor([[0.5] * 3, [0.0] * 3]) + 0.25 * torch.tensor(steps)
+        assert torch.equal(torch.stack(moved), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1.0,), "router_bias.rate: expected a finite number >= 0, got -1.0"),
+        ((float("inf"),), "router_bias.rate: expected a finite number >= 0, got inf"),
+        ((1.0, "rows"), "router_bias.counts: expected one of paths, tokens, got 'rows'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        RouterBias(*arguments)
+
+
+@pytest.mark.parametrize("counts", ["paths", "tokens"])
+def test_it_balances_a_router(counts):
+    """A fresh one gives some expert nearly twice the mean. Weights stay: what falls is due to the biases."""
+    torch.manual_seed(0)
+    model = build_model("qwen3_moe", "debug")
+    model.add_router_biases()
+    prompt = torch.randint(512, (60,))
+    paths = [TokenPath(torch.cat([prompt, torch.randint(512, (90,))]).numpy()) for _ in range(4)]
+    step, bias, loads = TreeStep(model, TreeLoss()), RouterBias(1e-3, counts), []
+    prepared = step.prepare([[TokenTree.from_paths(paths)]])
+    for _ in range(40):
+        result = step.run(prepared)
+        chosen = result.routing.chosen if counts == "paths" else result.routing.tokens
+        loads.append((chosen.amax(1) / chosen.mean(1)).mean().item())
+        if counts == "tokens":
+            assert result.router_metrics["expert_load"].item() == loads[-1]
+        bias.update(model.router_biases.values(), result.routing)
+    assert loads[0] > 1.7
+    assert max(loads[-5:]) < 1.15
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"])
+def test_in_a_tree_it_moves_as_flat_unless_it_counts_distinct_tokens(tmp_path, model):
+    """To the bit, in several micro-batches, in partitions, and where forwards run again."""
+    kinds = {
+        "tree": {},
+        "flat": {"data__layout": "flat"},
+        "partitions": {"data__max_tokens": 12, "partition__activations": "recompute"},
+        "full": {"training__activation_checkpoint": "full"},
+        "tokens": {"router_bias__counts": "tokens"},
+    }
+    options = BIASED | SMALL[model] | {"data__max_tokens": 70, "training__steps": 5}
+    ended = {
+        name: biases(train(tiny_config(tmp_path / name, **options | own))) for name, own in kinds.items()
+    }
+    assert all(bias.dtype == torch.float32 and bias.any() for bias in ended["tree"].values())
+    assert len(ended["tree"]) == 2
+    for name in ("flat", "partitions", "full"):
+        assert same(ended[name], ended["tree"]), name
+    assert not same(ended["tokens"], ended["tree"])
+
+
+def test_a_refused_step_moves_nothing(tmp_path):
+    config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
+    trainer = Trainer(config)
+    inputs = trainer._inputs()
+    trainer.train_step(inputs)
+    before = biases(trainer)
+    assert all(bias.any() for bias in before.values())
+    with pytest.raises(UserError, match=r"step 2: .* is nan"):
+        trainer.train_step(inputs)
+    assert same(biases(trainer), before)
+    inputs.close()
+    dist.destroy_process_group()
+
+
+def test_resumed_equals_uninterrupted(tmp_path):
+    config = tiny_config(tmp_path, **BIASED, checkpoint__interval=2)
+    want = biases(train(config))
+    expected = read_metrics(config)
+    shutil.rmtree(Path(config.folder) / "checkpoints" / "step-4")
+    resumed = train(config)
+    assert len(resumed.history) == 2
+    assert read_metrics(config) == expected
+    assert same(biases(resumed), want)
+    # A rate of 0 goes on with the biases as they are; none at all is another model.
+    shutil.rmtree(Path(config.folder) / "checkpoints" / "step-4")
+    halfway = biases(train(tiny_config(tmp_path, **BIASED, checkpoint__interval=2, training__steps=2)))
+    frozen = train(tiny_config(tmp_path, **BIASED | {"router_bias__rate": 0.0}, checkpoint__interval=2))
+    assert same(biases(frozen), halfway)
+    with pytest.raises(UserError, match=r"of another model or optimizer: router_bias = True \(now None\)"):
+        train(tiny_config(tmp_path, model__name="qwen3_moe", checkpoint__interval=2))
+
+
+def test_without_a_rate_there_is_none(tmp_path):
+    trainer = train(tiny_config(tmp_path / "a", model__name="qwen3_moe", checkpoint__interval=2))
+    assert not any("bias" in name for name in trainer.model.state_dict())
+    assert "router_bias" not in json.loads((trainer.checkpoints.folder / "model.json").read_text())
+    with pytest.raises(UserError, match="router_bias: expected a model with experts"):
+        train(tiny_config(tmp_path / "b", router_bias__rate=0.0))
+
+
+def with_biases(dtype=torch.float32):
+    model = build_model("qwen3_moe", "debug", num_hidden_layers=2, decoder_sparse_step=2).to(dtype)
+    model.add_router_biases()
+    for bias in model.router_biases.values():
+        bias.copy_(torch.linspace(-0.1, 1 / 3, 8))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_snapshots_have_them_beside_the_weights(tmp_path, caplog, dtype):
+    """In fp32 whatever the weights are; transformers loads the snapshot, without them."""
+    model = with_biases(dtype)
+    save_pretrained(model, tmp_path / "out")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "router_biases.json, which titan_tree alone reads: other programs choose" in record.message
+    again = load_pretrained(tmp_path / "out", dtype=dtype)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert {bias.dtype for bias in again.router_biases.values()} == {torch.float32}
+    assert list(again.router_biases) == ["layers.1.mlp.e_score_correction_bias"]
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert torch.equal(hf.model.layers[1].mlp.gate.weight, model.layers[1].mlp.gate.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda stored: stored.clear(),
+            "router_biases.json: missing tensors: layers.1.mlp.e_score_correction_bias",
+        ),
+        (lambda stored: stored.update(x=[1]), "router_biases.json: unexpected tensors: x"),
+        (lambda stored: stored.update({next(iter(stored)): [0.0] * 7}), "expected a list of 8 numbers, got"),
+        (lambda stored: stored.update({next(iter(stored)): ["a"] * 8}), "expected a list of 8 numbers, got"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, change, message):
+    save_pretrained(with_biases(), tmp_path / "out")
+    path = tmp_path / "out" / "router_biases.json"
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("rate", ["null", "0.01"])
+def test_a_run_starts_from_a_snapshots_biases_and_exports_its_own(tmp_path, rate):
+    first = train(tiny_config(tmp_path / "a", **BIASED, checkpoint__export_hf=True))
+    config = tiny_config(
+        tmp_path / "b",
+        optimizer__lr=0.0,
+        training__steps=1,
+        router_bias__rate=rate,
+        checkpoint__export_hf=True,
+    )
+    config.model = ModelConfig(name="qwen3_moe", hf_path=f"{first.config.folder}/hf")
+    second = train(config)
+    assert same(biases(second), biases(first)) == (rate == "null")
+    exported = load_pretrained(Path(config.folder) / "hf", dtype=torch.bfloat16)
+    assert same(exported.router_biases, biases(second))

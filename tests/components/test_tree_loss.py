@@ -1,0 +1,201 @@
+"""TreeLoss against plain per-path code: loss, metrics and gradients on the shared edges' log-probs."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from titan_tree.components.tree_loss import LOSSES, TreeLoss, register_loss
+from titan_tree.errors import UserError
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
+    """Paths over two tokens, so that they branch, end inside each other and repeat."""
+    rng = np.random.default_rng(seed)
+    paths = []
+    for i in range(count):
+        n = int(rng.integers(1, 12))
+        paths.append(
+            TokenPath(
+                rng.integers(0, 2, n),
+                # The first trains on nothing; in the others, tokens count in full, in part or not.
+                loss_mask=rng.choice([0, 1, 1, 0.5, 0.01], n) if i else np.zeros(n),
+                weight=float(rng.uniform(0.2, 2)),
+                advantage=float(rng.normal()) if i % 2 else rng.normal(size=n),
+                old_logprobs=rng.normal(-1, 0.5, n),
+                ref_logprobs=rng.normal(-1, 0.5, n),
+            )
+        )
+    return [*paths, paths[-1]]  # a duplicate
+
+
+def edge_table(batch: TreeBatch) -> dict[tuple[int, ...], int]:
+    """The edge into every token prefix of length >= 2, found by following edges from the roots."""
+    depth = batch.layout.positions.tolist()
+    prefix = {token: (int(batch.tokens[token]),) for token in range(len(batch)) if depth[token] == 0}
+    targets = [token for token in range(len(batch)) if depth[token] > 0]  # edges stand in this order
+    for edge, target in enumerate(targets):
+        prefix[target] = (*prefix[int(batch.edge_source[edge])], int(batch.edge_label[edge]))
+    return {prefix[target]: edge for edge, target in enumerate(targets)}
+
+
+def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Tensor]:
+    """Token losses of one path by the textbook, in Python floats where nothing is differentiated."""
+    out = []
+    whole = torch.zeros((), dtype=torch.float64)  # gspo: mean log-ratio of the path
+    if name == "gspo" and path.loss_mask[1:].sum():
+        for t in range(1, len(path)):
+            whole = whole + float(path.loss_mask[t]) * (logp[t - 1] - float(path.old_logprobs[t]))
+        whole = whole / float(path.loss_mask[1:].sum())
+    for t in range(1, len(path)):
+        new = logp[t - 1]
+        if name == "sft":
+            out.append(-new)
+            continue
+        advantage = float(path.advantage[t])
+        if name == "reinforce":
+            out.append(-advantage * new)
+            continue
+        ratio = torch.exp(whole if name == "gspo" else new - float(path.old_logprobs[t]))
+        low, high = ratio * advantage, ratio.clamp(0.9, 1.3) * advantage
+        loss = -(low if low <= high else high)
+        if name == "grpo":
+            difference = float(path.ref_logprobs[t]) - new
+            loss = loss + 0.1 * (torch.exp(difference) - difference - 1)
+        out.append(loss)
+    return out
+
+
+CLIP = {"clip_low": 0.1, "clip_high": 0.3}
+OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": 0.1}}
+
+
+@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
+@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+def test_equals_the_loss_of_every_path_alone(name, reduction):
+    for seed, edges in itertools.product(range(4), ["all", "loss"]):
+        paths = random_paths(seed)
+        trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
+        batch = TreeBatch.from_trees(trees)
+        tables = [edge_table(TreeBatch.from_trees([tree])) for tree in trees]
+        offset = len(TreeBatch.from_trees(trees[:1]).edge_label)
+        logprobs = (torch.randn(len(batch.edge_label), dtype=torch.float64) - 1).requires_grad_()
+
+        total, weights = torch.zeros((), dtype=torch.float64), 0.0
+        counted, nll = 0.0, 0.0
+        for i, path in enumerate(paths):
+            tokens = path.tokens.tolist()
+            table = tables[i >= 5]
+            shift = offset if i >= 5 else 0
+            found = [table[tuple(tokens[: t + 1])] + shift for t in range(1, len(tokens))]
+            token_losses = plain_loss(name, logprobs[found], path)
+            mask = path.loss_mask[1:].tolist()
+            summed = sum((m * x for m, x in zip(mask, token_losses, strict=True)), start=0 * total)
+            if reduction == "path_token_mean":
+                summed = summed / sum(mask) if sum(mask) else summed
+            total = total + path.weight * summed
+            weights += path.weight * (sum(mask) if reduction == "token_mean" else 1)
+            counted += path.weight * sum(mask)
+            nll -= path.weight * sum(m * x.item() for m, x in zip(mask, logprobs[found], strict=True))
+        expected = total / weights
+        (expected_grad,) = torch.autograd.grad(expected, logprobs)
+
+        loss = TreeLoss(name, reduction, **OPTIONS.get(name, {}))
+        normalizer = loss.normalizer(paths)
+        assert normalizer == pytest.approx(weights, rel=1e-6)
+        scored = logprobs
+        if edges == "loss":  # the same edges, less those that no path trains on
+            full = batch
+            batch = TreeBatch.from_trees(trees, edges="loss")
+            kept = torch.zeros(len(full.edge_label), dtype=torch.bool)
+            kept[full.pairs.edge[full.pairs.loss_mask > 0]] = True
+            scored = logprobs[kept]
+            assert torch.equal(full.edge_label[kept], batch.edge_label)
+            assert torch.equal(full.edge_source[kept], batch.edge_source)
+        got, metrics = loss(scored, batch, normalizer)
+        assert metrics["nll"].item() == pytest.approx(nll, rel=1e-6)  # over tokens, whatever the reduction
+        assert metrics["token_weight"].item() == pytest.approx(counted, rel=1e-6)
+        (got_grad,) = torch.autograd.grad(got, logprobs)
+        torch.testing.assert_close(got, expected, rtol=2e-7, atol=1e-8)  # weights and fields are fp32
+        torch.testing.assert_close(got_grad, expected_grad, rtol=2e-6, atol=1e-7)
+
+
+def test_unequal_advantages_on_a_shared_token():
+    """The clip acts per path: on one shared edge, one path is clipped and the other is not."""
+    up = TokenPath([1, 2, 3], loss_mask=[0, 1, 0], advantage=1.0, old_logprobs=[0, -1.0, 0])
+    down = TokenPath([1, 2, 4], loss_mask=[0, 1, 0], advantage=-2.0, old_logprobs=[0, -1.0, 0])
+    batch = TreeBatch.from_trees([TokenTree.from_paths([up, down])], edges="loss")
+    assert len(batch.edge_label) == 1
+    logprob = torch.tensor([-0.5], requires_grad=True)  # ratio exp(0.5) = 1.65: above 1.2
+    loss, metrics = TreeLoss("ppo")(logprob, batch, normalizer=2.0)
+    ratio = math.exp(0.5)
+    assert loss.item() == pytest.approx((-1.2 + 2 * ratio) / 2)
+    (grad,) = torch.autograd.grad(loss, logprob)
+    assert grad.item() == pytest.approx(2 * ratio / 2)
+    assert metrics["clip_fraction"].item() == 1.0
+    assert metrics["token_weight"].item() == 2.0
+    assert metrics["nll"].item() == pytest.approx(1.0)
+
+
+def test_entropy_bonus_and_metric():
+    batch = TreeBatch.from_trees(
+        [TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 5], weight=3)])]
+    )
+    logprobs, entropy = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([0.5, 0.25, 0.25], requires_grad=True)
+    loss, metrics = TreeLoss("sft", entropy=0.1)(logprobs, batch, 4.0, entropy)
+    heavy, light = (2, 1) if batch.edge_label[1] == 3 else (1, 2)
+    nll = (1 + 3) * 1.0 - 3 * logprobs[heavy] - logprobs[light]
+    assert loss.item() == pytest.approx((nll.item() - 0.1 * 4 * 0.75) / 4)
+    assert metrics["entropy"].item() == pytest.approx(4 * 0.75)
+    loss.backward()
+    assert entropy.grad.sum().item() == pytest.approx(-0.1 * 2)
+    with pytest.raises(ValueError, match="needs the model's entropy"):
+        TreeLoss("sft", entropy=0.1)(logprobs, batch, 4.0)
+
+
+def test_masked_tokens_never_give_nan():
+    """A wild log-prob where the mask is 0 reaches neither the loss nor the gradient."""
+    path = TokenPath(
+        [1, 2, 3], [0, 1, 0], advantage=1.0, old_logprobs=[0, -1, -900], ref_logprobs=[0, -1, 900]
+    )
+    batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
+    logprobs = torch.tensor([-1.0, -5000.0], requires_grad=True)
+    loss, _ = TreeLoss("grpo", kl=0.5)(logprobs, batch, 1.0)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    assert loss.item() == pytest.approx(-1.0)
+    assert grad.tolist() == [-1.0, 0.0]
+
+
+def test_a_user_registers_a_sequence_loss():
+    @register_loss("squared")
+    def squared(logprobs, pairs, power=2.0):
+        return logprobs.abs() ** power
+
+    try:
+        batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 4])])])
+        loss, _ = TreeLoss("squared", "token_mean", power=3.0)(torch.tensor([-1.0, -2.0, -3.0]), batch, 4.0)
+        assert loss.item() == pytest.approx((2 * 1 + 8 + 27) / 4)
+    finally:
+        del LOSSES["squared"]
+
+
+def test_errors_say_what_is_wrong():
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])])
+    with pytest.raises(UserError, match=r"loss.name: expected one of sft, .*, got 'dpoo'"):
+        TreeLoss("dpoo")
+    with pytest.raises(UserError, match=r"loss.reduction: expected one of path_mean, .* got 'mean'"):
+        TreeLoss("sft", "mean")
+    with pytest.raises(UserError, match=r"'ppo': has no option 'clip'; it has: clip_low, clip_high"):
+        TreeLoss("ppo", clip=0.1)
+    with pytest.raises(UserError, match="loss: the paths have no advantage"):
+        TreeLoss("reinforce")(torch.zeros(1), batch, 1.0)
+    with pytest.raises(UserError, match=r"nothing to train on"):
+        TreeLoss()(torch.zeros(1), batch, 0.0)
+    mixed = [TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="b")]
+    with pytest.raises(UserError, match=r"path b: advantage: missing, but other paths of the batch have it"):
+        TreeBatch.from_trees([TokenTree.from_paths(mixed)])

@@ -1,0 +1,285 @@
+"""The Gluon kernels without a Hopper GPU: their logic in an emulator, their code from the compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.support.gluon_emulator import Descriptor, EmulatedKernel
+from tests.support.layouts import (
+    SMALL,
+    Nodes,
+    ancestor_mask,
+    exact_attention,
+    make_layout,
+    random_nodes,
+    random_qkv,
+)
+from titan_tree.components.tree_attention import hopper, triton_kernels
+from titan_tree.components.tree_attention import plan as plans
+from titan_tree.components.tree_attention.hopper import (
+    forward_pass,
+    key_pass,
+    query_pass,
+    wide_key_pass,
+)
+from titan_tree.components.tree_attention.plan import PIECE, TILE, Plan, prepare
+
+# 1. Logic.
+
+
+class Case(NamedTuple):
+    nodes: Nodes
+    queries: np.ndarray | None = None  # key columns; None: all
+    heads: tuple[int, int] = (2, 1)
+    dim: int = 64
+    dtype: torch.dtype = torch.float16
+
+
+KERNELS = (
+    (forward_pass, "_forward_kernel"),
+    (key_pass, "_keys_kernel"),
+    (wide_key_pass, "_wide_keys_kernel"),
+    (query_pass, "_queries_kernel"),
+)
+SOME = np.random.default_rng(0)
+TRUNK: Nodes = [(-1, 300), *[(0, 3)] * 50]
+FOREST = random_nodes(7, 60, 1, 12)
+N_FOREST = sum(length for _, length in FOREST)
+# Queries 160 .. 191 read pieces 5, 2 and 3, and one past the end.
+SCATTERED: Nodes = [(-1, 64), (-1, 20), (1, 8), (1, 20), (3, 16), (3, 32), (3, 32), (-1, 64)]
+
+CASES = {
+    "one token": Case(SMALL["one token"], heads=(4, 4)),
+    "chain of 129": Case(SMALL["chain of 129"], dim=128, dtype=torch.bfloat16),
+    "star": Case(SMALL["star"], heads=(4, 1)),
+    "forest": Case(FOREST, dim=128),
+    "trunk": Case(TRUNK, heads=(4, 2)),
+    "long": Case([(-1, 384), (0, 100), (0, 28)], heads=(1, 1), dim=128),
+    "both sides": Case([(-1, 100), (0, 92), (0, 64)]),
+    "two trees": Case(SMALL["two of 140"], dtype=torch.bfloat16),
+    "last third of a forest": Case(FOREST, np.arange(N_FOREST - N_FOREST // 3, N_FOREST), heads=(2, 2)),
+    "some of a forest": Case(FOREST, np.flatnonzero(SOME.random(N_FOREST) < 0.4), heads=(4, 1)),
+    "some of a trunk": Case(TRUNK, np.flatnonzero(SOME.random(450) < 0.7), dim=128),
+    "few, scattered pieces": Case(SCATTERED, np.arange(160, 192), dim=128),
+}
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """3 multiprocessors, ranges of more than 4 tiles cut into jobs, fresh memory filled with NaN."""
+    if not triton_kernels.INTERPRET:
+        pytest.skip("the Triton kernels beside the Gluon kernels need Triton's interpreter")
+    for module in (forward_pass, query_pass):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(plans, "SHORTEST_JOB", 4)
+    torch.use_deterministic_algorithms(True)
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+
+
+def error(got: torch.Tensor, exact: torch.Tensor, do: torch.Tensor) -> float:
+    assert got.shape == exact.shape
+    return ((got.double() - exact).norm() / do.double().norm()).item()
+
+
+def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int) -> None:
+    """Output, lse and gradients: error norm against float64, relative to the norm of the cotangent."""
+    layout, mask = make_layout(case.nodes, case.queries), ancestor_mask(case.nodes, case.queries)
+    n, m = mask.shape
+    q, k, v, do = random_qkv(n, m, case.heads, case.dim, dtype=case.dtype)
+    exact = exact_attention(q, k, v, mask)
+    exact_gradients = torch.autograd.grad(exact, (q, k, v), do.double())
+    q, k, v = (x.detach() for x in (q, k, v))
+    tree = layout.subtree_end, layout.key_index, prepare(layout)
+    tolerance = 3e-4 if case.dtype == torch.float16 else 2e-3
+
+    with monkeypatch.context() as patch:
+        for module, kernel in KERNELS:
+            emulated = EmulatedKernel(getattr(module, kernel), seed, _tma_add=Descriptor.add)
+            patch.setattr(module, kernel, emulated)
+        o, lse = forward_pass.forward(q, k, v, *tree)
+        gradients = {
+            deterministic: hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
+            for deterministic in (True, False)
+        }
+
+    assert error(o, exact, do) < tolerance
+    k_of_head = k.double().repeat_interleave(case.heads[0] // case.heads[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double() * case.dim**-0.5, k_of_head)
+    exact_lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1) / math.log(2)
+    assert (lse[:, :n] - exact_lse).abs().max() < 1e-5
+    assert (lse[:, n:] == torch.inf).all()
+    unseen = ~mask.any(0)
+    for deterministic, got in gradients.items():
+        for name, a, b in zip(["dq", "dk", "dv"], got, exact_gradients, strict=True):
+            assert error(a, b, do) < tolerance, f"{name}, deterministic {deterministic}"
+        assert not any(gradient[unseen].any() for gradient in got[1:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_definition(name, seed, emulator):
+    assert_exact(emulator, CASES[name], seed)
+
+
+@pytest.mark.parametrize("seed", range(5))  # a slot released too early shows in about half of the runs
+@pytest.mark.parametrize("name", ["star", "trunk", "few, scattered pieces"])
+def test_head_dim_256(name, seed, emulator):
+    assert_exact(emulator, CASES[name]._replace(dim=256), seed)
+
+
+def slot_branches(plan: Plan, n_keys: int) -> set[str]:
+    """What the forward's lists of pieces, four a slot, make it do."""
+    taken = set()
+    for i, pieces in enumerate(plan.pieces.tolist()):
+        slots = [pieces[j : j + 4] for j in range(0, int(plan.n_pieces[i]), 4)]
+        n_diagonal, n_masked = -(-int(plan.n_diagonal[i]) // 4), -(-int(plan.n_masked[i]) // 4)
+        for j, (a, b, c, d) in enumerate(slots):
+            ends_fit, all_fit = d == a + 3, [b, c, d] == [a + 1, a + 2, a + 3]
+            taken.add("one copy" if all_fit else "first and last fit" if ends_fit else "four copies")
+            taken.add("diagonal" if j < n_diagonal else "masked" if j < n_masked else "full")
+            taken |= {"past the end"} if max(a, b, c, d) * PIECE >= n_keys else set()
+        taken |= {"second diagonal slot"} if n_diagonal > 1 else set()
+    return taken
+
+
+def job_branches(plan: Plan) -> set[str]:
+    """What the backward's jobs make it do."""
+    taken = set()
+    jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1)
+    for block, begin, end, part in jobs.tolist():
+        first_full = min(max(-(-int(plan.first_full[block]) // TILE), begin), end)
+        end_full = max(min(int(plan.end_full[block]) // TILE, end), first_full)
+        steps = [begin < first_full, first_full < end_full, end_full < end]
+        if begin < 0:
+            taken.add("no job")
+        elif begin == end:
+            taken.add("unseen keys")
+        else:
+            taken.add("part" if part >= 0 else "whole")
+            taken.add(" ".join(np.array(["masked", "full", "masked"])[steps]))
+    return taken
+
+
+def test_cases_take_every_branch(emulator):
+    slots, jobs, rounds = set(), set(), set()
+    for nodes, queries, heads, *_ in CASES.values():
+        layout = make_layout(nodes, queries)
+        plan = prepare(layout)
+        slots |= slot_branches(plan, len(layout.subtree_end))
+        jobs |= job_branches(plan)
+        rounds.add(min(2, len(plan.query_order) * heads[0] // 3))
+    assert slots == {
+        "one copy", "first and last fit", "four copies", "diagonal", "second diagonal slot", "masked", "full",
+        "past the end",
+    }  # fmt: skip
+    assert jobs == {
+        "no job", "unseen keys", "part", "whole", "masked", "full", "masked full", "full masked",
+        "masked masked", "masked full masked",
+    }  # fmt: skip
+    assert rounds == {0, 1, 2}
+
+
+# 2. Code.
+
+
+class HopperDriver:
+    """Stands for the driver of a GPU of compute capability 9.0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launches(*names: str) -> None:
+    """From now on compile, not run, each Gluon kernel that is launched; a line of JSON each.
+
+    names: constants of the kernels to print. Until the process ends.
+    """
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        if not kernel.is_gluon():
+            return
+        with contextlib.redirect_stdout(io.StringIO()) as log:  # of ptxas; empty if compiled before
+            compiled = run(kernel, *args, grid=grid, warmup=True, **constants)
+        if spills := re.findall(r"(\d+) bytes spill stores", log.getvalue()):
+            result = {"kernel": kernel.__name__} | {name.lower(): constants.get(name) for name in names}
+            result |= {
+                "shared": compiled.metadata.shared,
+                "spills": sum(map(int, spills)),
+                "warnings": re.findall(r".*C75\d\d.*", log.getvalue()),
+            }
+            print(json.dumps(result))
+
+    driver.set_active(HopperDriver())
+    JITFunction.run = compile_only
+
+
+def compiled_by(function: str, cache: Path) -> list[dict[str, Any]]:
+    """What ``compile_launches`` prints in a process of its own that calls ``function``, "module:name"."""
+    module, name = function.split(":")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DUMP_PTXAS_LOG": "1"}
+    command = [sys.executable, "-c", f"from {module} import {name}; {name}()"]
+    root = Path(__file__).parents[1]
+    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def compile_all() -> None:
+    """Each Gluon kernel that ``forward`` and ``backward`` launch."""
+    compile_launches("D", "SQUARE", "WITH_DQ")
+    for module in (forward_pass, query_pass):
+        module.num_multiprocessors = lambda device: 132
+    for dim in forward_pass.SLOTS:
+        for n_keys in (200, 300):  # square or not
+            layout = make_layout([(-1, n_keys)], np.arange(n_keys - 200, n_keys))
+            tree = layout.subtree_end, layout.key_index, prepare(layout)
+            q, k, v, do = random_qkv(200, n_keys, (32, 8), dim, dtype=torch.bfloat16)
+            o, lse = forward_pass.forward(q, k, v, *tree)
+            for deterministic in (True, False):
+                hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    """Shared memory fits, products are not serialised, registers suffice."""
+    results = compiled_by("tests.components.tree_attention.test_hopper:compile_all", tmp_path)
+    names = [tuple(result[key] for key in ("kernel", "d", "square", "with_dq")) for result in results]
+    expected: set[tuple[str, int, bool | None, bool | None]] = set()
+    for dim in forward_pass.SLOTS:
+        expected |= {(kernel, dim, None, None) for kernel in ("_forward_kernel", "_queries_kernel")}
+        for square in (True, False):
+            if dim in key_pass.SLOTS:
+                expected |= {("_keys_kernel", dim, square, with_dq) for with_dq in (True, False)}
+            else:
+                expected |= {("_wide_keys_kernel", dim, square, None)}
+    assert set(names) == expected
+    for result in results:
+        assert result["shared"] <= 227 * 1024, result
+        assert not result["warnings"], result
+        # A few registers are spilt by the forward, by three groups in 64 Ki registers, and to read columns.
+        assert result["spills"] <= (128 if result["with_dq"] else 0 if result["square"] else 64), result

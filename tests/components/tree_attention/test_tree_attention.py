@@ -1,0 +1,349 @@
+"""TreeAttention against its definition in float64, built from parent pointers alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.layouts import SMALL, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
+from titan_tree.components.tree_attention import TreeAttention, context, operator, triton_kernels
+from titan_tree.components.tree_attention.plan import (
+    JOBS,
+    KEYS,
+    PIECE,
+    QUERIES,
+    SHORTEST_JOB,
+    TILE,
+    max_parts,
+    prepare,
+)
+from titan_tree.errors import UserError
+from titan_tree.tree.layout import TreeLayout
+
+
+def context_queries(n: int, kind: str) -> np.ndarray:
+    """Query columns among n keys: the gateway context is in front of them, between them, or nearly all."""
+    if kind == "front":
+        return np.arange(n - n // 3, n)
+    if kind == "last":
+        return np.array([n - 1])
+    if kind == "one past a block":
+        return np.arange(n - 129, n)
+    share = 0.4 if kind == "between" else 0.05
+    return np.flatnonzero(np.random.default_rng(0).random(n) < share)
+
+
+def assert_exact(nodes, queries=None, backend="triton", heads=(2, 1), dim=16, tolerance=1e-6, **factory):
+    """Output and all gradients: error norm against float64, relative to the norm of the cotangent."""
+    layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
+    q, k, v, do = random_qkv(*mask.shape, heads, dim, **factory)
+    attention = TreeAttention(backend)
+    out = attention(q, k, v, attention.prepare(layout))
+    expected = exact_attention(q, k, v, mask)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), do.double())
+    results = zip(["o", "dq", "dk", "dv"], (out, *grads), (expected, *expected_grads), strict=True)
+    for name, got, want in results:
+        assert got.shape == want.shape
+        error = ((got - want).norm() / do.norm()).item()
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_triton_equals_definition(name):
+    assert_exact(SMALL[name])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_reference_equals_definition(name):
+    assert_exact(SMALL[name], backend="reference", dtype=torch.float64, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=["MHA", "GQA 3"])
+def test_triton_heads(heads):
+    assert_exact(SMALL["star"], heads=heads)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_triton_head_dims(dim):
+    assert_exact([(-1, 40), (0, 30), (0, 20)], dim=dim)
+
+
+@pytest.mark.parametrize("kind", ["front", "between", "nearly all"])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_gateway_context(kind, backend):
+    nodes = random_nodes(3, 25, 5, 25, roots=0.0)
+    n = sum(length for _, length in nodes)
+    assert_exact(nodes, context_queries(n, kind), backend=backend)
+
+
+def assert_exact_on_a_bank(backend, tolerance, dim=16, device="cpu", dtype=torch.float32):
+    """Rows of context anywhere in a larger bank, own rows apart: as with all keys in one tensor."""
+    nodes = random_nodes(0, 40, 5, 20, roots=0.0)
+    n, heads = sum(length for _, length in nodes), (6, 3)
+    columns = np.arange(n // 3, n, 2)
+    own = np.isin(np.arange(n), columns)
+    rows = n + 50
+    place = np.random.default_rng(0).permutation(rows)[: n - len(columns)]
+    source = np.empty(n, np.int64)
+    source[~own], source[own] = place, rows + np.arange(len(columns))
+    layout = replace(make_layout(nodes, columns), key_source=torch.from_numpy(source)).to(device)
+    mask = ancestor_mask(nodes, columns).to(device)
+    q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device=device)
+    q, k, v = (x.detach() for x in (q, k, v))
+    bank = torch.randn(rows, 2, heads[1], dim, device=device, dtype=dtype)
+    bank[place] = torch.stack([k, v], 1)[~own]
+    inputs = [x.requires_grad_() for x in (q, k[own], v[own], bank)]
+    attention = TreeAttention(backend)
+    out = attention(*inputs[:3], attention.prepare(layout), inputs[3])
+    got = torch.autograd.grad(out, inputs, do)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = exact_attention(*exact, mask)
+    dq, dk, dv = torch.autograd.grad(expected, exact, do.double())
+    dbank = torch.zeros_like(bank, dtype=torch.float64)
+    dbank[place] = torch.stack([dk, dv], 1)[~own]
+    results = zip((out, *got), (expected, dq, dk[own], dv[own], dbank), strict=True)
+    assert all((a - b).norm() < tolerance * b.norm() for a, b in results)
+    assert not got[3][[row for row in range(rows) if row not in place]].any()  # nobody reads these
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("reference", torch.float64)])
+def test_context_in_a_bank(backend, dtype):
+    assert_exact_on_a_bank(backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype)
+
+
+def test_context_is_not_saved():
+    """The backward keeps own keys and values and the bank, which is there anyway, but no columns."""
+    layout = replace(make_layout([(-1, 100)], np.arange(90, 100)), key_source=torch.arange(100) + 5)
+    q, k, v, _ = random_qkv(10, 10, (2, 1), 16)
+    bank = torch.randn(95, 2, 1, 16, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        attention = TreeAttention("triton")
+        attention(q, k, v, attention.prepare(layout), bank)
+    large = [x for x in saved if x.is_floating_point() and len(x) > 10]
+    assert all(x is bank for x in large)
+    assert len(large) == 1
+
+
+@pytest.mark.parametrize("kind", ["all", "front", "between", "last", "one past a block"])
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_covers_exactly_what_is_visible(seed, kind):
+    """Brute force: no visible pair outside the plan, no invisible pair in a block taken as full."""
+    nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
+    nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a piece
+    n = sum(length for _, length in nodes)
+    queries = None if kind == "all" else context_queries(n, kind)
+    layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
+    plan = prepare(layout)
+    n_keys = mask.shape[1]
+
+    def assert_lists(lists, visible, full_from, size):
+        """Query block i reads runs of ``size`` keys, all of them visible from the full_from[i]-th on."""
+        listed = torch.zeros_like(mask)
+        for i, (stop, full) in enumerate(zip(visible.tolist(), full_from.tolist(), strict=True)):
+            runs = lists[i, :stop].tolist()
+            assert len(set(runs)) == stop
+            for j, run in enumerate(runs):
+                tile = np.s_[i * QUERIES : (i + 1) * QUERIES, run * size : (run + 1) * size]
+                listed[tile] = True
+                assert j < full or mask[tile].all()
+        assert not (mask & ~listed).any()
+
+    assert_lists(plan.key_blocks, plan.n_visible, plan.n_partial, KEYS)
+    assert_lists(plan.pieces, plan.n_pieces, plan.n_masked, PIECE)
+    assert not (plan.n_pieces % 4).any()
+    assert (plan.n_diagonal > 0).all()
+    for i, diagonal in enumerate(plan.n_diagonal.tolist()):  # the others need no test of k <= q
+        others = plan.pieces[i, diagonal : plan.n_pieces[i]]
+        others = others[others * PIECE < n_keys]
+        assert (others * PIECE + PIECE - 1 <= layout.key_index[i * QUERIES]).all()
+    assert sorted(plan.query_order.tolist()) == list(range(len(plan.n_pieces)))
+
+    ranged = torch.zeros_like(mask)
+    ranges = torch.stack([plan.first, plan.first_full, plan.end_full, plan.last], 1).tolist()
+    for i, (first, first_full, end_full, last) in enumerate(ranges):
+        assert first <= first_full <= end_full <= max(last, first)
+        keys = slice(i * KEYS, (i + 1) * KEYS)
+        ranged[first:last, keys] = True
+        assert mask[first_full:end_full, keys].all()
+    assert not (mask & ~ranged).any()
+    assert sorted(plan.range_order.tolist()) == list(range(len(ranges)))
+
+
+@pytest.mark.parametrize(
+    "nodes", [[(-1, 40_000)], random_nodes(1, 300, 1, 120), [(-1, 9000), *[(0, 9)] * 300]]
+)
+def test_jobs_are_the_ranges_cut_evenly(nodes):
+    layout = make_layout(nodes)
+    n, plan = len(layout.key_index), prepare(layout)
+    tiles = [
+        range(first // TILE, -(-last // TILE))
+        for first, last in zip(plan.first.tolist(), plan.last.tolist(), strict=True)
+    ]
+    jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1).tolist()
+    limit = max(sum(map(len, tiles)) / JOBS, SHORTEST_JOB)
+    work = [end - begin for _, begin, end, _ in jobs]
+    assert work == sorted(work, reverse=True)
+    assert work[0] <= limit + 1
+    todo = {(block, tile) for block, its in enumerate(tiles) for tile in its}
+    parts = {}
+    for _, begin, end, _ in jobs[int(plan.job_stop[-1]) :]:
+        assert begin == end == -1  # past the last job
+    for block, begin, end, part in jobs[: int(plan.job_stop[-1])]:
+        for tile in range(begin, end):
+            todo.remove((block, tile))  # KeyError: a tile of two jobs, or of none
+        if part >= 0:
+            parts.setdefault(block, []).append(part)
+    assert not todo
+    assert sum(map(len, parts.values())) <= max_parts(n, n)
+    start = 0
+    for block, stop in zip(plan.range_order.tolist(), plan.job_stop.tolist(), strict=True):
+        assert sorted(parts.get(block, [])) == (list(range(start, stop)) if stop - start > 1 else [])
+        start = stop
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_siblings_do_not_leak(backend):
+    """Other keys and values on one branch: bit for bit the same output on the other, and no gradient."""
+    nodes = [(-1, 60), (0, 50), (0, 40)]
+    layout = make_layout(nodes)
+    q, k, v, do = random_qkv(150, 150, (2, 1), 16)
+    other_k, other_v = k.detach().clone(), v.detach().clone()
+    other_k[60:110], other_v[60:110] = torch.randn(50, 1, 16), torch.randn(50, 1, 16)
+    attention = TreeAttention(backend)
+    out, other = attention(q, k, v, layout), attention(q, other_k, other_v, layout)
+    assert torch.equal(out[110:], other[110:])
+    assert not torch.equal(out[60:110], other[60:110])
+    do[60:110] = 0
+    _, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    assert not dk[60:110].any()
+    assert not dv[60:110].any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_compiles_without_recompilation(backend, recompute):
+    """fullgraph, dynamic, checkpointed: the same gradients, and one graph for every tree and N."""
+    attention = TreeAttention(backend)
+    graphs = 0
+
+    def count_graphs(graph, inputs):
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def block(q, k, v, layout):  # heads and head dim are constants, as in a model
+        q, k, v = (x.view(len(x), -1, 16) for x in (q * 2, k, v))
+        return attention(q, k, v, layout).sin()
+
+    def maybe_recomputed(q, k, v, layout):
+        return (
+            checkpoint(block, q, k, v, layout, use_reentrant=False) if recompute else block(q, k, v, layout)
+        )
+
+    compiled = torch.compile(maybe_recomputed, fullgraph=True, dynamic=True, backend=count_graphs)
+    for nodes in (SMALL["star"], SMALL["branch at a block edge"], random_nodes(5, 30, 1, 40)):
+        layout = attention.prepare(make_layout(nodes))
+        n = len(layout.key_index)
+        q, k, v, do = random_qkv(n, n, (2, 1), 16)
+        q, k, v = (x.detach().flatten(1).clone().requires_grad_() for x in (q, k, v))
+        got = torch.autograd.grad(compiled(q, k, v, layout), (q, k, v), do)
+        want = torch.autograd.grad(block(q, k, v, layout), (q, k, v), do)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+def test_compiles_without_a_prepared_layout(backend):
+    attention = TreeAttention(backend)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    nodes = [(-1, 40), (0, 33), (0, 18)]
+    q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
+    error = compiled(q, k, v, make_layout(nodes)) - exact_attention(q, k, v, ancestor_mask(nodes))
+    assert error.abs().max() < 1e-6
+
+
+def test_large_scores():
+    """Masked scores stay below the visible ones, however low these are."""
+    q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
+    q, k = 300 * q, 300 * k
+    nodes = [(-1, 40), (0, 33), (0, 18)]
+    error = TreeAttention("triton")(q, k, v, make_layout(nodes)) - exact_attention(
+        q, k, v, ancestor_mask(nodes)
+    )
+    assert error.abs().max() < 1e-4
+
+
+def test_any_address_and_stride():
+    """Views that TMA cannot read: an odd storage offset, columns of a wider tensor, an expanded cotangent."""
+    nodes = SMALL["star"]
+    layout, n = make_layout(nodes), 220
+    layout = TreeLayout(
+        layout.positions, torch.cat([torch.zeros(1).int(), layout.subtree_end])[1:], layout.key_index
+    )
+    q = torch.randn(n * 2 * 16 + 1)[1:].view(n, 2, 16).requires_grad_()
+    k, v = (x.requires_grad_() for x in torch.randn(n, 2, 16).split(1, dim=1))
+    out = TreeAttention("triton")(q, k, v, layout)
+    expected = exact_attention(q, k, v, ancestor_mask(nodes))
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    want = torch.autograd.grad(expected.sum(), (q, k, v))
+    for a, b in zip((out, *got), (expected, *want), strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_operator_is_sound():
+    layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
+    q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
+    metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan]
+    torch.library.opcheck(operator.tree_attention, (q, k, v, None, None, metadata, "triton", False))
+
+
+def test_refuses_what_it_cannot_do(monkeypatch):
+    layout = make_layout(SMALL["chain of 5"])
+    attention = TreeAttention("triton")
+
+    def qkv(dim=16, dtype=torch.float32, m=5):
+        return random_qkv(5, m, (2, 1), dim, dtype=dtype)[:3]
+
+    with pytest.raises(UserError, match=r"head dim 16, 32, 64, 128 or 256, got 48"):
+        attention(*qkv(dim=48), layout)
+    with pytest.raises(UserError, match=r"float64"):
+        attention(*qkv(dtype=torch.float64), layout)
+    q, k, v = qkv()
+    for wrong in (qkv(m=6), (q, k.repeat(1, 3, 1), v.repeat(1, 3, 1)), (q, k[:, :0], v[:, :0]), (q[0], k, v)):
+        for backend in ("triton", "reference"):
+            with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
+                TreeAttention(backend)(*wrong, layout)
+    with pytest.raises(UserError, match=r"expected q, k, v and context of one dtype"):
+        attention(q.half(), k, v, layout)
+    for other in (TreeAttention("reference").prepare(layout), attention.prepare(make_layout([(-1, 200)]))):
+        with pytest.raises(UserError, match=r"prepared for another backend"):
+            attention(q, k, v, layout.with_plan(other.attention_plan))
+    with pytest.raises(UserError, match=r"layout of int32 tensors of one query or more, got torch.int64"):
+        attention.prepare(
+            TreeLayout(*(x.long() for x in (layout.positions, layout.subtree_end, layout.key_index)))
+        )
+    with pytest.raises(UserError, match=r"'flash' has no deterministic backward"):
+        TreeAttention("flash", deterministic=True)(q, k, v, layout)
+    with pytest.raises(UserError, match=r"'hopper' needs a GPU of compute capability 9.0"):
+        TreeAttention("hopper")(q, k, v, layout)
+    with pytest.raises(UserError, match=r"'flex' needs a CUDA device"):
+        TreeAttention("flex").prepare(layout)
+    with pytest.raises(
+        UserError, match=r"expected one of auto, hopper, triton, flash, flex, reference, got 'magic'"
+    ):
+        TreeAttention("magic")
+    monkeypatch.setattr(triton_kernels, "INTERPRET", False)
+    with pytest.raises(UserError, match=r"needs a CUDA device, got cpu"):
+        attention(*qkv(), layout)
+
+
+def test_kernel_that_adds_gradients():
+    total, gradient = torch.randn(5000, dtype=torch.float64), torch.randn(5000)
+    expected = total + gradient
+    context._add_kernel[(2,)](total, gradient, 5000, 4096)
+    assert torch.equal(total, expected)

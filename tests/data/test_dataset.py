@@ -1,0 +1,289 @@
+"""TreeDataset: every group once per epoch, on exactly one rank, in micro-batches that fit, resumable."""
+
+import json
+import random
+from collections import Counter
+from itertools import islice, pairwise
+
+import pytest
+
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.dataset import TreeDataset, balanced, merged_trees, pack, shuffled
+from titan_tree.errors import UserError
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+NUM_GROUPS = 11
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Groups of 1 to 4 paths; every path starts with 9 9, then tokens that tell its group."""
+    r, lines = random.Random(0), []
+    for group in range(NUM_GROUPS):
+        for _ in range(r.randint(1, 4)):
+            tail = [r.randrange(2) for _ in range(r.randint(0, 6))]
+            lines.append({"tokens": [9, 9, 100 + group, *tail], "group_id": group})
+    path = tmp_path / "groups.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def records(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def group_of(tree):
+    (group,) = {path.id.split("/")[0] for path in tree.paths}
+    return int(group)
+
+
+def tokens(trees):
+    """The multiset of paths of some trees."""
+    return Counter(tuple(path.tokens.tolist()) for tree in trees for path in tree.paths)
+
+
+def steps(dataset, number):
+    """The trees of the next optimizer steps, micro-batches joined."""
+    return [[tree for micro in step for tree in micro] for step in islice(dataset, number)]
+
+
+def shown(step):
+    """A step as plain data, to compare two."""
+    return [[(tree.tokens.tolist(), [path.id for path in tree.paths]) for tree in micro] for micro in step]
+
+
+def naive_trie_size(paths):
+    return len({tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)})
+
+
+def test_group_mode_makes_one_tree_of_each_group_once_per_epoch(file):
+    dataset = TreeDataset(file, global_batch_groups=NUM_GROUPS, max_tokens=64)
+    for step in islice(dataset, 3):
+        trees = [tree for micro in step for tree in micro]
+        assert sorted(map(group_of, trees)) == list(range(NUM_GROUPS))
+        assert tokens(trees) == Counter(tuple(r["tokens"]) for r in records(file))
+        assert all(sum(map(len, micro)) <= 64 for micro in step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_group_j_of_a_global_batch_goes_to_rank_j_modulo_world_size(file, world_size):
+    options = {"global_batch_groups": 4, "max_tokens": 64, "shuffle_buffer": 0}
+    ranks = [
+        steps(TreeDataset(file, rank=rank, world_size=world_size, **options), 6) for rank in range(world_size)
+    ]
+    for step in range(6):
+        batch = [(4 * step + j) % NUM_GROUPS for j in range(4)]  # file order, flowing on into the next epoch
+        for rank in range(world_size):
+            assert sorted(map(group_of, ranks[rank][step])) == sorted(batch[rank::world_size])
+
+
+def test_a_file_smaller_than_a_global_batch_comes_round(file):
+    trees = steps(TreeDataset(file, global_batch_groups=2 * NUM_GROUPS + 1, max_tokens=64), 1)[0]
+    counts = Counter(map(group_of, trees))
+    assert sorted(counts.values()) == [2] * (NUM_GROUPS - 1) + [3]
+
+
+def test_shuffle_takes_whole_groups_anew_each_epoch(file):
+    def epochs(**options):
+        dataset = TreeDataset(file, global_batch_groups=1, max_tokens=64, **options)
+        order = [group_of(tree) for (tree,) in steps(dataset, 3 * NUM_GROUPS)]
+        return [order[i : i + NUM_GROUPS] for i in range(0, len(order), NUM_GROUPS)]
+
+    assert epochs(shuffle_buffer=0) == epochs(shuffle_buffer=1) == [list(range(NUM_GROUPS))] * 3
+    for size in (3, 100):
+        orders = epochs(shuffle_buffer=size)
+        assert all(sorted(order) == list(range(NUM_GROUPS)) for order in orders)
+        assert len({tuple(order) for order in [*orders, list(range(NUM_GROUPS))]}) == 4
+        assert orders == epochs(shuffle_buffer=size)
+        assert orders != epochs(shuffle_buffer=size, seed=1)
+
+
+def test_shuffle_holds_no_more_than_its_buffer():
+    taken = []
+    stream = shuffled((taken.append(i) or i for i in range(100)), 5, random.Random(0))
+    for number, _ in enumerate(stream, start=1):
+        assert len(taken) <= number + 5
+
+
+@pytest.mark.parametrize("merge", ["group", "batch"])
+@pytest.mark.parametrize("at", [0, 1, 3, 7])
+def test_resume_is_exact(file, merge, at):
+    """Across epochs (11 groups, 3 per step), through JSON, and on another number of ranks as well."""
+
+    def dataset(rank=0, world_size=1):
+        return TreeDataset(
+            file,
+            merge=merge,
+            global_batch_groups=3,
+            max_tokens=40,
+            shuffle_buffer=4,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    whole = [shown(step) for step in islice(dataset(), at + 5)]
+    first = dataset()
+    for _ in islice(first, at):
+        pass
+    state = json.loads(json.dumps(first.state_dict()))
+    second = dataset()
+    second.load_state_dict(state)
+    assert [shown(step) for step in islice(second, 5)] == whole[at:]
+
+    shares = []
+    for rank in range(2):
+        shares.append(dataset(rank, 2))
+        shares[-1].load_state_dict(state)
+    for step, *parts in zip(whole[at:], *shares, strict=False):
+        both = [tree for part in parts for micro in shown(part) for tree in micro]
+        assert sorted(both) == sorted(tree for micro in step for tree in micro)
+
+
+def test_iterating_again_goes_on_from_the_last_item(file):
+    options = {"global_batch_groups": 2, "max_tokens": 64, "shuffle_buffer": 4}
+    dataset = TreeDataset(file, **options)
+    pieces = [shown(step) for n in (1, 4, 2) for step in islice(dataset, n)]
+    assert pieces == [shown(step) for step in islice(TreeDataset(file, **options), 7)]
+
+
+class CountingTokenizer:
+    def __init__(self):
+        self.calls = 0
+
+    def samples(self, messages, tools=None):
+        self.calls += 1
+        return [TokenPath(list(messages[0]["content"].encode()))]
+
+
+def test_resume_and_other_ranks_do_not_tokenize(tmp_path):
+    file = tmp_path / "chats.jsonl"
+    line = {"messages": [{"role": "user", "content": "hello"}]}
+    file.write_text("".join(json.dumps(line) + "\n" for _ in range(40)))
+    tokenizer = CountingTokenizer()
+    dataset = TreeDataset(file, tokenizer, global_batch_groups=4, max_tokens=64, rank=1, world_size=2)
+    dataset.load_state_dict({"epoch": 2, "group": 20, "seed": 0, "shuffle_buffer": 256})
+    steps(dataset, 1)
+    assert tokenizer.calls == 2
+    assert dataset.state_dict() == {"epoch": 2, "group": 24, "seed": 0, "shuffle_buffer": 256}
+
+
+def test_resume_refuses_another_order_or_other_data(file):
+    state = TreeDataset(file, seed=1).state_dict()
+    with pytest.raises(UserError, match=r"data.seed: the checkpoint was written with 1, now it is 0"):
+        TreeDataset(file).load_state_dict(state)
+    dataset = TreeDataset(file)
+    dataset.load_state_dict(dataset.state_dict() | {"group": NUM_GROUPS + 1})
+    with pytest.raises(UserError, match="11 groups, but the checkpoint was written after 12"):
+        next(iter(dataset))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [12, 30, 10_000])
+def test_batch_mode_shares_prefixes_across_groups(file, world_size, max_tokens):
+    options = {"merge": "batch", "global_batch_groups": NUM_GROUPS, "max_tokens": max_tokens}
+    parts = [
+        steps(TreeDataset(file, rank=rank, world_size=world_size, **options), 2) for rank in range(world_size)
+    ]
+    paths = [r["tokens"] for r in records(file)]
+    for step in zip(*parts, strict=True):
+        trees = [tree for part in step for tree in part]
+        assert tokens(trees) == Counter(map(tuple, paths))
+        assert all(len(tree) <= max_tokens for tree in trees)
+        if max_tokens == 10_000:
+            assert [len(tree) for tree in trees] == [naive_trie_size(paths)]
+
+
+def test_flat_layout_makes_a_tree_of_every_path(file):
+    for merge in ("group", "batch"):
+        options = {"merge": merge, "layout": "flat", "global_batch_groups": NUM_GROUPS, "max_tokens": 64}
+        trees = [
+            tree
+            for rank in range(2)
+            for tree in steps(TreeDataset(file, rank=rank, world_size=2, **options), 1)[0]
+        ]
+        assert all(len(tree.paths) == 1 for tree in trees)
+        assert tokens(trees) == Counter(tuple(r["tokens"]) for r in records(file))
+
+
+@pytest.mark.parametrize("options", [{}, {"merge": "batch"}, {"layout": "flat"}])
+def test_group_advantages_do_not_depend_on_how_trees_are_made(options):
+    """Three of the demo's four trials earn 1: mean 0.75, standard deviation 0.5."""
+    dataset = TreeDataset("demo", TreeTokenizer.byte_level(), advantage="group", **options)
+    paths = [path for tree in steps(dataset, 1)[0] for path in tree.paths]
+    assert len({path.id.split("/")[0] for path in paths}) == 8
+    for path in paths:
+        expected = (-0.75 if "trial3" in path.id else 0.25) / (0.5 + 1e-6)
+        assert path.advantage.tolist() == pytest.approx([expected] * len(path))
+
+
+def trees_of(*sizes):
+    return [TokenTree.from_paths([TokenPath([1] * size)]) for size in sizes]
+
+
+def test_merged_trees_are_cut_where_the_next_path_does_not_fit():
+    r = random.Random(1)
+    for _ in range(50):
+        limit = r.randint(8, 30)
+        paths = [
+            [r.randrange(300) // 299 * 256 + r.randrange(2) for _ in range(r.randint(1, 8))]
+            for _ in range(20)
+        ]
+        trees = merged_trees([TokenPath(p) for p in paths], limit)
+        found = [sorted(path.tokens.tolist() for path in tree.paths) for tree in trees]
+        assert [p for run in found for p in run] == sorted(paths)
+        assert [len(tree) for tree in trees] == [naive_trie_size(run) for run in found]
+        for run, after in pairwise(found):
+            assert naive_trie_size(run) <= limit < naive_trie_size([*run, after[0]])
+
+
+def test_pack_is_first_fit_decreasing():
+    packed = pack(trees_of(2, 3, 6, 5, 4, 1), 10)
+    assert [[len(tree) for tree in micro] for micro in packed] == [[6, 4], [5, 3, 2], [1]]
+    assert pack([], 10) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "flat"}, {"merge": "batch"}], ids=str)
+def test_larger_trees_are_micro_batches_of_their_own(file, options):
+    """Where they are allowed: nothing is lost, and what fits is packed as before."""
+    options = {"global_batch_groups": NUM_GROUPS, "shuffle_buffer": 0, **options}
+    whole = next(iter(TreeDataset(file, max_tokens=10_000, **options)))
+    packed = next(iter(TreeDataset(file, max_tokens=8, allow_larger=True, **options)))
+    sizes = [[len(tree) for tree in trees] for trees in packed]
+    assert any(len(trees) == 1 and trees[0] > 8 for trees in sizes)
+    assert all(len(trees) == 1 or sum(trees) <= 8 for trees in sizes)
+
+    def lists(micro_batches):
+        trees = [tree for micro_batch in micro_batches for tree in micro_batch]
+        return sorted(path.tokens.tolist() for tree in trees for path in tree.paths)
+
+    assert lists(packed) == lists(whole)
+
+
+def test_balanced_gives_the_largest_to_the_lightest():
+    parts = balanced(trees_of(1, 7, 5, 4, 3, 2), 3)
+    assert [[len(tree) for tree in part] for part in parts] == [[7, 1], [5, 2], [4, 3]]
+    assert balanced(trees_of(3), 2)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_tokens": 8},
+            r":\d+: the tree of group \d+, \d+ paths, has \d+ tokens, more than data.max_tokens = 8",
+        ),
+        ({"max_tokens": 3, "layout": "flat"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),
+        ({"max_tokens": 3, "merge": "batch"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),
+        ({"vocab_size": 105}, "expected ids below"),
+        ({"max_positions": 3}, "more than the model's 3 positions"),
+        ({"merge": "all"}, "data.merge: expected one of group, batch; got 'all'"),
+        ({"advantage": "grpo"}, "data.advantage: expected one of given, group; got 'grpo'"),
+        ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
+        ({"layout": "chain"}, "data.layout: expected one of tree, flat"),
+        ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),
+    ],
+)
+def test_errors(file, options, message):
+    with pytest.raises(UserError, match=message):
+        steps(TreeDataset(file, **{"global_batch_groups": NUM_GROUPS, **options}), 1)

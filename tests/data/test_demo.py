@@ -1,0 +1,56 @@
+"""The embedded sample: the same every time, branching as real rollouts do, small."""
+
+import json
+from functools import cache
+
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data import demo
+from titan_tree.data.readers import PathReader, read_groups
+from titan_tree.data.report import ENDS, OTHER_TEXT, branch_points
+from titan_tree.tree.token_tree import TokenTree, TreeStats
+
+
+@cache
+def trees(**options):
+    reader = PathReader(TreeTokenizer.byte_level(), options)
+    return [TokenTree.from_paths(reader.paths(group)) for group in read_groups(["demo"])]
+
+
+def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):
+    first = list(demo.records())
+    assert first == list(demo.records())
+    demo.write(tmp_path / "demo.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()] == first
+    assert len({record["id"] for record in first}) == len(first) == demo.NUM_TASKS
+
+
+def test_answers_are_right_where_rewarded():
+    """A shopkeeper's check: follow each rollout and add up what the tools said."""
+    for record in demo.records():
+        for trial in record["trajectories"]:
+            total = sum(int(m["content"]) for m in trial["messages"] if m["role"] == "tool")
+            assert (int(trial["messages"][-1]["content"]) == total) == (trial["reward"] == 1)
+
+
+def test_paths_overlap_and_part_as_rollouts_do():
+    for options in ({}, {"keep_reasoning": False}):
+        stats = [tree.stats for tree in trees(**options)]
+        total = TreeStats.total(stats)
+        assert total.por > 0.6
+        assert total.longest_path < 1000
+        assert max(s.n_tree for s in stats) <= 2048
+        assert sum(s.n_branches > 0 for s in stats) == len(stats)
+    reasons = {
+        r
+        for tree in trees()
+        for p in branch_points(tree, TreeTokenizer.byte_level().decode)
+        for r in p.reasons
+    }
+    assert reasons == {ENDS, OTHER_TEXT}
+
+
+def test_dropped_thoughts_are_branches():
+    with_thoughts, without = (
+        sum(t.stats.n_branches for t in trees(keep_reasoning=keep)) for keep in (True, False)
+    )
+    assert without > with_thoughts

@@ -1,0 +1,139 @@
+"""Clipping and stepping with both optimizers, and that 8-bit states are AdamW's but for their rounding."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_run import read_metrics, tiny_config, train
+from titan_tree.build import build_optimizers
+from titan_tree.config import OptimizerConfig
+from titan_tree.errors import UserError
+from titan_tree.models.registry import build_model
+from titan_tree.trainer import clip_and_step
+
+NAMES = ["adamw", "adamw8bit"]
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    """AdamW8bit compiles its step, for which tests have no time."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def model_and_optimizers(name, lr=1e-2):
+    torch.manual_seed(0)
+    model = build_model("qwen3", "debug", num_hidden_layers=1)
+    return model, build_optimizers(OptimizerConfig(name=name, lr=lr), model)
+
+
+def draw_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def plain_state(optimizers):
+    """Every number of every state."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                yield value.dequantize() if hasattr(value, "codes") else value.clone()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, math.inf])
+def test_the_first_step_is_adamws_on_clipped_gradients(name, max_norm):
+    """8-bit states are rounded after the step that makes them, so the first steps are equal."""
+    model, optimizers = model_and_optimizers(name)
+    reference, _ = model_and_optimizers(name)
+    for each in (model, reference):
+        draw_gradients(each, seed=1)
+    norm = clip_and_step(optimizers, torch.ones(()), max_norm)
+
+    gradients = [p.grad for p in reference.parameters()]
+    want_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    assert norm.item() == pytest.approx(want_norm, rel=1e-5)
+    for parameter in reference.parameters():
+        # After one step from zero AdamW's moments are g and g^2.
+        g = parameter.grad.double() * min(1.0, max_norm / want_norm)
+        decay = 0.0 if parameter.ndim == 1 else 1e-2 * 0.1
+        parameter.data = ((1 - decay) * parameter.double() - 1e-2 * g / (g.abs() + 1e-8)).float()
+    for (label, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=label)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_what_is_not_finite_changes_nothing(name, bad):
+    model, optimizers = model_and_optimizers(name)
+    draw_gradients(model, seed=1)
+    clip_and_step(optimizers, torch.ones(()), 1.0)
+    weights = [p.detach().clone() for p in model.parameters()]
+    states = list(plain_state(optimizers))
+    draw_gradients(model, seed=2)
+    if bad == "gradient":
+        model.embed_tokens.weight.grad[3, 5] = math.inf
+    clip_and_step(optimizers, torch.tensor(math.nan if bad == "loss" else 1.0), 1.0)
+    assert all(map(torch.equal, weights, model.parameters()))
+    after = list(plain_state(optimizers))
+    assert len(after) == len(states) == 3 * len(weights)
+    assert all(map(torch.equal, after, states))
+    draw_gradients(model, seed=2)
+    clip_and_step(optimizers, torch.ones(()), 1.0)  # and the next one steps
+    assert not any(map(torch.equal, weights, model.parameters()))
+
+
+def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
+    runs = []
+    for name in NAMES:
+        model, optimizers = model_and_optimizers(name, lr=1e-3)
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for step in range(20):
+            draw_gradients(model, step % 5)
+            clip_and_step(optimizers, torch.ones(()), 1.0)
+        end = torch.cat([p.detach().flatten() for p in model.parameters()])
+        runs.append(end - start)
+    error = (runs[0] - runs[1]).norm() / runs[0].norm()
+    assert 1e-4 < error < 0.03, error
+    (optimizer,) = optimizers
+    for parameter, state in optimizer.state.items():
+        for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            if parameter.numel() < 4096:
+                assert moment.dtype == torch.float32
+            else:
+                assert moment.codes.nbytes == parameter.numel()
+                assert moment.scale.nbytes == 4 * parameter.numel() // 256
+
+
+def test_a_run_resumes_exactly(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "optimizer__name": "adamw8bit",
+        "model__overrides__intermediate_size": 128,  # 4,096 weights: some of the states have 8 bits
+        "training__steps": 6,
+        "checkpoint__interval": 2,
+        "lr_scheduler__warmup_steps": 2,
+    }
+    config = tiny_config(tmp_path, **options)
+    whole = train(config)
+    rows = read_metrics(config)
+    assert [float(row["lr"]) for row in rows[:3]] == pytest.approx([5e-4, 1e-3, 1e-3])
+    shutil.rmtree(Path(config.folder) / "checkpoints" / "step-6")
+    resumed = train(config)
+    assert len(resumed.history) == 2
+    assert read_metrics(config) == rows
+    states = [list(plain_state(trainer.optimizers)) for trainer in (resumed, whole)]
+    assert all(map(torch.equal, *states))
+    slower = train(tiny_config(tmp_path, **options | {"training__steps": 7, "optimizer__lr": 5e-4}))
+    assert float(read_metrics(slower.config)[-1]["lr"]) < 5e-4  # the configuration has the last word
+    with pytest.raises(UserError, match=r"model or optimizer: optimizer = adamw8bit \(now adamw\)"):
+        train(tiny_config(tmp_path, **options | {"optimizer__name": "adamw"}))
+
+
+def test_asynchronous_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.async_save: expected false with .*adamw8bit"):
+        tiny_config(tmp_path, optimizer__name="adamw8bit", checkpoint__async_save="true")

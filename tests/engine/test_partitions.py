@@ -1,0 +1,369 @@
+"""Partitions run one inside of another equal one pass over the tree, wherever it is cut."""
+
+import copy
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.support.oracle import hf_model, in_one_pass, per_path, random_groups, relative_error, tree_model
+from tests.support.tiny_run import read_metrics, tiny_config, train
+from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.partition import PartitionPlan, in_tree_order, one_pass
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+CPU = torch.device("cpu")
+
+
+class OneRank:
+    """A mesh of one rank."""
+
+    size = staticmethod(lambda: 1)
+
+
+class RandomCuts:
+    """Cuts a tree at each token with probability ``share``; what is cut joins a sibling or starts anew."""
+
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self.share, self.random = share, random.Random(seed)
+
+    def plan(self, tree: TokenTree) -> PartitionPlan:
+        predecessor = tree.predecessor.tolist()
+        parents, members = [-1], [[]]
+        of: list[int] = []
+        for token, before in enumerate(predecessor):
+            part = 0 if before < 0 else of[before]
+            if before >= 0 and self.random.random() < self.share:
+                siblings = [p for p, parent in enumerate(parents) if parent == part]
+                if not siblings or self.random.random() < 0.5:
+                    parents.append(part)
+                    members.append([])
+                    siblings.append(len(parents) - 1)
+                part = siblings[-1]
+            of.append(part)
+            members[part].append(token)
+
+        order, stack = [], [0]
+        while stack:
+            order.append(stack.pop())
+            stack += [p for p, parent in enumerate(parents) if parent == order[-1]]
+        rank = {part: i for i, part in enumerate(order)} | {-1: -1}
+        partitions = []
+        for part in order:
+            context = set()
+            for token in members[part]:
+                while (token := predecessor[token]) >= 0:
+                    context |= {token} if of[token] != part else set()
+            partitions.append(
+                in_tree_order(tree, rank[parents[part]], np.array(members[part]), np.array(sorted(context)))
+            )
+        return PartitionPlan(tree, "random", tuple(partitions))
+
+
+def forest_of(groups) -> TokenTree:
+    return TokenTree.forest([TokenTree.from_paths(paths) for paths in groups])
+
+
+def in_partitions(model, plan, reduction="path_mean"):
+    """(loss, gradients) of SFT."""
+    tree_loss = TreeLoss("sft", reduction)
+    z = tree_loss.normalizer(plan.tree.paths)
+    total = []
+
+    def use(number, batch, out):
+        loss, _ = tree_loss(out.logprobs, batch, z)
+        total.append(loss.item())
+        return loss
+
+    model.zero_grad(set_to_none=True)
+    run_partitions(model, TreeBatch.from_plan(plan), next(model.parameters()).device, use)
+    return sum(total), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0], ids=["few cuts", "many", "every token"])
+@pytest.mark.parametrize("seed", range(8))
+def test_gradients_equal_those_of_one_pass(seed, share):
+    """In float64. Cuts inside of nodes, at branches, partitions of one token and of several subtrees."""
+    model = tree_model(hf_model(tied=seed % 2 == 0, dtype=torch.float64))
+    groups = random_groups(seed)
+    _, want_loss, want = in_one_pass(model, groups)
+    plan = RandomCuts(share, seed).plan(forest_of(groups))
+    loss, got = in_partitions(model, plan)
+    assert loss == pytest.approx(want_loss, rel=1e-9)
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 1e-12, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "trained", ["", "norm", "lm_head", "layers.1", "layers.0.self_attn.q_proj", "layers.1.mlp"]
+)
+def test_frozen_weights(trained, tied):
+    """All but these, and all but the embedding: what has no gradient needs none."""
+    model = tree_model(hf_model(tied=tied, dtype=torch.float64))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained) if trained else name != "embed_tokens.weight")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return  # a tied model has no lm_head
+    groups = random_groups(3)
+    tree = forest_of(groups)
+    _, want = in_partitions(model, one_pass(tree))
+    _, got = in_partitions(model, RandomCuts(0.3, 3).plan(tree))
+    for name, gradient in want.items():
+        if gradient is None:
+            assert got[name] is None, name
+        else:
+            assert relative_error(got[name], gradient) < 1e-12, name
+
+
+@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
+def test_partitions_equal_every_path_alone(reduction):
+    """In fp32, against transformers."""
+    hf = hf_model(tied=True)
+    model = tree_model(hf)
+    for seed in range(4):
+        groups = random_groups(seed)
+        _, want_loss, want = per_path(hf, [path for paths in groups for path in paths], reduction)
+        loss, got = in_partitions(model, RandomCuts(0.3, seed).plan(forest_of(groups)), reduction)
+        assert loss == pytest.approx(want_loss, rel=1e-5)
+        for name, gradient in want.items():
+            assert relative_error(got[name], gradient) < 1e-5, name
+
+
+def test_chain_of_fifty_partitions():
+    """Gradients travel through all of them."""
+    model = tree_model(hf_model(tied=True, dtype=torch.float64))
+    paths = [TokenPath(np.arange(100) % 61), TokenPath(np.arange(50) % 61)]
+    tree = TokenTree.from_paths(paths)
+    tokens = np.arange(100)
+    parts = [in_tree_order(tree, i - 1, tokens[2 * i : 2 * i + 2], tokens[: 2 * i]) for i in range(50)]
+    plan = PartitionPlan(tree, "", tuple(parts))
+    assert plan.stats.chain_peak == 100
+    _, want_loss, want = in_one_pass(model, [paths])
+    loss, got = in_partitions(model, plan)
+    assert loss == pytest.approx(want_loss, rel=1e-9)
+    assert max(relative_error(got[name], want[name]) for name in want) < 1e-12
+
+
+@pytest.mark.parametrize(("checkpoint", "compile"), [("full", False), ("selective", True)])
+def test_compiled_and_checkpointed_blocks_equal_eager_ones(checkpoint, compile):
+    torch._dynamo.reset()
+    eager = tree_model(hf_model(tied=True))
+    changed = copy.deepcopy(eager)
+    parallelize(changed, OneRank(), dtype=torch.float32, activation_checkpoint=checkpoint, compile=compile)
+    for seed in range(3):
+        plan = RandomCuts(0.2, seed).plan(forest_of(random_groups(seed)))
+        (want_loss, want), (loss, got) = in_partitions(eager, plan), in_partitions(changed, plan)
+        assert loss == pytest.approx(want_loss, rel=1e-6)
+        for (name, gradient), other in zip(want.items(), got.values(), strict=True):
+            assert relative_error(other, gradient) < 1e-5, name
+
+
+def test_new_plans_compile_nothing():
+    torch._dynamo.reset()
+    model = tree_model(hf_model(tied=True, max_position_embeddings=4096))
+    parallelize(model, OneRank(), dtype=torch.float32, compile=True)
+
+    def graphs(seed):
+        for share, length in ((0.01, 30), (0.05, 30), (1.0, 7)):
+            tree = forest_of(random_groups(seed, max_length=length))
+            in_partitions(model, RandomCuts(share, seed).plan(tree))
+        return counters["stats"]["unique_graphs"]
+
+    first = graphs(0)
+    assert first > 0
+    assert [graphs(seed) for seed in range(1, 5)] == [first] * 4
+
+
+def test_training_over_partitions_equals_training_in_one_pass(tmp_path):
+    """Through the configuration: a small data.max_tokens cuts every tree."""
+    whole = train(tiny_config(tmp_path / "whole", optimizer__eps=1e-3))
+    cut = train(tiny_config(tmp_path / "cut", optimizer__eps=1e-3, data__max_tokens=12))
+    rows = list(zip(read_metrics(cut.config), read_metrics(whole.config), strict=True))
+    assert len(rows) == 4
+    for mine, theirs in rows:
+        assert int(mine["forwards"]) > int(theirs["forwards"])
+        assert mine["executed_tokens"] == theirs["executed_tokens"]
+        for column in ("loss", "grad_norm", "nll", "err", "por"):
+            assert float(mine[column]) == pytest.approx(float(theirs[column]), rel=1e-5), column
+
+
+@pytest.mark.parametrize("edges", ["all", "loss"])
+def test_batches_share_out_edges_and_pairs(edges):
+    """Every edge and every (edge, path) pair of the whole stands in one partition."""
+    for seed in range(12):
+        tree = forest_of(random_groups(seed))
+        (whole,) = TreeBatch.from_plan(one_pass(tree), edges)
+        batches = TreeBatch.from_plan(RandomCuts(0.3, seed).plan(tree), edges)
+
+        def rows(batch):
+            predicts = batch.tokens[batch.edge_source], batch.layout.positions[batch.edge_source]
+            edge = zip(
+                batch.edge_token.tolist(),
+                batch.edge_label.tolist(),
+                *(x.tolist() for x in predicts),
+                strict=True,
+            )
+            return list(edge)
+
+        def pairs(batch):
+            p = batch.pairs
+            of_path = (x[p.path].tolist() for x in (p.weight, p.loss_tokens))
+            return list(zip(batch.edge_token[p.edge].tolist(), p.loss_mask.tolist(), *of_path, strict=True))
+
+        for of in (rows, pairs):
+            assert sorted(row for batch in batches for row in of(batch)) == sorted(of(whole))
+        assert sum(batch.n_logical for batch in batches) == whole.n_logical
+        assert sum(map(len, batches)) == len(whole)
+
+
+def test_what_hangs_from_a_partition_lives_no_longer_than_needed():
+    """Alive are the graphs of one chain: those of a partition and of all above it."""
+    model = tree_model(hf_model(tied=True))
+    plan = RandomCuts(0.3, 3).plan(forest_of(random_groups(3)))
+    saved, done = [], []
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    def pack(tensor):
+        kept = Saved(tensor)
+        saved.append((weakref.ref(kept), len(done)))
+        return kept
+
+    def use(number, batch, out):
+        done.append(number)
+        alive = {of for kept, of in saved if kept() is not None}
+        assert sum(len(plan.partitions[i]) for i in alive) == plan.chain_tokens[number]
+        return out.logprobs.sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        run_partitions(model, TreeBatch.from_plan(plan), CPU, use)
+    assert len(done) == len(plan) > 5
+    assert not any(kept() is not None for kept, _ in saved)
+
+
+def test_other_branches_change_nothing():
+    """Bit for bit: a token changed on one branch, in a partition of its own, reaches no other branch."""
+    model = tree_model(hf_model(tied=True))
+    trunk, *branches = ([1, 2, 3, 4], [5, 6, 7], [8, 9, 10], [11, 12])
+
+    def scores(branches):
+        tree = TokenTree.from_paths([TokenPath(trunk + branch) for branch in branches])
+        found = {}
+
+        def use(number, batch, out):
+            for source, label, value in zip(batch.edge_source, batch.edge_label, out.logprobs, strict=True):
+                found[int(batch.tokens[source]), int(label)] = value.item()
+
+        with torch.no_grad():
+            run_partitions(model, TreeBatch.from_plan(RandomCuts(0.5, 1).plan(tree)), CPU, use)
+        return found
+
+    before, after = scores(branches), scores([branches[0], [8, 9, 20], branches[2]])
+    assert {edge: x for edge, x in before.items() if 10 not in edge} == {
+        edge: x for edge, x in after.items() if 20 not in edge
+    }
+
+
+def fields_of_rl(paths, seed):
+    r = np.random.default_rng(seed)
+    for path in paths:
+        path.advantage = r.normal(size=len(path)).astype(np.float32)
+        path.old_logprobs = (-4 + 0.3 * r.normal(size=len(path))).astype(np.float32)
+        path.ref_logprobs = 1.1 * path.old_logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "entropy"),
+    [
+        ("sft", "token_mean", 0.0),
+        ("grpo", "token_mean", 0.02),
+        ("gspo", "path_token_mean", 0.0),
+        ("gspo", "path_mean", 0.01),
+    ],
+)
+def test_step_over_partitions_equals_step_in_one_pass(name, reduction, entropy):
+    """Also losses of whole paths, by two passes: loss, metrics, gradients."""
+    options = {} if name == "sft" else {"clip_low": 0.5, "clip_high": 0.5}
+    for seed in range(4):
+        model = tree_model(hf_model(tied=True, dtype=torch.float64))
+        groups = random_groups(seed)
+        fields_of_rl([path for paths in groups for path in paths], seed)
+        trees = [TokenTree.from_paths(paths) for paths in groups]
+        results, gradients = [], []
+        for partitioner in (None, RandomCuts(0.3, seed)):
+            model.zero_grad(set_to_none=True)
+            step = TreeStep(model, TreeLoss(name, reduction, entropy, **options), "cpu", partitioner)
+            results.append(step.run(step.prepare([trees, trees[:1]])))
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        one, cut = results
+        assert cut.counts.forwards > one.counts.forwards == 2
+        assert cut.counts.executed_tokens == cut.counts.distinct_tokens == one.counts.executed_tokens
+        assert cut.counts.flops == one.counts.flops
+        assert cut.loss.item() == pytest.approx(one.loss.item(), rel=1e-5)
+        assert cut.metrics.keys() == one.metrics.keys()
+        for metric, value in one.metrics.items():
+            assert cut.metrics[metric].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), metric
+        for parameter, gradient in gradients[0].items():
+            assert relative_error(gradients[1][parameter], gradient) < 1e-9, parameter
+
+
+def test_two_passes_are_needed_and_only_for_losses_of_whole_paths():
+    """The same function registered as a loss of single tokens is wrong over partitions."""
+    from titan_tree.components.tree_loss import LOSSES
+
+    register_loss("gspo_as_if_per_token")(LOSSES["gspo"])
+    groups = random_groups(0)
+    fields_of_rl(groups[0], 0)
+    tree = TokenTree.from_paths(groups[0])
+    losses = []
+    for name in ("gspo", "gspo_as_if_per_token"):
+        step = TreeStep(
+            tree_model(hf_model(tied=True)),
+            TreeLoss(name, clip_low=0.5, clip_high=0.5),
+            "cpu",
+            RandomCuts(0.3),
+        )
+        losses.append(step.run(step.prepare([[tree]])).loss.item())
+    del LOSSES["gspo_as_if_per_token"]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def test_out_of_memory_frees_everything_and_names_the_budget(monkeypatch):
+    model = tree_model(hf_model(tied=True))
+    step = TreeStep(model, TreeLoss(), "cpu", RandomCuts(0.3))
+    inputs = step.prepare([[forest_of(random_groups(3))]])
+    outputs, forward = [], type(model).forward
+
+    def third_fails(self, *args, **kwargs):
+        if len(outputs) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        out = forward(self, *args, **kwargs)
+        outputs.append(weakref.ref(out.logprobs))
+        return out
+
+    monkeypatch.setattr(type(model), "forward", third_fails)
+    with pytest.raises(UserError, match=r"lower data.max_tokens or partition.max_chain_tokens.*2.00 GiB"):
+        step.run(inputs)
+    gc.collect()
+    assert len(outputs) == 3
+    assert not any(output() is not None for output in outputs)
+
+
+def test_gateway_must_fit_the_batch():
+    model = tree_model(hf_model(tied=True))
+    batches = TreeBatch.from_plan(RandomCuts(1.0).plan(forest_of(random_groups(1))))
+    with pytest.raises(UserError, match=r"gateway: expected \[4, 4\] rows of the bank's tensors, got \[\]"):
+        model(batches[1])

@@ -1,0 +1,235 @@
+"""Snapshots: what transformers wrote we load, what we write transformers loads, bit for bit."""
+
+import copy
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.oracle import hf_model, path_logprobs, tree_batch
+from tests.support.snapshots import edit_config, same_weights
+from titan_tree.errors import UserError
+from titan_tree.models import hf as module
+from titan_tree.models.hf import load_pretrained, model_from_config, read_weights, save_pretrained
+from titan_tree.models.registry import build_model
+from titan_tree.tree.paths import TokenPath
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def written(request, tmp_path_factory):
+    """(transformers' model, the folder it saved itself to in several shards)."""
+    folder = tmp_path_factory.mktemp("hf")
+    model = hf_model(tied=request.param)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return model, folder
+
+
+@pytest.fixture
+def snapshot(written, tmp_path):
+    """A copy to break."""
+    return shutil.copytree(written[1], tmp_path / "snapshot")
+
+
+def test_loads_what_transformers_wrote(written):
+    hf, folder = written
+    model = load_pretrained(folder, dtype=torch.float32)
+    assert same_weights(model, hf)
+    logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
+    torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS))
+
+
+def test_dtype_defaults_to_bf16(written):
+    hf, folder = written
+    model = load_pretrained(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert same_weights(model, copy.deepcopy(hf).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 30_000, 1])
+def test_transformers_loads_what_we_write(written, tmp_path, dtype, max_shard_bytes):
+    _, folder = written
+    model = load_pretrained(folder, dtype=dtype)
+    save_pretrained(model, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert again.dtype == dtype
+    assert same_weights(model, again)
+    assert again.config.rope_parameters["rope_theta"] == 1e4
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert all(file.stat().st_size < max_shard_bytes + 5000 for file in files) or max_shard_bytes == 1
+    assert (len(files) == 1) == (max_shard_bytes == 10**9)
+    assert same_weights(load_pretrained(tmp_path / "out", dtype=dtype), again)
+
+
+def test_a_built_model_round_trips(tmp_path):
+    model = build_model("qwen3", "debug")
+    save_pretrained(model, tmp_path / "out")
+    again = load_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_weights_stream_for_a_model_without_storage(written):
+    hf, folder = written
+    with torch.device("meta"):
+        model = model_from_config(folder)
+    streamed = dict(read_weights(folder, model))
+    assert all(p.is_meta for p in model.parameters())
+    assert streamed.keys() == model.state_dict().keys()
+    for name, parameter in hf.named_parameters():
+        assert torch.equal(streamed[name.removeprefix("model.")], parameter)
+
+
+def test_given_weights_are_written(written, tmp_path):
+    model = load_pretrained(written[1], dtype=torch.float32)
+    doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    save_pretrained(model, tmp_path / "out", state_dict=doubled)
+    again = load_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in doubled.items())
+
+
+def test_tokenizer_and_special_tokens_come_from_the_source(written, snapshot, tmp_path):
+    (snapshot / "tokenizer.json").write_text("{}")
+    (snapshot / "chat_template.jinja").write_text("{{ messages }}")
+    edit_config(snapshot, eos_token_id=7)
+    save_pretrained(load_pretrained(snapshot), tmp_path / "out", source=snapshot)
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 7
+    with pytest.raises(UserError, match=r"config.json or tokenizer files, found neither"):
+        save_pretrained(load_pretrained(snapshot), tmp_path / "other", source=tmp_path)
+
+
+def test_both_spellings_of_rope_are_read(snapshot):
+    edit_config(snapshot, rope_parameters=..., rope_theta=5e5, rope_scaling=None)
+    assert model_from_config(snapshot).config.rope_theta == 5e5
+    edit_config(snapshot, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 7e5})
+    assert model_from_config(snapshot).config.rope_theta == 7e5
+
+
+def test_a_tied_models_second_embedding_must_be_equal(tmp_path):
+    hf = hf_model(tied=True)
+    hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert same_weights(load_pretrained(tmp_path, dtype=torch.float32), hf)
+    weights["lm_head.weight"][3, 3] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type: expected one of qwen3, qwen3_moe, .*, got llama"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures: expected .*Qwen3ForCausalLM"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}},
+            "RoPE of type default only",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE of type default only"),
+        ({"rope_parameters": ...}, "missing rope_theta"),
+        ({"head_dim": ...}, "missing head_dim"),
+        ({"attention_bias": True}, "attention_bias: .* supports false only, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act: .* supports silu only, got gelu"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .* full_attention only"),
+        (
+            {"layer_types": ..., "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "max_window_layers",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
+        ({"vocab_size": "61"}, "vocab_size: expected int > 0, got '61'"),
+        ({"rms_norm_eps": True}, "rms_norm_eps: expected float > 0, got True"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
+        ({"num_hidden_layers": 3}, r"missing tensors: model.layers.2.* and \d+ more"),
+        ({"num_hidden_layers": 1}, r"unexpected tensors: model.layers.1.* and \d+ more"),
+        ({"intermediate_size": 40}, r"mlp.*: expected shape \(.*40.*\) by config.json, got \(.*48.*\)"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(snapshot, changes, message):
+    edit_config(snapshot, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        load_pretrained(snapshot)
+    assert "\n" not in str(error.value)
+    assert str(snapshot) in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Cast to a float without their scales they would be other weights."""
+    hf_model(tied=True).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=rf"model.safetensors: {name}: expected unquantised weights .* got (I8|F8)"
+    ):
+        load_pretrained(tmp_path)
+
+
+def test_a_window_that_no_layer_uses_is_accepted(snapshot):
+    edit_config(snapshot, layer_types=..., use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    load_pretrained(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (lambda f: (f / "config.json").unlink(), r"config.json: no such file"),
+        (lambda f: (f / "config.json").write_text("{"), r"config.json: cannot be read as JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config.json: expected a JSON object, got a list"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), "expected model.safetensors or"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "expected a table weight_map"),
+        (lambda f: min(f.glob("*.safetensors")).unlink(), "-00001-of-.*the download is incomplete"),
+        (lambda f: _truncate(min(f.glob("*.safetensors"))), "-00001-of-.*not a whole safetensors file"),
+    ],
+)
+def test_a_broken_snapshot_is_one_line(snapshot, broken, message):
+    broken(snapshot)
+    with pytest.raises(UserError, match=message) as error:
+        load_pretrained(snapshot)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    """The disk fills up at the second shard: no folder, no temporary folder; then it works."""
+    model = build_model("qwen3", "debug")
+    written = []
+
+    def full_disk(tensors, file, **options):
+        if written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, file, **options)
+        written.append(file)
+
+    monkeypatch.setattr(module, "save_file", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        save_pretrained(model, tmp_path / "out", max_shard_bytes=100_000)
+    assert written
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    save_pretrained(model, tmp_path / "out", max_shard_bytes=100_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_existing_snapshot_is_never_overwritten(snapshot):
+    before = {file: file.read_bytes() for file in snapshot.iterdir()}
+    with pytest.raises(UserError, match="exists already"):
+        save_pretrained(build_model("qwen3", "debug"), snapshot)
+    assert {file: file.read_bytes() for file in snapshot.iterdir()} == before
+
+
+def _truncate(file):
+    file.write_bytes(file.read_bytes()[:-100])

@@ -1,0 +1,184 @@
+"""Qwen3.5 on token trees: against transformers on every path alone, in one pass and in partitions."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
+from tests.support.oracle import (
+    assert_same,
+    hybrid_model,
+    in_one_pass,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_batch,
+    tree_model,
+)
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
+from titan_tree.models.registry import build_model
+from titan_tree.tree.paths import TokenPath
+
+# What transformers' recurrence, always in fp32, differs from float64 by.
+TOLERANCE = 2e-5
+
+
+def flat(groups):
+    return [path for group in groups for path in group]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_one_pass_equals_every_path_alone(seed, tied):
+    hf = hybrid_model(tied, seed=seed)
+    groups = random_groups(seed)
+    assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)), TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_chunks_of_long_nodes(seed):
+    """Several chunks of a node, and some that are full."""
+    hf = hybrid_model(tied=True, seed=seed)
+    groups = random_groups(seed, max_length=150, num_nodes=5)
+    assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)), TOLERANCE)
+
+
+CUTS = {
+    "some": lambda: RandomCuts(0.3, 1),
+    "many": lambda: RandomCuts(0.6),
+    "one token each": lambda: RandomCuts(1.0),
+    "redundancy_free, 1": lambda: TreePartitioner("redundancy_free", 1),
+    "redundancy_free, 4": lambda: TreePartitioner("redundancy_free", 4),
+    "greedy": lambda: TreePartitioner("greedy", 60),
+    "single_path": lambda: TreePartitioner("single_path", 60),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_partitions_equal_one_pass(seed, cuts):
+    """In float64: a partition's states, its convolution's last inputs and the gradients of both."""
+    model = tree_model(hybrid_model(tied=seed % 2 == 0, seed=seed)).double()
+    groups = random_groups(seed)
+    _, want_loss, want = in_one_pass(model, groups)
+    plan = CUTS[cuts]().plan(forest_of(groups))
+    loss, got = in_partitions(model, plan)
+    assert len(plan) > 1 or cuts in ("greedy", "single_path")
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 1e-9, name
+
+
+def test_chain_of_partitions():
+    """50 and more, one hanging from another, cut inside the convolution's window."""
+    model = tree_model(hybrid_model(tied=True)).double()
+    groups = [[TokenPath(torch.randint(61, (150,)).tolist())]]
+    _, want_loss, want = in_one_pass(model, groups)
+    plan = TreePartitioner("redundancy_free", 2).plan(forest_of(groups))
+    assert len(plan) == 75
+    loss, got = in_partitions(model, plan)
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    assert max(relative_error(got[name], gradient) for name, gradient in want.items()) < 1e-9
+
+
+def test_another_branch_changes_nothing():
+    model = tree_model(hybrid_model(tied=True)).double()
+    trunk, left = [3, 1, 4], [1, 5, 9]
+    batches = [
+        tree_batch([[TokenPath(trunk + left), TokenPath(trunk + right)]]) for right in ([2, 6, 5], [7, 7, 7])
+    ]
+    first, second = (model(batch).logprobs for batch in batches)
+    on_left = [i for i, token in enumerate(batches[0].edge_token.tolist()) if token < len(trunk + left)]
+    assert len(on_left) == 5
+    assert torch.equal(first[on_left], second[on_left])
+    assert not torch.equal(first, second)
+
+
+def test_sizes_are_those_of_the_published_models():
+    """Parameters without vision and the head for several tokens, as the models are named."""
+    counts = {"0.8B": 0.752e9, "2B": 1.882e9, "4B": 4.206e9, "9B": 8.954e9, "27B": 26.896e9}
+    for flavor, count in counts.items():
+        with torch.device("meta"):
+            model = Qwen35(Qwen35.flavors[flavor])
+        assert model.num_parameters() == pytest.approx(count, rel=1e-3), flavor
+
+
+def test_fresh_weights():
+    torch.manual_seed(0)
+    model = build_model("qwen3_5", "debug")
+    weights = dict(model.named_parameters())
+    assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert not weights["norm.weight"].any()
+    assert not weights["layers.0.input_layernorm.weight"].any()
+    assert (weights["layers.0.linear_attn.norm.weight"] == 1).all()
+    assert (weights["layers.0.linear_attn.dt_bias"] == 1).all()
+    decay = weights["layers.0.linear_attn.A_log"].detach().exp()
+    assert 0.01 <= decay.min() < decay.max() <= 16
+    assert weights["layers.0.linear_attn.conv1d.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of linear_num_value_heads"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor: expected an even number of the head's 16"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected int > 0, got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    good = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_value_heads": 4}
+    with pytest.raises(UserError, match=message):
+        Qwen35Config(**good | heads | {"linear_num_key_heads": 2} | sizes)
+
+
+def test_flops_count_what_each_layer_does():
+    """The matrices' share and, by hand, the mixing of 3 DeltaNet layers and one of attention."""
+    model = tree_model(hybrid_model(tied=True))
+    batch = tree_batch([[TokenPath([1, 2, 3]), TokenPath([1, 4])]])
+    matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+    pairs = 1 + 2 + 3 + 2
+    mixing = 3 * 18 * 4 * (4 * 8 * 16) + 12 * 4 * 16 * pairs
+    assert model.training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
+
+
+def test_a_step_over_partitions_counts_their_gateways():
+    model = tree_model(hybrid_model(tied=True))
+    step = TreeStep(model, TreeLoss(), "cpu", TreePartitioner("redundancy_free", 4))
+    prepared = step.prepare([[forest_of([[TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]])]])
+    state, tail, key = 4 * (4 * 16 * 8), 4 * 3 * (2 * 2 * 16 + 4 * 8), 4 * 2 * (2 * 16)
+    assert prepared.counts.forwards == 3  # two of them read the first one's
+    assert prepared.counts.gateway_bytes == 2 * (3 * (state + tail) + 4 * key)
+    assert step.run(prepared).loss.isfinite()
+
+
+@torch.fx.experimental._config.patch(use_duck_shape=True)  # which ``parallelize`` changes
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+def test_compiled_and_checkpointed(checkpoint):
+    """In one pass and in partitions, the same numbers as without."""
+    model = tree_model(hybrid_model(tied=True))
+    compiled = parallelize(
+        copy.deepcopy(model),
+        OneRank(),
+        dtype=torch.float32,
+        compile=checkpoint == "none",
+        activation_checkpoint=checkpoint,
+    )
+    for seed in range(1 if checkpoint == "none" else 3):
+        groups = random_groups(seed, max_length=20)
+        want = in_one_pass(model, groups)
+        got = in_one_pass(compiled, groups)
+        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
+        plain = {names[name]: gradient for name, gradient in got[2].items()}
+        assert_same((got[0], got[1], plain), want, 1e-5)
+        loss, cut = in_partitions(compiled, RandomCuts(0.4, seed).plan(forest_of(groups)))
+        assert loss == pytest.approx(want[1], rel=1e-5)
+        for name, gradient in cut.items():
+            assert relative_error(gradient, want[2][names[name]]) < 1e-5, name

@@ -1,0 +1,138 @@
+"""Qwen3.5-MoE on token trees against transformers on every path alone, and its snapshots."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
+from tests.models.test_qwen3_moe import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
+from tests.support.oracle import (
+    assert_same,
+    hybrid_model,
+    in_one_pass,
+    path_logprobs,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_batch,
+    tree_model,
+)
+from tests.support.snapshots import same_weights
+from titan_tree.components.moe import MoE, RouterLoss
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.expert_names import split_experts
+from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
+from titan_tree.models.registry import build_model
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+TOLERANCE = 2e-5  # as in test_qwen3_5.py
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def moe(tied=True, seed=0):
+    return hybrid_model(tied, "Qwen3_5Moe", seed=seed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_equals_every_path_alone(seed, tied):
+    hf = moe(tied, seed)
+    model = tree_model(hf)
+    groups = random_groups(seed)
+    first, experts = 0, chosen_experts(model, groups)
+    for paths in groups:
+        tree = TokenTree.from_paths(paths)
+        for i, path in enumerate(paths):
+            assert torch.equal(experts[first + tree.indices_of(i)], path_experts(hf, path.tokens.tolist()))
+        first += len(tree)
+    want = per_path(hf, [path for paths in groups for path in paths])
+    assert_same(in_one_pass(model, groups), want, TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_partitions_equal_one_pass(seed):
+    """In float64."""
+    model = tree_model(moe(seed=seed)).double()
+    groups = random_groups(seed)
+    _, want_loss, want = in_one_pass(model, groups)
+    loss, got = in_partitions(model, RandomCuts(0.4, seed).plan(forest_of(groups)))
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 1e-9, name
+
+
+@pytest.mark.parametrize("partitioner", [None, TreePartitioner("redundancy_free", 6)])
+def test_a_step_with_router_losses_equals_a_batch_of_the_paths(partitioner):
+    hf = moe()
+    model = tree_model(hf)
+    micro_batches = [random_groups(seed) for seed in (2, 3)]
+    loss, gradients, balance, z = batch_of_paths(hf, micro_batches, "global_batch")
+    step = TreeStep(model, TreeLoss(), "cpu", partitioner, router_loss=RouterLoss(BALANCE, Z))
+    result = step.run(
+        step.prepare([[TokenTree.from_paths(paths) for paths in groups] for groups in micro_batches])
+    )
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert result.router_metrics["router_balance"].item() == pytest.approx(balance, rel=1e-5)
+    assert result.router_metrics["router_z"].item() == pytest.approx(z, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, gradients[name]) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("flavor", "billions", "active"),
+    [("35B-A3B", 34.66, 3.46), ("122B-A10B", 122.1, 9.8), ("397B-A17B", 396.3, 17.3)],
+)
+def test_published_sizes(flavor, billions, active):
+    with torch.device("meta"):
+        model = build_model("qwen3_5_moe", flavor)
+    experts = [moe for moe in model.modules() if isinstance(moe, MoE)]
+    idle = sum(sum(p.numel() for p in moe.experts.parameters()) - moe.active_parameters for moe in experts)
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert (model.num_parameters() - idle) / 1e9 == pytest.approx(active, rel=1e-2)
+
+
+@pytest.mark.parametrize("form", ["transformers'", "single", "fused"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_snapshots_in_and_out(tmp_path, form, tied):
+    """Out fused, as published, and under the source's prefix."""
+    hf = moe(tied)
+    hf.save_pretrained(tmp_path / "in")
+    if form != "transformers'":
+        weights = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+        if tied:
+            del weights["lm_head.weight"]
+        weights = split_experts(weights) if form == "single" else weights
+        weights = {
+            name.replace("model.", "model.language_model.", 1): w.contiguous() for name, w in weights.items()
+        }
+        save_file(weights, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    model = load_pretrained(tmp_path / "in", dtype=torch.float32)
+    assert same_weights(model, hf)
+    logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
+    torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS), rtol=1e-5, atol=1e-5)
+
+    save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
+    names = load_file(tmp_path / "out/model.safetensors").keys()
+    assert "model.layers.3.mlp.experts.gate_up_proj" in names
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen3_5_moe_text"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert type(again).__name__ == "Qwen3_5MoeForCausalLM"
+    assert same_weights(model, again)
+
+
+def test_config_of_a_model_with_vision(tmp_path):
+    text = moe().config.to_dict()
+    whole = {"model_type": "qwen3_5_moe", "tie_word_embeddings": True, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert model_from_config(tmp_path).config == tree_model(moe()).config
+    text["num_experts_per_tok"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match=r"config.json: num_experts_per_tok: expected at most num_experts"):
+        model_from_config(tmp_path)

@@ -1,0 +1,318 @@
+"""Qwen3-MoE on token trees: against transformers on every path alone, experts first."""
+
+import copy
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
+from tests.support.oracle import (
+    assert_same,
+    hf_model,
+    in_one_pass,
+    path_coefficients,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_batch,
+    tree_model,
+)
+from titan_tree.components.moe import MoE, RouterLoss, Routing
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.registry import build_model
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+LAYERS = {
+    "all": {},
+    "not renormalised": {"norm_topk_prob": False},
+    "every second": {"decoder_sparse_step": 2},
+    "not the first": {"mlp_only_layers": [0]},
+}
+
+
+def flat(groups):
+    return [path for group in groups for path in group]
+
+
+def chosen_experts(model, groups):
+    """[N, layers, k] of each token of the tree, in ascending order."""
+    seen = []
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+
+    def see(moe, arguments):
+        seen.append((arguments[0] @ moe.gate.weight.t()).topk(moe.top_k).indices.sort().values)
+
+    hooks = [moe.register_forward_pre_hook(see) for moe in mixtures]
+    with torch.no_grad():
+        model(tree_batch(groups))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1)
+
+
+def path_experts(hf, tokens):
+    """The same of a path run alone."""
+    with torch.no_grad():
+        logits = hf(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return torch.stack([x.topk(hf.config.num_experts_per_tok).indices.sort().values for x in logits], dim=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_equals_every_path_alone(seed, layers, tied):
+    hf = hf_model(tied, kind="Qwen3Moe", seed=seed, **LAYERS[layers])
+    model = tree_model(hf)
+    groups = random_groups(seed)
+    first, experts = 0, chosen_experts(model, groups)
+    for group in groups:
+        trie = TokenTree.from_paths(group)
+        for i, path in enumerate(group):
+            ours = experts[first + trie.indices_of(i)]
+            assert torch.equal(ours, path_experts(hf, path.tokens.tolist()))
+        first += len(trie)
+    assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)))
+
+
+def test_a_siblings_tokens_do_not_leak():
+    """No gradient at all; values to a rounding, as an expert's product depends on how many rows it has."""
+    model = tree_model(hf_model(False, kind="Qwen3Moe")).double()
+    prompt, mine = [1, 2, 3, 4], [5, 6, 7]
+
+    def logprobs(before, after):
+        batch = tree_batch([[TokenPath(prompt + branch) for branch in (before, mine, after)]])
+        return model(batch).logprobs[batch.pairs.edge[batch.pairs.path == 1]]
+
+    want = logprobs([10, 11, 12, 13, 14], [20, 21])
+    torch.testing.assert_close(logprobs([30, 31, 32, 33, 34], [40, 41]), want, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(want.sum(), model.embed_tokens.weight)
+    assert gradient.any(1).nonzero()[:, 0].tolist() == [*prompt, *mine[:-1]]
+
+
+# The router's losses, over a step.
+
+BALANCE, Z = 0.3, 0.05
+
+
+def batch_of_paths(hf, micro_batches, scope):
+    """(loss, gradients, balance, z) by definition: every path alone, their tokens pooled, by transformers."""
+    paths = [path for groups in micro_batches for path in flat(groups)]
+    coefficients = iter(path_coefficients(paths, "path_mean"))
+    total, balance, per_token = 0.0, [], []
+    logits_of_pools = []
+    for groups in micro_batches:
+        logits = []
+        for path in flat(groups):
+            tokens = torch.as_tensor(path.tokens).long()
+            out = hf(tokens[None], output_router_logits=True)
+            logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            total = total - (next(coefficients).float() * logprobs).sum()
+            logits.append(out.router_logits)
+        logits_of_pools.append(tuple(map(torch.cat, zip(*logits, strict=True))))
+    if scope == "global_batch":
+        logits_of_pools = [tuple(map(torch.cat, zip(*logits_of_pools, strict=True)))]
+    num_tokens = [len(logits[0]) for logits in logits_of_pools]
+    k = hf.config.num_experts_per_tok
+    for logits in logits_of_pools:
+        share = len(logits[0]) / sum(num_tokens)
+        balance.append(share * load_balancing_loss_func(logits, hf.config.num_experts, k))
+        per_token.append(torch.cat(logits).logsumexp(-1).square())
+    z = torch.cat(per_token).mean()
+    loss = total + BALANCE * sum(balance) + Z * z
+    hf.zero_grad(set_to_none=True)
+    loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
+    return loss.item(), gradients, sum(balance).item(), z.item()
+
+
+PARTITIONERS = {
+    "none": lambda: None,
+    "redundancy_free": lambda: TreePartitioner("redundancy_free", 6),
+    "one token": lambda: RandomCuts(1.0),
+    "random": lambda: RandomCuts(0.4, 3),
+    # Runs tokens again, which must not count again.
+    "single_path": lambda: TreePartitioner("single_path", 20),
+}
+
+
+@pytest.mark.parametrize("scope", ["global_batch", "micro_batch"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_a_step_with_router_losses_equals_a_batch_of_the_paths(partitioner, num_micro_batches, scope):
+    hf = hf_model(tied=True, kind="Qwen3Moe", seed=num_micro_batches, num_hidden_layers=3)
+    model = tree_model(hf)
+    micro_batches = [random_groups(seed) for seed in (2, 0, 3)[:num_micro_batches]]
+    loss, gradients, balance, z = batch_of_paths(hf, micro_batches, scope)
+
+    router_loss = RouterLoss(BALANCE, Z, scope)
+    step = TreeStep(model, TreeLoss(), "cpu", PARTITIONERS[partitioner](), router_loss=router_loss)
+    model.zero_grad(set_to_none=True)
+    prepared = step.prepare([[TokenTree.from_paths(paths) for paths in groups] for groups in micro_batches])
+    result = step.run(prepared)
+    assert result.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert result.router_metrics["router_z"].item() == pytest.approx(z, rel=1e-5)
+    if scope == "global_batch" or num_micro_batches == 1:
+        assert result.router_metrics["router_balance"].item() == pytest.approx(balance, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, gradients[name]) <= 1e-5, name
+    cut = any(len(partitions) > 1 for partitions in prepared.micro_batches)
+    assert cut == (partitioner != "none")
+    assert (prepared.counts.duplicates > 0) == (partitioner == "single_path")
+    counted = cut or (num_micro_batches > 1 and scope == "global_batch")
+    assert result.extra_forward_tokens == (prepared.counts.executed_tokens if counted else 0)
+
+
+def test_without_router_losses_nothing_runs_twice_and_all_is_reported():
+    model = build_model("qwen3_moe", "debug")
+    step = TreeStep(model, TreeLoss(), "cpu", TreePartitioner("redundancy_free", 4))
+    paths = [TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]
+    result = step.run(step.prepare([[TokenTree.from_paths(paths)]] * 2))
+    assert result.extra_forward_tokens == 0
+    assert result.router_metrics.keys() == {"router_balance", "router_z", "expert_load"}
+    experts = chosen_experts(model, [paths])  # of both micro-batches alike
+    load = torch.stack([experts[:, layer].flatten().bincount(minlength=8) for layer in range(2)]).float()
+    expected = (load.amax(1) / load.mean(1)).mean().item()
+    assert result.router_metrics["expert_load"].item() == pytest.approx(expected, rel=1e-6)
+    # The balance, whose f sums to k, is near k for a fresh router.
+    assert result.router_metrics["router_balance"].item() == pytest.approx(2, rel=0.1)
+
+
+def test_partitions_differentiate_no_routing_that_the_loss_leaves_out():
+    model, seen = tree_model(hf_model(True, kind="Qwen3Moe")), []
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])])
+
+    def use(number, batch, out):
+        for name, (end, _) in zip(("hidden", *Routing._fields), out.loss_boundary, strict=True):
+            if end.requires_grad:
+                end.register_hook(lambda _, name=name: seen.append(name))
+        return out.logprobs.sum()
+
+    batches = TreeBatch.from_plan(TreePartitioner("redundancy_free", 4).plan(tree))
+    run_partitions(model, batches, torch.device("cpu"), use)
+    assert seen == ["hidden"] * len(batches)
+
+
+def test_a_loss_of_whole_paths_and_the_routers():
+    """Two kinds of first rounds in one step: gspo's over the partitions, and the count."""
+    hf = hf_model(tied=True, kind="Qwen3Moe")
+    groups = [
+        [
+            TokenPath(p.tokens, advantage=0.5 * i - 1, old_logprobs=[-4.0] * len(p))
+            for i, p in enumerate(paths)
+        ]
+        for paths in random_groups(2)
+    ]
+    results = []
+    for partitioner in (None, TreePartitioner("redundancy_free", 6)):
+        model = tree_model(hf)
+        loss = TreeLoss("gspo", "path_token_mean", clip_low=1.0, clip_high=1.0)
+        step = TreeStep(model, loss, "cpu", partitioner, router_loss=RouterLoss(BALANCE, Z))
+        results.append(step.run(step.prepare([[TokenTree.from_paths(paths) for paths in groups]])))
+        results[-1] = results[-1].loss, {name: p.grad for name, p in model.named_parameters()}
+    assert results[1][0].item() == pytest.approx(results[0][0].item(), rel=1e-5)
+    for name, gradient in results[0][1].items():
+        assert relative_error(results[1][1][name], gradient) < 1e-5, name
+
+
+def test_router_losses_need_experts():
+    with pytest.raises(UserError, match="router_loss: expected a model with experts"):
+        TreeStep(build_model("qwen3", "debug"), TreeLoss(), router_loss=RouterLoss(z=1e-3))
+
+
+# The rest of the model.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_partitions_equal_one_pass(seed):
+    """In float64."""
+    model = tree_model(hf_model(tied=True, kind="Qwen3Moe", seed=seed)).double()
+    groups = random_groups(seed)
+    _, want_loss, want = in_one_pass(model, groups)
+    loss, got = in_partitions(model, RandomCuts(0.4, seed).plan(forest_of(groups)))
+    assert loss == pytest.approx(want_loss, rel=1e-12)
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 1e-9, name
+
+
+@pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
+def test_compiled_and_checkpointed(checkpoint):
+    """With the router's losses, in one pass and in partitions, the same numbers as without."""
+    plain = tree_model(hf_model(tied=True, kind="Qwen3Moe"))
+    changed = parallelize(
+        copy.deepcopy(plain),
+        OneRank(),
+        dtype=torch.float32,
+        compile=checkpoint == "compiled",
+        activation_checkpoint="none" if checkpoint == "compiled" else checkpoint,
+    )
+    trees = [TokenTree.from_paths(paths) for paths in random_groups(1, max_length=20)]
+    for partitioner in (None, TreePartitioner("redundancy_free", 20)):
+        if partitioner is None and checkpoint == "compiled":
+            continue  # the same graph, half a minute
+        results = []
+        for model in (plain, changed):
+            step = TreeStep(model, TreeLoss(), "cpu", partitioner, router_loss=RouterLoss(BALANCE, Z))
+            model.zero_grad(set_to_none=True)
+            result = step.run(step.prepare([trees]))
+            results.append([result.loss, *(p.grad for p in model.parameters())])
+        for got, want in zip(*reversed(results), strict=True):
+            assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flavor", "billions", "active"), [("30B-A3B", 30.532, 3.35), ("235B-A22B", 235.09, 22.2)]
+)
+def test_published_sizes(flavor, billions, active):
+    with torch.device("meta"):
+        model = build_model("qwen3_moe", flavor)
+    assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=1e-4)
+    experts = [moe for moe in model.modules() if isinstance(moe, MoE)]
+    assert len(experts) == model.config.num_hidden_layers
+    idle = sum(sum(p.numel() for p in moe.experts.parameters()) - moe.active_parameters for moe in experts)
+    assert (model.num_parameters() - idle) / 1e9 == pytest.approx(active, rel=1e-2)
+
+
+def test_layers_without_experts():
+    model = build_model("qwen3_moe", "debug", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)] == [1, 5]
+
+
+def test_flops_count_the_experts_that_a_token_has():
+    """By hand: of 4 experts 2; the router's matrix; attention's matrices and pairs."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
+    model = build_model("qwen3_moe", "debug", **sizes)
+    batch = tree_batch([[TokenPath([1, 2, 3]), TokenPath([1, 4])]])
+    attention = 2 * 64 * 4 * 32 + 2 * 64 * 2 * 32
+    matrices = attention + 4 * 64 + 2 * 3 * 32 * 64
+    pairs = 1 + 2 + 3 + 2
+    assert model.training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + 12 * 4 * 32 * pairs
+
+
+def test_fresh_weights():
+    torch.manual_seed(0)
+    model = build_model("qwen3_moe", "debug")
+    weights = dict(model.named_parameters())
+    for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
+        assert weights[f"layers.0.mlp.{name}"].std().item() == pytest.approx(0.02, rel=0.1), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most num_experts \(8\), got 9"),
+        ({"mlp_only_layers": [-1]}, r"mlp_only_layers: expected a list of integers >= 0, got \[-1\]"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of integers >= 0, got 3"),
+        ({"num_experts": 0}, "num_experts: expected int > 0, got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(UserError, match=message):
+        build_model("qwen3_moe", "debug", **sizes)

@@ -1,0 +1,101 @@
+"""Trees as (parent, length) lists, their layouts, and attention by its definition in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_tree.tree.layout import TreeLayout
+
+Nodes = list[tuple[int, int]]  # DFS order; parent -1: a root
+
+
+def random_nodes(seed: int, count: int, low: int, high: int, roots: float = 0.05) -> Nodes:
+    """A random DFS tree with nodes of low .. high tokens; now and then a new root."""
+    rng = np.random.default_rng(seed)
+    nodes: Nodes = []
+    path: list[int] = []
+    for i in range(count):
+        keep = 0 if i == 0 or rng.random() < roots else 1 + int(len(path) * rng.random() ** 0.5)
+        path = path[:keep]
+        nodes.append((path[-1] if path else -1, int(rng.integers(low, high + 1))))
+        path.append(i)
+    return nodes
+
+
+SMALL: dict[str, Nodes] = {
+    "one token": [(-1, 1)],
+    "chain of 5": [(-1, 5)],
+    "chain of 129": [(-1, 129)],
+    "chain of 300": [(-1, 300)],
+    "star": [(-1, 70), *[(0, 3)] * 50],
+    "1-token nodes": random_nodes(1, 260, 1, 1),
+    "roots of 1": [(-1, 1)] * 150,
+    "two of 140": [(-1, 140), (-1, 140)],
+    "deep": random_nodes(2, 40, 1, 14, roots=0.0),
+    "root in the last row of a block": [(-1, 255), (-1, 1)],
+    "branch at a block edge": [(-1, 128), (0, 64), (1, 64), (0, 1), (0, 127)],
+}
+
+
+def subtree_ends(nodes: Nodes) -> np.ndarray:
+    """[N] exclusive subtree end of each token."""
+    lengths = [length for _, length in nodes]
+    ends = np.cumsum(lengths)
+    for i in range(len(nodes) - 1, -1, -1):
+        if (parent := nodes[i][0]) >= 0:
+            ends[parent] = max(ends[parent], ends[i])
+    return np.repeat(ends, lengths)
+
+
+def make_layout(nodes: Nodes, queries: np.ndarray | None = None) -> TreeLayout:
+    """The layout of all tokens, or of the given query columns with the others as context."""
+    end = torch.from_numpy(subtree_ends(nodes)).int()
+    columns = torch.arange(len(end)).int() if queries is None else torch.from_numpy(queries).int()
+    return TreeLayout(positions=columns, subtree_end=end, key_index=columns)
+
+
+def ancestor_mask(nodes: Nodes, queries: np.ndarray | None = None) -> Tensor:
+    """[N, M] bool from parent pointers alone: what a token may see, found without intervals."""
+    starts = np.cumsum([0] + [length for _, length in nodes])
+    mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+    for i, (_, length) in enumerate(nodes):
+        block = slice(starts[i], starts[i + 1])
+        mask[block, block] = torch.ones(length, length).tril().bool()
+        above = nodes[i][0]
+        while above >= 0:
+            mask[block, starts[above] : starts[above + 1]] = True
+            above = nodes[above][0]
+    return mask if queries is None else mask[torch.from_numpy(queries)]
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v in float64, [N, Hq, D]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayout) -> list[Tensor]:
+    """o, dq, dk, dv in float64, 1024 queries at a time: for trees whose mask is too large."""
+    out, dq = (torch.zeros_like(q, dtype=torch.float64) for _ in range(2))
+    dk, dv = (torch.zeros_like(k, dtype=torch.float64) for _ in range(2))
+    key = torch.arange(len(k), device=k.device)
+    for rows in torch.arange(len(q), device=q.device).split(1024):
+        column = layout.key_index[rows, None]
+        inputs = [x.detach().double().requires_grad_() for x in (q[rows], k, v)]
+        chunk = exact_attention(*inputs, (key <= column) & (column < layout.subtree_end))
+        dq[rows], dk_part, dv_part = torch.autograd.grad(chunk, inputs, do[rows].double())
+        out[rows] = chunk.detach()
+        dk += dk_part
+        dv += dv_part
+    return [out, dq, dk, dv]
+
+
+def random_qkv(n: int, m: int, heads: tuple[int, int], dim: int, **factory) -> list[Tensor]:
+    """q [n, Hq, dim], k and v [m, Hkv, dim], all requiring grad, and a do like q."""
+    q, do = (torch.randn(n, heads[0], dim, **factory) for _ in range(2))
+    k, v = (torch.randn(m, heads[1], dim, **factory) for _ in range(2))
+    return [*(x.requires_grad_() for x in (q, k, v)), do]

@@ -1,0 +1,258 @@
+"""The oracle: transformers on every path alone, and random trees with every known trap.
+
+Nothing here uses titan_tree's trees, attention or losses: a path is a list of tokens, a model call is
+``Qwen3ForCausalLM`` on that list, a loss is a sum in a loop.
+"""
+
+import random
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+
+import torch
+import transformers
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.models.registry import MODELS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+KINDS = ("random", "chain", "star", "forest")
+
+
+def random_groups(seed, vocab_size=61, max_length=7, num_nodes=7):
+    """One list of TokenPaths per tree of a forest, drawn by ``seed``, whose rest by 4 picks the kind.
+
+    Kinds: any shape; a chain with a path ending at every node; a star of many leaves; several trees. Every
+    one has 1-token nodes, duplicate paths with other masks, paths that end inside the tree, a path whose
+    loss mask is empty, unequal weights with a 0 among them, and a path of one token.
+    """
+    r = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    return [
+        _random_paths(r, kind, vocab_size, max_length, num_nodes) for _ in range(3 if kind == "forest" else 1)
+    ]
+
+
+def _random_paths(r, kind, vocab_size, max_length, num_nodes):
+    prefixes = [[]]  # tokens from the root to the end of each node
+    for node in range(2 * num_nodes if kind in ("chain", "star") else num_nodes):
+        parent = {"chain": node, "star": min(node, 1)}.get(kind, r.randint(min(node, 1), node))
+        length = r.choice([1, 1, 2, 3, r.randint(1, max_length)])
+        prefixes.append(prefixes[parent] + [r.randrange(vocab_size) for _ in range(length)])
+    token_lists = prefixes[1:]
+    longest = max(token_lists, key=len)
+    token_lists += [r.choice(token_lists), longest, longest[: r.randint(1, len(longest))], longest[:1]]
+    r.shuffle(token_lists)
+    paths = []
+    for i, tokens in enumerate(token_lists):
+        mask = [0.0 if i == 0 else float(r.random() < 0.7) for _ in tokens]
+        paths.append(TokenPath(tokens, loss_mask=mask, weight=0.0 if i == 1 else r.uniform(0.2, 3)))
+    return paths
+
+
+def tree_batch(groups, device="cpu", edges="all", replay="off"):
+    trees = [TokenTree.from_paths(paths, replay) for paths in groups]
+    return TreeBatch.from_trees(trees, edges).to(device)
+
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **sizes):
+    """A small random Qwen3 or Qwen3-MoE (``kind`` "Qwen3Moe") in which every parameter matters (norm weights
+    are not 1)."""
+    config = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    experts = EXPERTS | {"norm_topk_prob": True} if kind == "Qwen3Moe" else {}
+    config_class = getattr(transformers, f"{kind}Config")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        config_class(**(config | experts | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+    ).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(device, dtype)
+
+
+def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
+    """A small random Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or dense Qwen3-Next ("Qwen3Next"), by ``kind``, in
+    which every parameter matters."""
+    assert find_spec("fla") is None, "transformers would compute with flash-linear-attention: uninstall it"
+    config = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        # DeltaNet's outputs cancel to anything: with the published 1e-6 its norm blows up their rounding.
+        "rms_norm_eps": 1e-3,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }
+    text = "" if kind == "Qwen3Next" else "Text"
+    own = {
+        "Qwen3_5": {},
+        "Qwen3_5Moe": EXPERTS | {"shared_expert_intermediate_size": 20},
+        "Qwen3Next": {"mlp_only_layers": list(range(num_layers))},
+    }
+    config_class = getattr(transformers, f"{kind}{text}Config")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        config_class(**(config | own[kind] | sizes), tie_word_embeddings=tied, attn_implementation="eager")
+    ).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith(("dt_bias", "conv1d.weight")):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):
+                parameter.uniform_(0.05, 2.0).log_()
+    return model.to(device, dtype)
+
+
+def tree_model(hf, attention="auto"):
+    """Our model with the weights of ``hf``, on its device, in its dtype."""
+    kind = hf.config.model_type
+    model_class = next(model for model in MODELS.values() if kind in model.hf_architectures)
+    config = model_class.Config.from_hf(hf.config.to_dict(), "test")
+    model = model_class(config, attention).to(hf.device, hf.dtype)
+    weights = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
+    if hf.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+def path_logprobs(hf, tokens):
+    """[len(tokens) - 1] log-probs of one path run alone, fp32."""
+    ids = torch.as_tensor(tokens, device=hf.device).long()
+    logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def path_coefficients(paths, reduction):
+    """[T - 1] of each path: what the loss multiplies -log p(tokens[t]) by, t = 1, 2, ..."""
+    masks = [torch.from_numpy(path.loss_mask[1:]).double() for path in paths]
+    weights = [path.weight for path in paths]
+    if reduction == "path_mean":
+        return [w * mask / sum(weights) for w, mask in zip(weights, masks, strict=True)]
+    if reduction == "token_mean":
+        total = sum(w * mask.sum() for w, mask in zip(weights, masks, strict=True))
+        return [w * mask / total for w, mask in zip(weights, masks, strict=True)]
+    assert reduction == "path_token_mean"
+    return [w * mask / max(mask.sum(), 1) / sum(weights) for w, mask in zip(weights, masks, strict=True)]
+
+
+@contextmanager
+def routed_to(hf, experts):
+    """Within, routers choose ``experts`` [T, layers, k] for T tokens; where these are -1, what they like."""
+    routers = [module for module in hf.modules() if type(module).__name__.endswith("TopKRouter")]
+    assert len(routers) == experts.shape[1]
+
+    def forced(router, own):
+        def forward(hidden):
+            logits = hidden.flatten(0, -2) @ router.weight.t()
+            probability = logits.float().softmax(-1)
+            liked = probability.topk(router.top_k).indices
+            chosen = torch.where(own >= 0, own, liked)
+            weight = probability.gather(1, chosen)
+            if getattr(router, "norm_topk_prob", True):
+                weight = weight / weight.sum(-1, keepdim=True)
+            return logits, weight.to(logits.dtype), chosen
+
+        return forward
+
+    for i, router in enumerate(routers):
+        router.forward = forced(router, torch.as_tensor(experts[:, i]).long().to(hf.device))
+    yield
+    for router in routers:
+        del router.forward
+
+
+def per_path(hf, paths, reduction="path_mean", experts=None):
+    """(log-probs of each path, SFT loss, gradients by our names), path after path.
+
+    Gradients of the paths are summed in fp32. experts: of each path those that are forced, see ``routed_to``.
+    """
+    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in hf.named_parameters()}
+    logprobs, loss = [], 0.0
+    for i, (path, coefficients) in enumerate(zip(paths, path_coefficients(paths, reduction), strict=True)):
+        with nullcontext() if experts is None else routed_to(hf, experts[i]):
+            logprobs.append(path_logprobs(hf, path.tokens))
+        path_loss = -(coefficients.float().to(hf.device) * logprobs[-1]).sum()
+        hf.zero_grad(set_to_none=True)
+        path_loss.backward()
+        for name, parameter in hf.named_parameters():
+            gradients[name] += parameter.grad
+        loss += path_loss.item()
+    gradients = {name.removeprefix("model."): gradient for name, gradient in gradients.items()}
+    return [x.detach() for x in logprobs], loss, gradients
+
+
+def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off"):
+    """The same three, from one pass of our model over the forest."""
+    batch = tree_batch(groups, model.embed_tokens.weight.device, edges, replay)
+    tree_loss = TreeLoss("sft", reduction)
+    model.zero_grad(set_to_none=True)
+    logprobs = model(batch).logprobs
+    loss, _ = tree_loss(logprobs, batch, tree_loss.normalizer(path for group in groups for path in group))
+    loss.backward()
+    pairs = batch.pairs
+    counts = torch.bincount(pairs.path, minlength=len(pairs.weight)).tolist()
+    per_pair = logprobs.detach()[pairs.edge].split(counts)
+    return list(per_pair), loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def relative_error(got, want):
+    """||got - want|| / ||want||; 0 where both are 0."""
+    error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    return error / norm if norm else error
+
+
+def noise_ratios(exact, noisy, gradients, forests):
+    """Of each parameter the error of ``gradients(groups)``, over that of ``noisy`` path by path.
+
+    Both against ``exact`` path by path. Errors are summed over forests (squared norms), so that one lucky
+    draw decides nothing.
+    """
+    mine, theirs = {}, {}
+    for groups in forests:
+        paths = [path for group in groups for path in group]
+        want = per_path(exact, paths)[2]
+        for errors, got in ((mine, gradients(groups)), (theirs, per_path(noisy, paths)[2])):
+            for name, gradient in want.items():
+                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
+    return {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+
+
+def assert_same(got, want, tolerance=1e-5):
+    """What ``in_one_pass`` got equals what ``per_path`` wants, each tensor relative to its norm."""
+    assert len(got[0]) == len(want[0])
+    for i, (mine, theirs) in enumerate(zip(got[0], want[0], strict=True)):
+        assert mine.shape == theirs.shape
+        assert relative_error(mine, theirs) <= tolerance, f"log-probs of path {i}"
+    assert abs(got[1] - want[1]) <= tolerance * abs(want[1]), "loss"
+    assert got[2].keys() == want[2].keys()
+    for name, gradient in want[2].items():
+        assert relative_error(got[2][name], gradient) <= tolerance, name

@@ -1,0 +1,5 @@
+import sys
+
+from titan_tree.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Everything that happens in one optimizer step, and scoring."""
