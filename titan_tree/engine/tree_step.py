@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_tree.components.moe import RouterLoss, router_metrics
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.distributed.parallelize import cast_weights
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.lockstep import dummy, in_lockstep
 from titan_tree.engine.partitions import run_partitions, score_partitions
