@@ -180,7 +180,7 @@ class Trainer:
         if self.metrics:
             self.metrics.advance(step)
             if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
-                own = result.metrics | result.router_metrics
+                own = result.loss_metrics | result.router_metrics
                 of_loss = {name: value.item() for name, value in own.items()}
                 values |= cost_metrics(result, seconds, dist.get_world_size(), self.device)
                 self.metrics.log(step, values, of_loss)
