@@ -18,7 +18,7 @@ try:
     import wandb
 except ImportError as error:
     raise UserError(
-        f"metrics.loggers: 'wandb' needs the package wandb ({error}): run `pip install 'titan_tree[wandb]'`, "
+        f"metrics.loggers: 'wandb' needs the package wandb ({error}): run `pip install wandb`, "
         "or remove 'wandb' from metrics.loggers"
     ) from None
 
