@@ -39,18 +39,18 @@ import torch.distributed as dist
 from benchmark_step import print_table
 from trees import long_rollouts, random_tree
 
-from titan_tree.build import build_optimizers, build_parallel_model
+from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from titan_tree.distributed.parallelize import init_distributed
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import MODELS
-from titan_tree.trainer import clip_and_step
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 

@@ -37,15 +37,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trees import SHAPES, random_tree
 
-from titan_tree.build import build_optimizers, build_parallel_model
+from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.ao import Float8
-from titan_tree.distributed.parallelize import init_distributed
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.registry import MODELS, build_model
-from titan_tree.trainer import clip_and_step
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 

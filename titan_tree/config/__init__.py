@@ -266,9 +266,6 @@ class Config:
             "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
             f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
         )
-        # torch copies plain tensors only to the host, and torchao's states are none.
-        copied = not self.checkpoint.async_save or self.optimizer.name == "adamw"
-        _require(copied, "checkpoint.async_save", 'false with optimizer.name = "adamw8bit"', "true")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
