@@ -171,7 +171,7 @@ def test_a_full_disk_costs_only_the_checkpoint_being_written(
         return write(self, plan, planner)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", refuse_the_second)
-    with pytest.raises(UserError, match=r"step-4: .*No space left on device.*disk full"):
+    with pytest.raises(UserError, match=r"step-4: .*No space left on device.*disk is full"):
         train(config)
     folder = Path(config.folder) / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-2"]

@@ -278,10 +278,3 @@ class Config:
             "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
             f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
         )
-        # torch's asynchronous save copies plain tensors only. torchao's states are tensor subclasses.
-        require(
-            not self.checkpoint.async_save or self.optimizer.name == "adamw",
-            "checkpoint.async_save",
-            'false with optimizer.name = "adamw8bit"',
-            "true",
-        )

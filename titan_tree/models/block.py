@@ -95,6 +95,8 @@ class Mixer(nn.Module, ABC):
     # What it leaves for later forwards, tensor by tensor: the stack of the bank (data/partition.py,
     # GatewayRows) that has its rows.
     cache_streams: ClassVar[tuple[str, ...]]
+    # Names of its linears that must not run in float8.
+    high_precision: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(

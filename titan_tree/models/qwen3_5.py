@@ -193,6 +193,8 @@ class GatedDeltaNet(Mixer):
     """
 
     cache_streams = ("states", "states")
+    # One output per head: float8 saves nothing, and errors of the decays add up along a path.
+    high_precision = ("in_proj_a", "in_proj_b")
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ def test_in_a_tree_it_moves_as_flat_unless_it_counts_distinct_tokens(tmp_path, m
 def test_a_refused_step_moves_nothing(tmp_path):
     config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
     trainer = Trainer(config)
-    inputs = trainer._inputs()
+    inputs = trainer.inputs()
     trainer.train_step(inputs)
     before = biases(trainer)
     assert all(bias.any() for bias in before.values())
