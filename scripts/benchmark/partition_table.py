@@ -13,7 +13,8 @@ import argparse
 
 from titan_tree.components.tree_partitioner import STRATEGIES, TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import PathReader, find_files, read_groups
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError
 from titan_tree.tree.partition import PlanStats
 from titan_tree.tree.token_tree import TokenTree
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192, 16_384, 32_768])
     args = parser.parse_args()
-    reader = PathReader(TreeTokenizer.load(args.tokenizer), {})
-    trees = [TokenTree.from_paths(reader.paths(group)) for group in read_groups(find_files(args.files))]
+    reader = SampleReader(DataConfig(files=args.files), TreeTokenizer.load(args.tokenizer))
+    trees = [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
     print("| max_tokens | strategy | trees | N_tree | N_part | ERR | forwards | chain peak |")
     print("|---|---|---|---|---|---|---|---|")
     for max_tokens in args.max_tokens:

@@ -42,6 +42,7 @@ class DataConfig:
     """Files of groups of samples, and how they become token trees and micro-batches."""
 
     files: Any = MISSING  # a path or a list of paths; "demo" is the embedded sample
+    format: str = "auto"  # a name in READERS; "auto" recognizes each file by its content
     tokenizer: str | None = None  # "byte" | a Hugging Face folder | a .tiktoken file; default: hf_path's own
     template: str | None = None  # a chat template (.jinja) instead of the tokenizer's own
     sample: dict[str, Any] = field(default_factory=dict)  # how conversations become training samples
