@@ -27,6 +27,7 @@ from titan_tree.config import (
     TrainingConfig,
 )
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
@@ -36,6 +37,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
 from titan_tree.models.registry import build_model
 from titan_tree.registry import OPTIMIZERS
+from titan_tree.tree.paths import ModelLimits
 
 
 def build_parallel_model(
@@ -174,24 +176,10 @@ def build_dataset(
 ) -> TreeDataset:
     if config.replay != "off" and model.expert_sizes is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
+    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, model.expert_sizes)
+    reader = SampleReader(config, tokenizer, limits)
     return TreeDataset(
-        config.files,
-        tokenizer,
-        merge=config.merge,
-        layout=config.layout,
-        advantage=config.advantage,
-        replay=config.replay,
-        global_batch_groups=config.global_batch_groups,
-        max_tokens=config.max_tokens,
-        allow_larger=allow_larger,
-        max_positions=model.config.max_position_embeddings,
-        vocab_size=model.config.vocab_size,
-        experts=model.expert_sizes,
-        shuffle_buffer=config.shuffle_buffer,
-        seed=config.seed,
-        rank=mesh.get_rank(),
-        world_size=mesh.size(),
-        sample_options=config.sample,
+        config, reader, allow_larger=allow_larger, rank=mesh.get_rank(), world_size=mesh.size()
     )
 
 
