@@ -36,9 +36,9 @@ from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.distributed import titan
 from titan_tree.errors import UserError
-from titan_tree.models.block import Rope
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import MODELS, build_model
+from titan_tree.models.registry import build_model
+from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -130,7 +130,7 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     """Bytes allocated and not freed by the layers' forward on one chain."""
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * num_tokens)])])
     layout = model.prepare(batch.layout)
-    rope = Rope.at(layout.positions, model.config.rotary_dim, model.config.rope_theta)
+    rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     # A CPU cannot run the kernel, but it is all the same here what it writes.
     kernels = SimpleNamespace(
@@ -140,7 +140,7 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     gc.collect()  # what earlier calls left must not be freed in this one
     with patched, torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
-            x, _, _ = layer(x, rope, layout)
+            x = layer(x, rope, layout).hidden
         gc.collect()
     events = run.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
@@ -173,7 +173,7 @@ def main() -> None:
             model = build_model(args.model, args.flavor)
     except UserError as error:
         parser.error(str(error))
-    num_experts = model.expert_sizes.num_experts if model.expert_sizes else 1
+    num_experts = model.experts.sizes.num_experts if model.experts else 1
     for name, number in (("ranks", args.ranks), ("experts", num_experts)):
         for expert_parallel in args.expert_parallel:
             if expert_parallel < 1 or number % expert_parallel:

@@ -50,11 +50,11 @@ def build_parallel_model(
     with torch.device("meta"):
         if not model.hf_path:
             assert model.flavor is not None
-            built = build_model(model.name, model.flavor, model.attention, **model.overrides)
+            built = build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
         elif model.overrides:
             raise UserError("model.overrides: a snapshot's configuration stands; overrides are for flavors")
         else:
-            built = model_from_config(model.hf_path, model.attention)
+            built = model_from_config(model.hf_path, model.attention, model.gdn)
     parallelize(
         built,
         mesh,
@@ -98,7 +98,7 @@ def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.Optimizer
     vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     decays = {f"^({vectors})$": 0.0}
-    if model.has_experts:
+    if model.experts is not None:
         decays[r"\.experts\."] = config.weight_decay
     decays[".*"] = config.weight_decay
     groups = [
@@ -135,7 +135,12 @@ def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | 
     """None: biases, if the model has some, stay as they are. Else adds them where there are none."""
     if config.rate is None:
         return None
-    model.add_router_biases()
+    if model.experts is None:
+        raise UserError(
+            "router_bias.rate: expected a model with experts, such as qwen3_moe; this one has none, so "
+            "remove the key"
+        )
+    model.experts.add_router_biases()
     return RouterBias(config.rate, config.counts)
 
 
@@ -160,7 +165,7 @@ def build_dataset(
     mesh: DeviceMesh,
     allow_larger: bool = False,
 ) -> TreeDataset:
-    if config.replay != "off" and model.expert_sizes is None:
+    if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     return TreeDataset(
         config.files,
@@ -174,7 +179,7 @@ def build_dataset(
         allow_larger=allow_larger,
         max_positions=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
-        experts=model.expert_sizes,
+        experts=model.experts.sizes if model.experts else None,
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
         rank=mesh.get_rank(),

@@ -169,7 +169,8 @@ class Trainer:
         self._check_finite(step, values)
         if self.router_bias:
             assert result.routing is not None
-            self.router_bias.update(self.model.router_biases.values(), result.routing)
+            assert self.model.experts is not None
+            self.router_bias.update(self.model.experts.router_biases().values(), result.routing)
 
         values["lr"] = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
@@ -189,7 +190,7 @@ class Trainer:
         """What checkpoints are of, and what a run that resumes must have too."""
         c = self.config
         found = {"name": c.model.name, "optimizer": c.optimizer.name, **vars(self.model.config)}
-        if self.model.router_biases:
+        if self.model.experts and self.model.experts.router_biases():
             found["router_bias"] = True
         # Ranks that share an expert shard its rows, and torchao cuts 8-bit states along their first dim only.
         sharing = self.mesh.size() // c.parallel.expert_parallel

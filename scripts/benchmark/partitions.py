@@ -49,7 +49,7 @@ from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import MODELS
+from titan_tree.registry import MODELS
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree

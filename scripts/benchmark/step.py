@@ -44,7 +44,8 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.ao import Float8
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.registry import MODELS, build_model
+from titan_tree.models.registry import build_model
+from titan_tree.registry import MODELS
 from titan_tree.trainer import clip_and_step
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree

@@ -34,6 +34,7 @@ class ModelConfig:
     hf_path: str | None = None  # local Hugging Face snapshot: configuration and initial weights
     # TreeAttention's backend
     attention: Literal["auto", "hopper", "triton", "flash", "flex", "reference"] = "auto"
+    gdn: str = "auto"  # TreeGDN's backend
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the model's own configuration
 
 

@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from titan_tree.errors import UserError
-from titan_tree.models.block import Linear
+from titan_tree.models.block import Mixer
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.layers import Linear
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
-
-# DeltaNet's gates have one output per head: nothing to gain, and the decays of long paths to lose.
-_GATES = ("in_proj_a", "in_proj_b")
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +53,19 @@ def float8_linears(model: Decoder, recipe: Float8, device_type: str) -> None:
         pad_inner_dim=True,
         emulate=device_type == "cpu",
     )
+    layers = model.get_submodule("layers")
+    mixers = {name: module for name, module in layers.named_modules() if isinstance(module, Mixer)}
+    high_precision = {f"{name}.{linear}" for name, mixer in mixers.items() for linear in mixer.high_precision}
     converted: list[str] = []
 
     def chosen(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, Linear) or name.endswith(_GATES):
+        if not isinstance(module, Linear) or name in high_precision:
             return False
         if module.in_features % 16 or module.out_features % 16:
             return False
         converted.append(name)
         return True
 
-    layers = model.get_submodule("layers")
     count = sum(isinstance(module, Linear) for module in layers.modules())
     float8.convert_to_float8_training(layers, module_filter_fn=chosen, config=config)
     if not converted:

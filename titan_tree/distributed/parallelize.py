@@ -140,7 +140,8 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
         experts.dispatcher = Exchange(group)
-    model.expert_group = group
+    assert model.experts is not None
+    model.experts.group = group
     return expert_mesh
 
 
@@ -166,7 +167,7 @@ def _fully_shard_experts(
 
 
 class _TakeLocal:
-    """Before a block's forward, leaves plain tensors in ``Experts.here``: no DTensor gets into a graph."""
+    """Before a block's forward, sets ``Experts.local_weights``, so that no DTensor gets into a graph."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
@@ -176,7 +177,7 @@ class _TakeLocal:
         weights = self.experts.gate_up_proj, self.experts.down_proj
         with torch.enable_grad():  # a checkpointed block may run again after a forward without gradients
             gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
-        self.experts.here = gate_up, down
+        self.experts.local_weights = gate_up, down
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def tree_logprobs(
             "tree_logprobs: max_tokens: expected no gradients, which would keep all pieces in memory; "
             "call it under torch.no_grad(), or train with TreeStep"
         )
-    if return_routed_experts and model.expert_sizes is None:
+    if return_routed_experts and model.experts is None:
         raise UserError(
             "tree_logprobs: return_routed_experts: expected a model with experts, this one has none"
         )

@@ -71,7 +71,7 @@ class TreeStep:
         router_loss: RouterLoss | None = None,
     ) -> None:
         self.router_loss = router_loss or RouterLoss()
-        if self.router_loss and not model.has_experts:
+        if self.router_loss and model.experts is None:
             raise UserError(
                 "router_loss: expected a model with experts, such as qwen3_moe; this one has none: set "
                 "balance and z to 0"
@@ -79,7 +79,7 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.expert_group is not None and self.activations.may_offload():
+        if model.experts and model.experts.group and self.activations.may_offload():
             raise UserError(
                 "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel (ranks "
                 "must run alike, and experts' weights would move too); set it, or unset partition.device_gb"
@@ -134,7 +134,7 @@ class TreeStep:
         total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
         nested = num_partitions > 1
         routing = None
-        if self.model.has_experts:
+        if self.model.experts:
             routing = RouterStep(self.router_loss, counts.logical_tokens, self.device)
         out_of_memory = ""
         try:
@@ -167,8 +167,9 @@ class TreeStep:
         self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None
     ) -> None:
         """nested: some rank has partitions. most: micro-batches of the rank with the most."""
-        if self.model.expert_group is not None:
-            micro_batches = in_lockstep(step.micro_batches, most, self.model.expert_group)
+        experts = self.model.experts
+        if experts and experts.group:
+            micro_batches = in_lockstep(step.micro_batches, most, experts.group)
         else:
             micro_batches = list(step.micro_batches)
             num_runs = max(len(micro_batches), 1) if nested else most
