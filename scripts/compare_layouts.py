@@ -42,7 +42,12 @@ def train(layout: str, args: argparse.Namespace) -> Rows:
         f"data.layout={layout}",
         f"folder={folder}",
         f"training.steps={args.steps}",
-        *("checkpoint.interval=0", "checkpoint.resume=false", "metrics.csv=true", "metrics.log_interval=1"),
+        *(
+            "checkpoint.interval=0",
+            "checkpoint.resume=false",
+            "metrics.loggers=[console,csv]",
+            "metrics.log_interval=1",
+        ),
     ]
     if status := subprocess.run(command, check=False).returncode:
         sys.exit(status)

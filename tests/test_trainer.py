@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import checkpoint
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import MetricsConfig, ModelConfig
+from titan_tree.config import ModelConfig
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.metrics import MetricsLogger
 from titan_tree.models.hf import load_pretrained
 from titan_tree.models.registry import build_model
 from titan_tree.tree.batch import TreeBatch
@@ -146,16 +145,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step 2: .* is nan.*step-1"):
         train(config)
     assert [row["step"] for row in read_metrics(config)] == ["1"]
-
-
-def test_only_nll_may_go_without_saying(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where it is the loss. Other metrics stay on the console, though one be as large by chance."""
-    metrics = dict.fromkeys(("grad_norm", "lr", "por", "logical_tokens_per_s"), 1.0)
-    metrics |= {"loss": 0.2776, "executed_tokens_per_s": 1.0, "step_s": 1.0}
-    log = MetricsLogger(MetricsConfig(csv=False, tensorboard=False), tmp_path, 0, 9)
-    with caplog.at_level("INFO", "titan_tree"):
-        log.log(1, metrics, {"nll": 0.2776, "clip_fraction": 0.2774})
-    assert "step 1/9  loss 0.2776  clip_fraction 0.2774  grad" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,18 @@ from titan_tree.build import (
 )
 from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.components.moe import RouterBias
-from titan_tree.config import Config, dump_config
+from titan_tree.config import Config
+from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed import ao, titan
 from titan_tree.distributed.parallelize import init_distributed
 from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.metrics import MetricsLogger, cost_metrics
+from titan_tree.metrics import Loggers, StepReport, step_values
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import save_pretrained
+from titan_tree.registry import LOGGERS
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Trainer:
     progress: Progress
     checkpoints: Checkpoints
     history: list[StepCounts]  # of this process's steps
-    metrics: MetricsLogger | None  # rank 0's
+    loggers: Loggers | None  # of rank 0
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -85,6 +87,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
             torch.use_deterministic_algorithms(True)
 
+        for name in config.metrics.loggers:
+            LOGGERS[name]  # a missing package raises an error here, before weights are read
         loss = build_loss(config.loss)
         if config.optimizer.name == "adamw8bit":
             ao.adamw_8bit()  # if it is missing, that is said before weights are read
@@ -123,22 +127,22 @@ class Trainer:
         if self.progress.step:
             self.dataset.load_state_dict(self.progress.data)
 
-        self.metrics = None
+        self.loggers = None
         if dist.get_rank() == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "config.toml").write_text(dump_config(config))
             except OSError as error:
                 raise UserError(f"folder = {config.folder}: cannot be written: {error.strerror}") from None
-            self.metrics = MetricsLogger(config.metrics, folder, self.progress.step, config.training.steps)
+            self.loggers = Loggers(config.metrics, folder, self.progress.step, config.training.steps)
 
     def train(self) -> None:
         """All steps that are left, then the last checkpoint, the export and a summary."""
         steps = self.config.training.steps
         self._log_introduction()
         inputs = self._inputs()
-        bar = self.metrics.progress if self.metrics else nullcontext()
-        with bar, build_profiler(self.config.profiler, self.config.folder, self.progress.step) as profiler:
+        profiler_context = build_profiler(self.config.profiler, self.config.folder, self.progress.step)
+        with self.loggers or nullcontext(), profiler_context as profiler:
             while self.progress.step < steps:
                 self.train_step(inputs)
                 self.checkpoints.save(last=self.progress.step == steps)
@@ -149,9 +153,7 @@ class Trainer:
             self.export(Path(self.config.folder) / "hf")
 
     def close(self) -> None:
-        """After training: ends log files and the process group."""
-        if self.metrics:
-            self.metrics.close()
+        """After training: ends the process group."""
         dist.destroy_process_group()
 
     def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
@@ -165,26 +167,24 @@ class Trainer:
         result = self.tree_step.run(step_input)
         grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
         self.optimizers.zero_grad()
-        values = {"loss": result.loss.item(), "grad_norm": grad_norm.item()}  # waits for the device
-        self._check_finite(step, values)
+        loss, norm = result.loss.item(), grad_norm.item()  # waits for the device
+        self._check_finite(step, {"loss": loss, "grad_norm": norm})
         if self.router_bias:
             assert result.routing is not None
             assert self.model.experts is not None
             self.router_bias.update(self.model.experts.router_biases().values(), result.routing)
 
-        values["lr"] = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, position
 
         seconds = time.perf_counter() - started
         self.history.append(result.counts)
-        if self.metrics:
-            self.metrics.advance(step)
+        if self.loggers:
+            self.loggers.advance(step)
             if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
-                own = result.metrics | result.router_metrics
-                of_loss = {name: value.item() for name, value in own.items()}
-                values |= cost_metrics(result, seconds, dist.get_world_size(), self.device)
-                self.metrics.log(step, values, of_loss)
+                report = StepReport(result, seconds, dist.get_world_size(), self.device, loss, norm, lr)
+                self.loggers.log(step, step_values(report))
 
     def _architecture(self) -> dict[str, Any]:
         """What checkpoints are of, and what a run that resumes must have too."""
@@ -278,7 +278,7 @@ class Trainer:
                 "nothing left to train: raise training.steps to go on, or name a new folder to start anew"
             )
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
-        if self.config.metrics.csv:
+        if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
 
 

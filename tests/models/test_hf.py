@@ -148,7 +148,7 @@ def test_a_tied_models_second_embedding_must_be_equal(tmp_path):
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
         ({"vocab_size": "61"}, "vocab_size: expected an integer > 0, got '61'"),
-        ({"rms_norm_eps": True}, "rms_norm_eps: expected a number > 0, got True"),
+        ({"rms_norm_eps": True}, "rms_norm_eps: expected a finite number > 0, got True"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
         ({"num_hidden_layers": 3}, r"missing tensors: model.layers.2.* and \d+ more"),

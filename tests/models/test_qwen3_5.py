@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.oracle import (
     assert_same,
     hybrid_model,
@@ -16,6 +15,7 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize

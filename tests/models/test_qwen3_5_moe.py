@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
 from tests.models.test_qwen3_moe import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
 from tests.support.oracle import (
     assert_same,
@@ -20,6 +19,7 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from tests.support.snapshots import same_weights
 from titan_tree.components.moe import MoE, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.test_partitions import RandomCuts, in_partitions
 from tests.support.oracle import (
     assert_same,
     hf_model,
@@ -23,6 +22,7 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import RandomCuts, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from tests.tree.test_token_tree import random_paths
 from titan_tree import cli

@@ -7,13 +7,11 @@ is the same on a laptop, one GPU and N GPUs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -178,42 +176,3 @@ class _TakeLocal:
         with torch.enable_grad():  # a checkpointed block may run again after a forward without gradients
             gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
         self.experts.local_weights = gate_up, down
-
-
-@contextmanager
-def cast_weights(model: Decoder) -> Iterator[None]:
-    """Within, weights of another dtype than the model's computation are replaced by copies in that dtype.
-
-    Cast once, however many forwards run, and no graph keeps casts of its own. Each gradient of a copy is
-    added to that of the weight at once, in the weight's dtype. FSDP2 does as much by itself.
-    """
-    dtype = model.compute_dtype
-    if dtype is None or isinstance(model, FSDPModule):
-        yield
-        return
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for module in model.modules():
-            for name, weight in list(module.named_parameters(recurse=False)):
-                if weight.dtype != dtype:
-                    replaced.append((module, name, weight))
-                    setattr(module, name, _copy(weight, dtype))
-        yield
-    finally:
-        for module, name, weight in replaced:
-            setattr(module, name, weight)
-
-
-def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    def add_gradient(copy: Tensor) -> None:
-        assert copy.grad is not None
-        if weight.grad is None:
-            weight.grad = copy.grad.to(weight.dtype)
-        else:
-            weight.grad += copy.grad
-        copy.grad = None
-
-    copy = nn.Parameter(weight.detach().to(dtype), weight.requires_grad)
-    if copy.requires_grad:
-        copy.register_post_accumulate_grad_hook(add_gradient)
-    return copy

@@ -1,93 +1,44 @@
-"""DecoderConfig: the sizes of a decoder, and how they are written in a Hugging Face ``config.json``.
-
-Every field is declared with ``size``, ``number``, ``flag`` or ``indices``, which attach its check. A config
-that exists is therefore valid.
-"""
+"""DecoderConfig: the sizes of a decoder, and how they are written in a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
 from titan_tree.errors import UserError
 
 INIT_STD = 0.02
 
 
-class Check(NamedTuple):
-    """What a field's value must be."""
-
-    is_valid: Callable[[Any], bool]
-    expected: str  # in words, for the error message
-
-
-def size(default: Any = MISSING, *, optional: bool = False) -> Any:
-    """Declares a field that is an integer > 0.
-
-    Args:
-        default: the field's default; MISSING: it must be given.
-        optional: a ``config.json`` may omit the field, because transformers has the same default.
-    """
-    return _field(Check(_is_size, "an integer > 0"), optional, default=default)
-
-
-def number(default: Any = MISSING, *, optional: bool = False) -> Any:
-    """Declares a field that is a finite number > 0. For the arguments see ``size``."""
-    return _field(Check(_is_positive, "a number > 0"), optional, default=default)
-
-
-def flag(default: Any = MISSING, *, optional: bool = False) -> Any:
-    """Declares a field that is true or false. For the arguments see ``size``."""
-    return _field(Check(lambda value: isinstance(value, bool), "true or false"), optional, default=default)
-
-
-def indices(*, optional: bool = False) -> Any:
-    """Declares a field that is a list of layer indices, empty by default. For the argument see ``size``."""
-    return _field(Check(_is_indices, "a list of integers >= 0"), optional, default_factory=list)
-
-
-def _field(check: Check, optional: bool, **default: Any) -> Any:
-    return dataclasses.field(metadata={"check": check, "optional": optional}, **default)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_indices(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ABC):
-    """Sizes that every decoder has, by Hugging Face's names. Raises UserError for impossible sizes."""
+class DecoderConfig(Checked, ABC):
+    """Sizes that every decoder has, by Hugging Face's names.
+
+    Every field declares its check, so a config that exists is valid. Construction raises UserError for
+    impossible sizes.
+    """
 
     family: ClassVar[str]  # name of the published models, for error messages
+    # Fields that a config.json may omit, because transformers has the same defaults.
+    hf_optional: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "tie_word_embeddings")
 
-    vocab_size: int = size()
-    hidden_size: int = size()
-    num_hidden_layers: int = size()
-    num_attention_heads: int = size()
-    num_key_value_heads: int = size()
-    head_dim: int = size(128)
-    rms_norm_eps: float = number(1e-6, optional=True)
-    rope_theta: float = number(1e6)
-    max_position_embeddings: int = size(40_960)
-    tie_word_embeddings: bool = flag(False, optional=True)
+    vocab_size: int = required(positive_int)
+    hidden_size: int = required(positive_int)
+    num_hidden_layers: int = required(positive_int)
+    num_attention_heads: int = required(positive_int)
+    num_key_value_heads: int = required(positive_int)
+    head_dim: int = setting(128, positive_int)
+    rms_norm_eps: float = setting(1e-6, positive_number)
+    rope_theta: float = setting(1e6, positive_number)
+    max_position_embeddings: int = setting(40_960, positive_int)
+    tie_word_embeddings: bool = setting(False, boolean)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check, value = field.metadata["check"], getattr(self, field.name)
-            if not check.is_valid(value):
-                raise UserError(f"{field.name}: expected {check.expected}, got {value!r}")
+        super().__post_init__()
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads "
@@ -135,10 +86,10 @@ class DecoderConfig(ABC):
             ("quantization_config", not hf.get("quantization_config"), "unquantised weights"),
         ):
             cls._expect(hf, where, field, ok, expected)
-        fields = dataclasses.fields(cls)
-        values = {field.name: hf[field.name] for field in fields if hf.get(field.name) is not None}
+        fields = [field.name for field in dataclasses.fields(cls)]
+        values = {name: hf[name] for name in fields if hf.get(name) is not None}
         values |= {name: value for name, value in given.items() if value is not None}
-        missing = [f.name for f in fields if f.name not in values and not f.metadata["optional"]]
+        missing = [name for name in fields if name not in (*values, *cls.hf_optional)]
         if missing:
             raise UserError(
                 f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.family} model"

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
+from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import Mixer
-from titan_tree.models.decoder_config import DecoderConfig, size
+from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, at_least_fp32
 from titan_tree.models.rope import Rope
 from titan_tree.tree.layout import TreeLayout
@@ -26,11 +27,13 @@ from titan_tree.tree.partition import PAD
 class GatedDeltaNetConfig(DecoderConfig):
     """Sizes of a decoder with Gated DeltaNet layers, by Hugging Face's names."""
 
-    linear_num_key_heads: int = size(16)
-    linear_num_value_heads: int = size(32)
-    linear_key_head_dim: int = size(128)
-    linear_value_head_dim: int = size(128)
-    linear_conv_kernel_dim: int = size(4, optional=True)
+    hf_optional = (*DecoderConfig.hf_optional, "linear_conv_kernel_dim")
+
+    linear_num_key_heads: int = setting(16, positive_int)
+    linear_num_value_heads: int = setting(32, positive_int)
+    linear_key_head_dim: int = setting(128, positive_int)
+    linear_value_head_dim: int = setting(128, positive_int)
+    linear_conv_kernel_dim: int = setting(4, positive_int)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
+from titan_tree.config.checks import positive_int, required
 from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD, DecoderConfig, size
+from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -24,7 +25,7 @@ class Qwen3Config(DecoderConfig):
 
     family = "Qwen3"
 
-    intermediate_size: int = size()
+    intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from titan_tree.components.moe import MoE
 from titan_tree.components.tree_gdn import prepare_conv
+from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD, number, size
+from titan_tree.models.decoder_config import INIT_STD
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
 from titan_tree.tree.layout import TreeLayout
@@ -37,12 +38,13 @@ class HybridConfig(GatedDeltaNetConfig):
     """Sizes of a Qwen3.5 model without those of its MLPs, by Hugging Face's names."""
 
     family = "Qwen3.5"
+    hf_optional = (*GatedDeltaNetConfig.hf_optional, "partial_rotary_factor", "full_attention_interval")
 
-    head_dim: int = size(256)
-    rope_theta: float = number(1e7)
-    max_position_embeddings: int = size(262_144)
-    partial_rotary_factor: float = number(0.25, optional=True)
-    full_attention_interval: int = size(4, optional=True)  # every n-th layer has attention, others DeltaNet
+    head_dim: int = setting(256, positive_int)
+    rope_theta: float = setting(1e7, positive_number)
+    max_position_embeddings: int = setting(262_144, positive_int)
+    partial_rotary_factor: float = setting(0.25, positive_number)
+    full_attention_interval: int = setting(4, positive_int)  # every n-th layer has attention, others DeltaNet
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +114,7 @@ class HybridConfig(GatedDeltaNetConfig):
 class Qwen35Config(HybridConfig):
     """Sizes of a dense Qwen3.5 model."""
 
-    intermediate_size: int = size()
+    intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
-from titan_tree.models.decoder_config import size
+from titan_tree.config.checks import positive_int, required
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3_5 import Hybrid, HybridConfig
 from titan_tree.models.qwen3_moe import check_experts, one_spelling_of_experts
@@ -24,10 +24,10 @@ class Qwen35MoeConfig(HybridConfig):
 
     family = "Qwen3.5-MoE"
 
-    moe_intermediate_size: int = size()
-    shared_expert_intermediate_size: int = size()
-    num_experts: int = size()
-    num_experts_per_tok: int = size()
+    moe_intermediate_size: int = required(positive_int)
+    shared_expert_intermediate_size: int = required(positive_int)
+    num_experts: int = required(positive_int)
+    num_experts_per_tok: int = required(positive_int)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
+from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
-from titan_tree.models.decoder_config import flag, indices, size
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
@@ -24,13 +24,14 @@ class Qwen3MoeConfig(Qwen3Config):
     """
 
     family = "Qwen3-MoE"
+    hf_optional = (*Qwen3Config.hf_optional, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
-    moe_intermediate_size: int = size()
-    num_experts: int = size()
-    num_experts_per_tok: int = size()
-    norm_topk_prob: bool = flag(False, optional=True)  # divide the chosen probabilities by their sum
-    decoder_sparse_step: int = size(1, optional=True)  # every n-th layer has experts
-    mlp_only_layers: list[int] = indices(optional=True)  # noqa: RUF009  # layers that have none
+    moe_intermediate_size: int = required(positive_int)
+    num_experts: int = required(positive_int)
+    num_experts_per_tok: int = required(positive_int)
+    norm_topk_prob: bool = setting(False, boolean)  # divide the chosen probabilities by their sum
+    decoder_sparse_step: int = setting(1, positive_int)  # every n-th layer has experts
+    mlp_only_layers: list[int] = setting([], list_of(natural_int))  # layers without experts
 
     def __post_init__(self) -> None:
         super().__post_init__()
