@@ -72,13 +72,13 @@ def build_parallel_model(
 def _model_without_weights(model: ModelConfig) -> Decoder:
     if not model.hf_path:
         assert model.flavor is not None
-        return build_model(model.name, model.flavor, model.attention, **model.overrides)
+        return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
     if model.overrides:
         raise UserError(
             "model.overrides: expected none with model.hf_path, which has a configuration of its own; "
             "remove them, or set model.flavor instead of model.hf_path"
         )
-    return model_from_config(model.hf_path, model.attention)
+    return model_from_config(model.hf_path, model.attention, model.gdn)
 
 
 def _fill(model: Decoder, weights: Iterator[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
@@ -121,7 +121,7 @@ def check_optimizer(config: Config) -> None:
 def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns what a run must have in common with the checkpoints that it resumes from."""
     described = {"name": config.model.name, "optimizer": config.optimizer.name, **vars(model.config)}
-    if model.router_biases:
+    if model.experts and model.experts.router_biases():
         described["router_bias"] = True
     # The ranks that share an expert shard its rows, which are the second dimension of its weights.
     sharing = mesh.size() // config.parallel.expert_parallel
@@ -163,7 +163,12 @@ def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | 
     """
     if config.rate is None:
         return None
-    model.add_router_biases()
+    if model.experts is None:
+        raise UserError(
+            "router_bias.rate: expected a model with experts, such as qwen3_moe; this one has none, so "
+            "remove the key"
+        )
+    model.experts.add_router_biases()
     return RouterBias(config.rate, config.counts)
 
 
@@ -174,9 +179,10 @@ def build_dataset(
     mesh: DeviceMesh,
     allow_larger: bool = False,
 ) -> TreeDataset:
-    if config.replay != "off" and model.expert_sizes is None:
+    if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
-    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, model.expert_sizes)
+    experts = model.experts.sizes if model.experts else None
+    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
     reader = SampleReader(config, tokenizer, limits)
     return TreeDataset(
         config, reader, allow_larger=allow_larger, rank=mesh.get_rank(), world_size=mesh.size()

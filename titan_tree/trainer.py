@@ -186,7 +186,8 @@ class Trainer:
         self._check_finite(step, {"loss": loss, "grad_norm": norm})
         if self.router_bias:
             assert result.routing is not None
-            self.router_bias.update(self.model.router_biases.values(), result.routing)
+            assert self.model.experts is not None
+            self.router_bias.update(self.model.experts.router_biases().values(), result.routing)
 
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 
 from titan_tree import TokenTree, TreePartitioner, TreeTokenizer, UserError
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
 

@@ -323,7 +323,8 @@ def test_what_cannot_be_shared_out_is_refused(
 @pytest.mark.parametrize("budget", [("offload", None), ("auto", 1e9)])
 def test_activations_may_not_move(budget: tuple[Any, float | None]) -> None:
     model = build_model("qwen3_moe", "debug")
-    model.expert_group = cast(dist.ProcessGroup, object())
+    assert model.experts is not None
+    model.experts.group = cast(dist.ProcessGroup, object())
     for policy in ("auto", "keep", "recompute"):
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), policy))
     with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):

@@ -18,7 +18,8 @@ from torch import nn
 
 from titan_tree.distributed.optimizers import OptimizerSpec
 from titan_tree.errors import UserError
-from titan_tree.models.block import Linear, Mixer
+from titan_tree.models.block import Mixer
+from titan_tree.models.layers import Linear
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 

@@ -57,7 +57,8 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
         experts.dispatcher = Exchange(group)
-    model.expert_group = group
+    assert model.experts is not None
+    model.experts.group = group
     return expert_mesh
 
 
@@ -87,7 +88,7 @@ def fully_shard_experts(
 
 
 class _TakeLocal:
-    """Stores this rank's weights in ``Experts.here`` before a block runs, so that no graph sees a DTensor."""
+    """Stores this rank's weights in ``Experts.local_weights`` before a block runs, so that no graph sees a DTensor."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
@@ -97,4 +98,4 @@ class _TakeLocal:
         weights = self.experts.gate_up_proj, self.experts.down_proj
         with torch.enable_grad():  # a forward without gradients may be recomputed later with gradients
             gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
-        self.experts.here = gate_up, down
+        self.experts.local_weights = gate_up, down

@@ -71,7 +71,7 @@ def tree_logprobs(
             "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
             "partitions in memory; call it under torch.no_grad(), or train with TreeStep"
         )
-    if return_routed_experts and model.expert_sizes is None:
+    if return_routed_experts and model.experts is None:
         raise UserError(
             "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
         )
