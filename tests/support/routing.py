@@ -1,4 +1,4 @@
-"""What transformers routes and loses on a batch of whole paths, and what a model of titan_tree routes."""
+"""Expected routing and router losses, computed by transformers on every path alone."""
 
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
