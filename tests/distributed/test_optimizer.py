@@ -10,7 +10,7 @@ import torch
 
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.distributed.optimizers import clip_and_step
+from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
 from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
 
@@ -65,6 +65,19 @@ def test_a_step_that_is_not_finite_changes_nothing(name, bad):
     draw_gradients(model, seed=2)
     clip_and_step(optimizers, torch.ones(()), 1.0)  # the next step works again
     assert not any(map(torch.equal, weights, model.parameters()))
+
+
+def test_a_new_optimizer_is_one_spec(monkeypatch):
+    """SGD ignores what it does not need; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
+    model, optimizers = model_and_optimizers("sgd", lr=0.1)
+    draw_gradients(model, seed=1)
+    matrix = model.embed_tokens.weight
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    want = (1 - 0.1 * 0.1) * matrix.detach() - 0.1 * matrix.grad * 0.5 / norm
+    clip_and_step(optimizers, torch.ones(()), 0.5)
+    torch.testing.assert_close(matrix, want)
 
 
 def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
