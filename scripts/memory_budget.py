@@ -45,7 +45,6 @@ from torch.utils._pytree import tree_map_only
 from titan_tree import TokenPath, TokenTree, TreeBatch, UserError, build_model
 from titan_tree.components.moe import Experts
 from titan_tree.distributed import titan
-from titan_tree.models.block import Rope
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import MODELS
 
@@ -150,7 +149,7 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     """Returns the bytes that the layers' forward on one chain allocates and does not free."""
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * num_tokens)])])
     layout = model.prepare(batch.layout)
-    rope = Rope.at(layout.positions, model.config.rotary_dim, model.config.rope_theta)
+    rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     library = torch.library.Library("titan_tree", "IMPL")  # what it registers lasts as long as this object
     library.impl("tree_attention", _allocate_outputs, "CPU")
@@ -158,7 +157,7 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     with torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
             output = layer(x, rope, layout)  # with the experts of each token, which a model keeps too
-            x = output[0]
+            x = output.hidden
         gc.collect()
     del library
     events = run.profiler.kineto_results.events()
@@ -200,7 +199,7 @@ def main() -> None:
             model = build_model(args.model, args.flavor)
     except UserError as error:
         parser.error(str(error))
-    num_experts = max((len(experts.gate_up_proj) for experts in _experts(model)), default=1)
+    num_experts = model.experts.sizes.num_experts if model.experts else 1
     for name, number in (("ranks", args.ranks), ("experts", num_experts)):
         for expert_parallel in args.expert_parallel:
             if expert_parallel < 1 or number % expert_parallel:

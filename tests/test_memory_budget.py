@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_fsdp import free_ports
-from titan_tree.build import build_optimizers, build_parallel_model
+from titan_tree.build import build_parallel_model
 from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.models.registry import build_model
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))

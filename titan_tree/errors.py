@@ -1,9 +1,9 @@
-"""The one exception that says: the input is at fault, and here is what to do about it."""
+"""UserError, the exception for wrong input."""
 
 
 class UserError(ValueError):
-    """An error that the user can mend. Its message is one line: what, where, what was expected, what to do.
+    """An error that the user can fix. Its message is one line: what is wrong, where, and how to fix it.
 
-    The command-line doors print the message alone and exit with status 2; everything else shows a
-    traceback, because it is our bug.
+    Commands print only the message and exit with status 2. Any other exception is a bug in titan_tree and
+    shows a traceback.
     """

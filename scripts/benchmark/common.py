@@ -24,16 +24,16 @@ import triton
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.build import build_optimizers, build_parallel_model
+from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from titan_tree.distributed.parallelize import init_distributed
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
-from titan_tree.trainer import clip_and_step
 
 VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
 OPTIMIZER = OptimizerConfig()  # the optimizer of all timed training steps

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 
 from titan_tree import TokenTree, TreePartitioner, TreeTokenizer, UserError
-from titan_tree.data.readers import PathReader, find_files, read_groups
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
 
@@ -38,8 +39,8 @@ def main() -> None:
 
 def read_trees(files: list[str], tokenizer: str) -> list[TokenTree]:
     """Returns one tree per group of samples in the files."""
-    reader = PathReader(TreeTokenizer.load(tokenizer), {})
-    return [TokenTree.from_paths(reader.paths(group)) for group in read_groups(find_files(files))]
+    reader = SampleReader(DataConfig(files=files), TreeTokenizer.load(tokenizer))
+    return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
 
 
 def plan_stats(strategy: str, max_tokens: int, tree: TokenTree) -> PlanStats | None:

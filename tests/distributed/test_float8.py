@@ -27,8 +27,8 @@ from titan_tree.distributed import ao
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine import activations
 from titan_tree.errors import UserError
-from titan_tree.models.block import Linear
 from titan_tree.models.hf import load_pretrained
+from titan_tree.models.layers import Linear
 from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 
@@ -190,7 +190,7 @@ def test_runs_checkpoint_resume_and_export(tmp_path: Path, options) -> None:
 
 
 def test_partitions_may_be_moved_and_run_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST", 64)  # the model's tensors are tiny
+    monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 64)  # the model's tensors are tiny
     curves = []
     for policy in ("keep", "offload", "recompute"):
         options = {"data__max_tokens": 12, "partition__activations": policy}

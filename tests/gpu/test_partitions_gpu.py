@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.components.tree_attention.test_tree_attention import assert_exact_on_a_bank
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL
 from tests.support.oracle import (
     hf_model,
@@ -19,6 +18,7 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
@@ -86,8 +86,8 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 @pytest.mark.parametrize("compile", [False, True])
 def test_activations_anywhere(compile, monkeypatch):
     """Offloaded and recomputed ones: the same gradients, and less memory."""
-    monkeypatch.setattr(activations, "SMALLEST", 2**12)
-    monkeypatch.setattr(activations, "IN_FLIGHT", 2**18)
+    monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**18)
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
     model.compute_dtype = torch.bfloat16
     parallelize(model, OneRank(), compile=compile)
@@ -116,7 +116,7 @@ def test_activations_anywhere(compile, monkeypatch):
         gradients[name] = {name: p.grad.clone() for name, p in model.named_parameters()}
         again = int(result.extra_forward_tokens)
         assert (again > 0) == (name in ("recompute", "both"))
-        assert kept.on_device == kept.on_host == kept.leaving == kept.arriving == 0
+        assert kept.on_device == kept.on_host == kept.offloading == kept.fetching == 0
         for parameter, gradient in gradients["keep"].items():
             # What runs again may get other kernels from cuBLAS. That it is exact: tests/test_activations.py.
             tolerance = 2e-2 if again else 0

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
 from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
 from tests.support.oracle import (
     KINDS,
@@ -18,6 +17,7 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
+from tests.support.partitions import RandomCuts, forest_of, in_partitions
 
 pytestmark = pytest.mark.gpu
 MODEL = {

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.oracle import (
     assert_same,
     hybrid_model,
@@ -16,6 +15,7 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
@@ -128,8 +128,11 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of linear_num_value_heads"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor: expected an even number of the head's 16"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected int > 0, got 0"),
+        (
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor: expected a factor that rotates an even",
+        ),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

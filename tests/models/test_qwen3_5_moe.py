@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
 from tests.models.test_qwen3_moe import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
 from tests.support.oracle import (
     assert_same,
@@ -20,14 +19,15 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from tests.support.snapshots import same_weights
 from titan_tree.components.moe import MoE, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.expert_names import split_experts
 from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
+from titan_tree.models.hf.names import split_experts
 from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

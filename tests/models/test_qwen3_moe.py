@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.oracle import (
     assert_same,
     hf_model,
@@ -18,11 +17,12 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.moe import MoE, RouterLoss, Routing
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
@@ -189,14 +189,14 @@ def test_partitions_differentiate_no_routing_that_the_loss_leaves_out():
     model, seen = tree_model(hf_model(True, kind="Qwen3Moe")), []
     tree = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])])
 
-    def use(number, batch, out):
+    def compute_loss(batch, out):
         for name, (end, _) in zip(("hidden", *Routing._fields), out.loss_boundary, strict=True):
             if end.requires_grad:
                 end.register_hook(lambda _, name=name: seen.append(name))
         return out.logprobs.sum()
 
     batches = TreeBatch.from_plan(TreePartitioner("redundancy_free", 4).plan(tree))
-    run_partitions(model, batches, torch.device("cpu"), use)
+    PartitionRunner(model, batches, torch.device("cpu")).train(compute_loss)
     assert seen == ["hidden"] * len(batches)
 
 
@@ -308,9 +308,12 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most num_experts \(8\), got 9"),
-        ({"mlp_only_layers": [-1]}, r"mlp_only_layers: expected a list of integers >= 0, got \[-1\]"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of integers >= 0, got 3"),
-        ({"num_experts": 0}, "num_experts: expected int > 0, got 0"),
+        (
+            {"mlp_only_layers": [-1]},
+            r"mlp_only_layers: expected a list in which every item is an integer >= 0, got \[-1\]",
+        ),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list, got 3"),
+        ({"num_experts": 0}, "num_experts: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

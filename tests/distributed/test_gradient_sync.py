@@ -5,7 +5,7 @@ import torch
 
 from tests.support.oracle import hf_model, random_groups, tree_model
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.distributed.parallelize import cast_weights
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.tree.token_tree import TokenTree
 
