@@ -156,7 +156,8 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     gc.collect()  # what earlier calls left must not be freed while this one is measured
     with torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
-            x = layer(x, rope, layout).hidden
+            output = layer(x, rope, layout)  # with the experts of each token, which a model keeps too
+            x = output.hidden
         gc.collect()
     del library
     events = run.profiler.kineto_results.events()
