@@ -26,14 +26,14 @@ import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch import nn
 
 from titan_tree.components.moe import Experts
-from titan_tree.components.tree_attention import operator, triton_kernels
+from titan_tree.components.tree_attention import triton_kernels
+from titan_tree.components.tree_attention.plan import empty_lse
 from titan_tree.distributed import titan
 from titan_tree.errors import UserError
 from titan_tree.models.block import Rope
@@ -133,10 +133,9 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     rope = Rope.at(layout.positions, model.config.rotary_dim, model.config.rope_theta)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     # A CPU cannot run the kernel, but it is all the same here what it writes.
-    kernels = SimpleNamespace(
-        check=lambda q: None, forward=lambda q, *_: (q.clone(), triton_kernels.empty_lse(q))
+    patched = mock.patch.multiple(
+        triton_kernels, refusal=lambda *_: None, forward=lambda q, *_: (q.clone(), empty_lse(q))
     )
-    patched = mock.patch.dict(operator.KERNELS, triton=kernels)
     gc.collect()  # what earlier calls left must not be freed in this one
     with patched, torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.moe import BIAS, MoE, Routing
-from titan_tree.components.tree_attention import Backend, TreeAttention
+from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block, Linear, RMSNorm, Rope
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
@@ -62,7 +62,7 @@ class Decoder(nn.Module, ABC):
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     publishes_single_experts: ClassVar[bool] = False  # or fused, see expert_names.py
 
-    def __init__(self, config: DecoderConfig, attention: Backend = "auto") -> None:
+    def __init__(self, config: DecoderConfig, attention: str = "auto") -> None:
         super().__init__()
         self.config = config
         self.attention = TreeAttention(attention)  # no parameters: one for all layers

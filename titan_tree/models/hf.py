@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_tree.components.tree_attention import Backend
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.expert_names import single_experts, split_experts
@@ -51,7 +50,7 @@ def load_pretrained(
     folder: str | Path,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    attention: Backend = "auto",
+    attention: str = "auto",
 ) -> Decoder:
     """The model of a local snapshot, weights cast to ``dtype``. Host memory: one tensor beyond the model.
 
@@ -88,7 +87,7 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
         bias.copy_(torch.tensor(values))
 
 
-def model_from_config(folder: str | Path, attention: Backend = "auto") -> Decoder:
+def model_from_config(folder: str | Path, attention: str = "auto") -> Decoder:
     """The model that a snapshot's config.json describes, without its weights, on the default device."""
     path = Path(folder) / CONFIG
     config = _read_json(path)

@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from titan_tree.components.tree_attention import Backend
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.qwen3 import Qwen3
@@ -23,7 +22,7 @@ MODELS: dict[str, type[Decoder]] = {
 }
 
 
-def build_model(name: str, flavor: str, attention: Backend = "auto", **overrides: Any) -> Decoder:
+def build_model(name: str, flavor: str, attention: str = "auto", **overrides: Any) -> Decoder:
     """A model with fresh weights, on the default device (under ``torch.device("meta")``: without any).
 
     Args:
