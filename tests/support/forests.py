@@ -1,4 +1,4 @@
-"""Forests for layers with a recurrent state: predecessors of tokens, layouts, and the gated delta rule by paths."""
+"""Forests for recurrent layers: predecessors of tokens, layouts, and the gated delta rule path by path."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] 
 
 
 def predecessors(nodes: Nodes) -> np.ndarray:
-    """[N] int32: the predecessor of each token, from (parent, length) of nodes in DFS order; -1 for a root."""
+    """[N] int32: the predecessor of each token, -1 for a root, from (parent, length) of nodes."""
     return forest(*zip(*nodes, strict=True))
 
 
 def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: int = 0) -> np.ndarray:
-    """Predecessors in a random forest. root: the chance of a new root; rows: how many gateway rows there are."""
+    """Predecessors in a random forest. root: the chance of a new root; rows: number of gateway rows."""
     rng, path, parents, lengths, from_row = np.random.default_rng(seed), [], [], [], {}
     for node in range(nodes):
         path = [] if rng.random() < root else path[: 1 + int(len(path) * rng.random() ** 0.5)]
@@ -52,7 +52,7 @@ def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: 
 
 
 def ladder(depth: int) -> list[int]:
-    """Parents of nodes: every second node has a leaf and the next one below it. Chains are as deep as the tree."""
+    """Parents of nodes: every second node has a leaf and the next one below it; chains nest this deep."""
     return [-1, *itertools.chain(*((2 * i, 2 * i) for i in range(depth)))]
 
 
@@ -114,19 +114,30 @@ class GdnCase(NamedTuple):
 
 
 def gdn_case(
-    sizes: GdnForest, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+    sizes: GdnForest,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    hard: bool = True,
 ) -> GdnCase:
-    """Random inputs: q, k, v in ``dtype``, everything else in fp32."""
+    """Random inputs: q, k, v in ``dtype``, everything else in fp32.
+
+    hard: keys resemble each other, and one beta is 0, whose gradient kernels compute as a quotient by it.
+    Errors in fp16, which has fewer exponents, are too large then.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     n, heads_k, heads, width_k, width = len(sizes.predecessor), *sizes[4:]
-    q, v = randn(n, heads_k, width_k), randn(n, heads, width)
-    k = randn(n, heads_k, width_k) + randn(1, heads_k, width_k)  # neighbours are similar
+    q, k = randn(n, heads_k, width_k), randn(n, heads_k, width_k)
+    if hard:
+        k += randn(1, heads_k, width_k)
+    v = randn(n, heads, width)
     g, beta = F.logsigmoid(randn(n, heads) + 2), randn(n, heads).sigmoid()
-    beta[n // 2] = 0  # its gradient is a quotient by it
+    if hard:
+        beta[n // 2] = 0
     states = [0.3 * randn(sizes.rows, heads, width_k, width)] if sizes.rows else []
     upstream = [randn(n, heads, width).to(dtype), randn(len(sizes.exports), heads, width_k, width)]
     inputs = [x.to(dtype) for x in (q, k, v)] + [g, beta, *states]
@@ -161,7 +172,7 @@ def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
 
 
 def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
-    """The rule token by token on every root-to-leaf path alone. A token's output is that of any of its paths."""
+    """The rule token by token on every root-to-leaf path alone. All paths of a token give it one output."""
     group = v.shape[1] // k.shape[1]
     q, k = (
         (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(group, 1) for x in (q, k)

@@ -35,8 +35,8 @@ class HopperDriver:
 def compile_launches(*names: str) -> None:
     """From now on, in this process, a launch compiles a Gluon kernel instead of running it.
 
-    Each new kernel prints one line of JSON: its name, bytes of shared memory, bytes of spilled registers, ptxas's
-    warnings that it serializes products, and the constants called ``names``.
+    Each new kernel prints one line of JSON: its name, bytes of shared memory, bytes of spilled registers,
+    ptxas's warnings that it serializes products, and the constants called ``names``.
     """
     run = JITFunction.run
 
