@@ -1,9 +1,10 @@
-"""The one exception that says: the input is at fault, and here is what to do about it."""
+"""UserError: the exception for mistakes that the user can fix."""
 
 
 class UserError(ValueError):
-    """An error that the user can mend. Its message is one line: what, where, what was expected, what to do.
+    """An input or setting is wrong, and the user can fix it.
 
-    The command-line doors print the message alone and exit with status 2; everything else shows a
-    traceback, because it is our bug.
+    The message is one line. It says what was wrong, where, what was expected and how to fix it. The command
+    line prints this message alone and exits with status 2. Any other exception is a bug in titan_tree and
+    shows a traceback.
     """

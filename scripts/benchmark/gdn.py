@@ -38,8 +38,9 @@ from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_co
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.gateway import predecessors
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import one_pass, predecessors
+from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

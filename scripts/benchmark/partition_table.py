@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 
-from titan_tree.components.tree_partitioner import STRATEGIES, TreePartitioner
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import PathReader, find_files, read_groups
 from titan_tree.errors import UserError
+from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
 from titan_tree.tree.token_tree import TokenTree
 
@@ -32,7 +33,7 @@ def main() -> None:
     print("| max_tokens | strategy | trees | N_tree | N_part | ERR | forwards | chain peak |")
     print("|---|---|---|---|---|---|---|---|")
     for max_tokens in args.max_tokens:
-        for strategy in STRATEGIES:
+        for strategy in PARTITION_STRATEGIES:
             print(
                 row(strategy, max_tokens, [stats(strategy, max_tokens, tree) for tree in trees]), flush=True
             )

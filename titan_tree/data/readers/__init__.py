@@ -43,7 +43,7 @@ import numpy as np
 
 from titan_tree.data import demo
 from titan_tree.errors import UserError
-from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
+from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, ModelLimits, TokenPath
 
 Record = dict[str, Any]
 Sample = tuple[str, str, Record]  # ("file:line", name, record)
@@ -209,7 +209,7 @@ class PathReader:
                 else:
                     found = [_token_path(name, kinds[0], sample)]
                 for path in found:
-                    path.check_limits(self.max_positions, self.vocab_size, self.experts)
+                    path.check_limits(ModelLimits(self.max_positions, self.vocab_size, self.experts))
             paths += found
         return paths
 
