@@ -1,9 +1,9 @@
 """TreeLoss: reduces a loss of single sequences over the paths of a global batch.
 
 A loss maps the log-probs of a sequence's tokens to one number per token. TreeLoss gathers the log-probs of
-shared edges to the F (edge, path) pairs of a batch (``PathPairs``), where each path's tokens are contiguous and in
-order. It applies the loss there, and autograd scatters the gradients back onto the shared edges. For token t of
-path p with loss l_{p,t}, path weight w_p, loss mask m_{p,t} and c_{p,t} = w_p m_{p,t}:
+shared edges to the F (edge, path) pairs of a batch (``PathPairs``), where the tokens of each path are
+contiguous and in order. It applies the loss there, and autograd scatters the gradients back onto the shared
+edges. For token t of path p with loss l_{p,t}, path weight w_p, loss mask m_{p,t} and c_{p,t} = w_p m_{p,t}:
 
     L = (1 / Z) sum_p sum_t c_{p,t} l_{p,t}
 
@@ -12,9 +12,9 @@ path p with loss l_{p,t}, path weight w_p, loss mask m_{p,t} and c_{p,t} = w_p m
     path_token_mean  Z = sum_p w_p, and c_{p,t} is divided by sum_t m_{p,t}:
                                                  tokens of a path are averaged, then paths are averaged
 
-Sums run over the *global* batch, that is, over all micro-batches and ranks of an optimizer step. Z is known before
-the first backward pass, so the losses of micro-batches and ranks add up to L. Tree Training (arXiv:2511.00413)
-uses path_mean; scattering the gradients yields its per-token weights.
+Sums run over the *global* batch, that is, over all micro-batches and ranks of an optimizer step. Z is known
+before the first backward pass, so the losses of micro-batches and ranks add up to L. Tree Training
+(arXiv:2511.00413) uses path_mean; scattering the gradients yields its per-token weights.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class TreeLoss:
             entropy: [E] fp32, nats: required if ``needs_entropy``, otherwise only a metric.
 
         Returns:
-            The loss, an fp32 scalar, and a dict of detached scalars. Each metric is a sum over pairs, weighted
-            by w_p m_{p,t}; "token_weight" is the sum of these weights. All of them add up over batches and
-            ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
+            The loss, an fp32 scalar, and a dict of detached scalars. Each metric is a sum over pairs,
+            weighted by w_p m_{p,t}; "token_weight" is the sum of these weights. All of them add up over
+            batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
 
         Raises:
             UserError: ``normalizer`` is not positive, or the loss needs a field that the paths do not have.

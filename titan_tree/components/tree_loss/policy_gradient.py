@@ -1,7 +1,7 @@
 """Policy-gradient losses: reinforce, ppo, grpo and gspo.
 
-Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they belong
-to. It returns losses [F], or losses and a dict of metrics, each [F].
+Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they
+belong to. It returns losses [F], or losses and a dict of metrics, each [F].
 """
 
 from __future__ import annotations

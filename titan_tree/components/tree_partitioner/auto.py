@@ -1,9 +1,9 @@
-"""auto: none if the tree fits max_tokens, else greedy or redundancy_free, whichever has the lower estimated time.
+"""auto: none if the tree fits max_tokens, else greedy or redundancy_free, by estimated time.
 
 greedy repeats tokens; redundancy_free makes more partitions and reads context from the gateway cache. The
-estimate adds up the time of tokens, of attention, of forward passes and of context. Its constants hold for forward
-and backward passes of Qwen3-1.7B (28 layers, 16 query and 8 key-value heads of dimension 128, bf16) on one H200.
-Only their ratios matter for the choice.
+estimate adds up the time of tokens, of attention, of forward passes and of context. Its constants hold for
+forward and backward passes of Qwen3-1.7B (28 layers, 16 query and 8 key-value heads of dimension 128, bf16)
+on one H200. Only their ratios matter for the choice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLOPS = 500e12  # per second, about the speed of dense training in bf16
 TOKEN_SECONDS = 6 * 1.7e9 / FLOPS  # 6 FLOPs per parameter: 20 us
 PAIR_SECONDS = 12 * 28 * 16 * 128 / FLOPS  # per query and visible key, 12 FLOPs per dimension: 1.4 ns
 # The additional time of partitions, fitted to measured steps.
-FORWARD_SECONDS = 15e-3  # per partition: smaller kernels, and one more addition to the gradients of all weights
+FORWARD_SECONDS = 15e-3  # per partition: smaller kernels; all weight gradients are added once more
 CONTEXT_SECONDS = 0.7e-6  # per context token: 28 layers gather keys and values twice and add gradients
 
 
@@ -51,6 +51,5 @@ def seconds(plan: PartitionPlan) -> float:
 
 def _describe(plan: PartitionPlan) -> str:
     stats = plan.stats
-    return (
-        f"{plan.strategy} {seconds(plan):.2f} s ({stats.n_part:,} tokens, {stats.n_forwards:,} forward passes)"
-    )
+    sizes = f"{stats.n_part:,} tokens, {stats.n_forwards:,} forward passes"
+    return f"{plan.strategy} {seconds(plan):.2f} s ({sizes})"

@@ -1,10 +1,10 @@
-"""single_path: the leaves of a traversal share one prefix, and nothing below it (Tree Training, arXiv:2511.00413).
+"""single_path: leaves of a traversal share one prefix and nothing below it (Tree Training, arXiv:2511.00413).
 
-Problem: a traversal at node u runs the path to u once. For each of the n_u leaves below u it then runs a separate
-copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) sums L(l) - L(u)
-over these leaves l. That is (n_u - 1) L(u) tokens less than running each path alone. Choose nodes, at most one
-on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens.
-Idea: a dynamic program from the leaves up decides between a node and the best choices below its children:
+Problem: a traversal at node u runs the path to u once. For each of the n_u leaves below u it then runs a
+separate copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) sums L(l) - L(u)
+over these leaves l. That is (n_u - 1) L(u) tokens less than running each path alone. Choose nodes, at most
+one on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens. Idea: a dynamic program
+from the leaves up decides between a node and the best choices below its children:
 
     saving(u) = max( (n_u - 1) L(u) if L(u) + R(u) <= max_tokens,  sum of saving(v) over the children v )
 
@@ -40,7 +40,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
 
 
 def _chosen(tree: TokenTree, leaves: np.ndarray, max_tokens: int) -> list[int]:
-    """Returns the chosen nodes in DFS order; -1 is the virtual root. Every leaf is below exactly one of them."""
+    """Returns the chosen nodes in DFS order; -1: virtual root. Each leaf is below exactly one of them."""
     parent = tree.node_parent.tolist()
     length = [*path_tokens(tree).tolist(), 0]
     count = [0] * len(length)  # leaves below the node

@@ -3,9 +3,9 @@
 A *traversal* runs the paths of a set of leaves. It contains all ancestors of these leaves, so it needs no
 context, and its partition has no parent. A token above leaves of several traversals runs in each of them.
 
-A *leaf* is a node without children, named by its index. L(u) is the number of tokens from the root to the end of
-node u. The roots of a forest are children of a virtual root without tokens. Its index is -1, the parent of a
-root in ``TokenTree.node_parent``; in Python lists over nodes it is the additional last entry.
+A *leaf* is a node without children, named by its index. L(u) is the number of tokens from the root to the end
+of node u. The roots of a forest are children of a virtual root without tokens. Its index is -1, the parent of
+a root in ``TokenTree.node_parent``; in Python lists over nodes it is the additional last entry.
 """
 
 from __future__ import annotations
