@@ -1,11 +1,27 @@
-"""TOML files and key=value arguments -> Config, and what the user reads when they are wrong."""
+"""The configuration: TOML files and key=value arguments, and the errors for wrong ones."""
 
+import subprocess
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from titan_tree.config import dump_config, load_config
+from titan_tree.config import Config, LossConfig, OptimizerConfig
+from titan_tree.config.checks import (
+    Checked,
+    boolean,
+    list_of,
+    natural_int,
+    positive_int,
+    positive_number,
+    required,
+    setting,
+)
+from titan_tree.config.toml import RENAMED, dump_config, load_config
 from titan_tree.errors import UserError
+from titan_tree.registry import LOSSES
 
 CONFIGS = sorted((Path(__file__).parents[1] / "train_configs").glob("*.toml"))
 GOOD = """
@@ -29,7 +45,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_arguments_over_file_over_defaults(file: Path) -> None:
+def test_arguments_override_the_file_and_the_file_overrides_defaults(file: Path) -> None:
     config = load_config(file, ["optimizer.lr=2e-5", "--training.steps=7", "data.files=[a, b]"])
     assert config.optimizer.lr == 2e-5
     assert config.optimizer.max_grad_norm == float("inf")
@@ -43,7 +59,9 @@ def test_arguments_over_file_over_defaults(file: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["data.sample.turns=each", 'model.overrides={"x y": [1, 2.5, true]}']]
 )
-def test_what_is_dumped_reads_back(file: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_a_dumped_configuration_loads_as_the_same_configuration(
+    file: Path, tmp_path: Path, arguments: list[str]
+) -> None:
     config = load_config(file, arguments)
     copy = tmp_path / "copy.toml"
     copy.write_text(dump_config(config))
@@ -61,12 +79,15 @@ def test_what_is_dumped_reads_back(file: Path, tmp_path: Path, arguments: list[s
         ('[training]\ndtype = "fp8"', ["x.toml", "training.dtype", "bfloat16", "fp8"]),
         ("[training]\nsteps = 0", ["x.toml", "training.steps", "at least 1", "0"]),
         ("[training]\nsteps = 5\n[lr_scheduler]\nwarmup_steps = 6", ["lr_scheduler.warmup_steps", "5", "6"]),
+        ("[lr_scheduler]\nmin_lr_factor = 1.1", ["lr_scheduler.min_lr_factor", "from 0 to 1", "1.1"]),
         ("[checkpoint]\nkeep = 1", ["checkpoint.keep", "at least 2"]),
+        ("[partition]\ndevice_gb = -1", ["partition.device_gb", "at least 0"]),
+        ('[partition]\nhost_gb = 1\nactivations = "keep"', ["partition.host_gb", '"auto"', "'keep'"]),
         ("training = 3", ["x.toml", "TrainingConfig"]),
         ("[training]\nsteps = = 3", ["x.toml", "not valid TOML", "line"]),
     ],
 )
-def test_a_wrong_file_is_named_with_its_key(file: Path, toml: str, says: list[str]) -> None:
+def test_an_error_in_a_file_names_the_file_and_the_key(file: Path, toml: str, says: list[str]) -> None:
     head, tables = ("", toml) if toml.startswith("[") else (toml, "")
     file.write_text("\n".join([head, GOOD, tables]))
     assert_says(lambda: load_config(file), says)
@@ -77,28 +98,65 @@ def test_a_wrong_file_is_named_with_its_key(file: Path, toml: str, says: list[st
     [
         ("training.stepz=3", ["'training.stepz=3'", "'training.steps'"]),
         ("training.steps=many", ["'training.steps=many'", "training.steps"]),
+        ("training.steps=0", ["argument 'training.steps=0': training.steps", "at least 1"]),
         ("training.steps", ["'training.steps'", "key=value"]),
         ("training.steps=[1", ["training.steps", "YAML"]),
         ("optimizer.betas.0=0.5", ["optimizer.betas.0=0.5"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas", "two numbers", "[0.9]"]),
         ("data.files=[]", ["data.files", "non-empty"]),
-        ("optimizer.lr=inf", ["optimizer.lr", "finite number >= 0", "inf"]),
-        ("optimizer.weight_decay=nan", ["optimizer.weight_decay", "finite number >= 0", "nan"]),
-        ("optimizer.eps=-1e-8", ["optimizer.eps", "finite number >= 0", "-1e-08"]),
+        ("optimizer.lr=inf", ["optimizer.lr", "a finite number", "inf"]),
+        ("optimizer.weight_decay=nan", ["optimizer.weight_decay", "a finite number", "nan"]),
+        ("optimizer.eps=-1e-8", ["optimizer.eps", "at least 0", "-1e-08"]),
+        ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "> 0", "0"]),
         ("loss.entropy=nan", ["loss.entropy", "finite number", "nan"]),
         ("loss.options={clip_low: '0.1'}", ["loss.options.clip_low", "finite number", "'0.1'"]),
         ("loss.options={name: ppo}", ["loss.options.name", "loss.name", "ppo"]),
-        ("router_bias.counts=tokens", ["router_bias.counts", "router_bias.rate beside it", "tokens"]),
+        ("router_bias.counts=tokens", ["router_bias.counts", "router_bias.rate", "tokens"]),
         ("model.flavor=null", ["flavor", "hf_path"]),
         ("model.hf_path=dir", ["flavor", "hf_path"]),
+        ("metrics.loggers=[csv, csv]", ["metrics.loggers", "every logger once"]),
     ],
 )
-def test_a_wrong_argument_is_named(file: Path, argument: str, says: list[str]) -> None:
+def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: list[str]) -> None:
     assert_says(lambda: load_config(file, [argument]), says)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("model.name=qwen9", "one of qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, got 'qwen9'"),
+        ("model.attention=fast", "one of auto, hopper, triton, flash, flex, reference, got 'fast'"),
+        ("model.gdn=fast", "one of auto, hopper, triton, reference, got 'fast'"),
+        ("data.format=xml", "one of auto, jsonl"),
+        ("partition.strategy=best", "one of auto, none, single_path, multi_path"),
+        ("loss.name=dpo", "one of sft, reinforce, ppo, grpo, gspo"),
+        ("optimizer.name=sgd", "one of adamw, adamw8bit, got 'sgd'"),
+        ("metrics.loggers=[csv, file]", "every item is one of console, csv, tensorboard, wandb"),
+    ],
+)
+def test_names_come_from_the_registries(file: Path, argument: str, says: str) -> None:
+    assert_says(
+        lambda: load_config(file, [argument]), [f"argument '{argument}': {argument.split('=')[0]}: ", says]
+    )
+
+
+def test_a_name_registered_later_is_accepted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES._entries, "mine", lambda logprobs, pairs: -logprobs)
+    assert load_config(file, ["loss.name=mine"]).loss.name == "mine"
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_a_renamed_key_fails_with_the_name_of_its_successor(file: Path, key: str) -> None:
+    table, _, name = key.rpartition(".")
+    says = [repr(key), "was replaced by metrics.loggers", f'"{name}"']
+    assert_says(lambda: load_config(file, [f"{key}=true"]), [f"argument '{key}=true'", *says])
+    file.write_text(f"{GOOD}\n[{table}]\n{name} = true")
+    assert_says(lambda: load_config(file), ["x.toml", *says])
 
 
 def test_required_keys_and_missing_files_are_named(file: Path) -> None:
     file.write_text('[model]\nflavor = "debug"')
-    assert_says(lambda: load_config(file), ["x.toml", "data.files", "required"])
+    assert_says(lambda: load_config(file), ["x.toml", "data.files", "missing"])
     assert_says(lambda: load_config(file.with_name("none.toml")), ["none.toml", "No such file"])
 
 
@@ -109,11 +167,72 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     assert config.folder.startswith("outputs/")
 
 
+def test_tables_check_their_values_without_a_file() -> None:
+    assert_says(lambda: OptimizerConfig(lr=-1.0), ["optimizer.lr: expected at least 0, got -1.0"])
+    assert_says(lambda: LossConfig(name="dpo"), ["loss.name: expected one of sft"])
+    for field in fields(Config):
+        table = field.default_factory
+        if isinstance(table, type) and issubclass(table, Checked):
+            assert table._prefix == f"{field.name}."  # messages name the table as the file does
+
+
+def test_a_table_does_not_share_its_default_with_another() -> None:
+    OptimizerConfig().betas.append(1.0)
+    assert OptimizerConfig().betas == [0.9, 0.95]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Checked):
+    hidden: int = required(positive_int)
+    scale: float = setting(1.0, positive_number)
+    tied: bool = setting(False, boolean)
+    dense_layers: list[int] = setting([], list_of(natural_int))
+    heads: int | None = setting(None, positive_int)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"hidden": 0}, "hidden: expected an integer > 0, got 0"),
+        ({"hidden": True}, "hidden: expected an integer > 0, got True"),
+        ({"hidden": 8.0}, "hidden: expected an integer > 0, got 8.0"),
+        ({"hidden": None}, "hidden: expected an integer > 0, got None"),
+        ({"scale": float("inf")}, "scale: expected a finite number > 0, got inf"),
+        ({"scale": "1"}, "scale: expected a finite number > 0, got '1'"),
+        ({"tied": 1}, "tied: expected true or false, got 1"),
+        ({"dense_layers": 3}, "dense_layers: expected a list, got 3"),
+        (
+            {"dense_layers": [0, -1]},
+            "dense_layers: expected a list in which every item is an integer >= 0, got [0, -1]",
+        ),
+        ({"heads": 0}, "heads: expected an integer > 0, got 0"),
+    ],
+)
+def test_declared_checks_refuse_values_of_the_wrong_kind(wrong: dict[str, Any], says: str) -> None:
+    assert Sizes(hidden=8, scale=2).heads is None
+    with pytest.raises(UserError) as error:
+        Sizes(**{"hidden": 8} | wrong)
+    assert str(error.value) == says
+
+
+def test_the_tables_need_no_omegaconf_and_a_wrong_config_needs_no_torch(file: Path) -> None:
+    code = (
+        "import sys, titan_tree.config\n"
+        "assert not {'torch', 'omegaconf'} & set(sys.modules)\n"
+        "import titan_tree.train\n"
+        f"assert titan_tree.train.main(['--config', {str(file)!r}, 'loss.name=dpo']) == 2\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "loss.name: expected one of" in run.stderr
+
+
 def assert_says(action: object, says: list[str]) -> None:
     assert callable(action)
     with pytest.raises(UserError) as error:
         action()
     message = str(error.value)
     assert "\n" not in message
-    for word in says:
-        assert word in message, f"{word!r} not in {message!r}"
+    for words in says:
+        assert words in message, f"{words!r} not in {message!r}"

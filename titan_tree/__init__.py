@@ -1,69 +1,52 @@
-"""Train language models on token trees: every shared token computed once, loss and gradients exact.
+"""Train language models on token trees: every shared token is computed once, with exact loss and gradients.
 
-The names below are imported when they are first used (PEP 562): reading data or ``titan-tree inspect`` never
-waits for torch.
+The imports below are the only list of public names, which type checkers read as well. A module is imported
+when one of its names is first used (PEP 562). Reading data and ``titan-tree inspect`` never wait for torch.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titan_tree.components.tree_attention import TreeAttention
-    from titan_tree.components.tree_loss import TreeLoss, register_loss
-    from titan_tree.components.tree_partitioner import TreePartitioner
-    from titan_tree.components.tree_tokenizer import TreeTokenizer
-    from titan_tree.engine.scoring import tree_logprobs
-    from titan_tree.errors import UserError
-    from titan_tree.models.hf import load_pretrained, save_pretrained
-    from titan_tree.models.registry import build_model
-    from titan_tree.tree.batch import PathPairs, TreeBatch
-    from titan_tree.tree.layout import TreeLayout
-    from titan_tree.tree.paths import TokenPath
-    from titan_tree.tree.token_tree import TokenTree, TreeStats
+    from titan_tree.components.tree_attention import TreeAttention as TreeAttention
+    from titan_tree.components.tree_gdn import TreeGDN as TreeGDN
+    from titan_tree.components.tree_loss import TreeLoss as TreeLoss
+    from titan_tree.components.tree_loss import register_loss as register_loss
+    from titan_tree.components.tree_partitioner import TreePartitioner as TreePartitioner
+    from titan_tree.components.tree_tokenizer import TreeTokenizer as TreeTokenizer
+    from titan_tree.config.toml import load_config as load_config
+    from titan_tree.data.dataset import TreeDataset as TreeDataset
+    from titan_tree.engine.scoring import tree_logprobs as tree_logprobs
+    from titan_tree.engine.tree_step import TreeStep as TreeStep
+    from titan_tree.errors import UserError as UserError
+    from titan_tree.models.hf import load_pretrained as load_pretrained
+    from titan_tree.models.hf import save_pretrained as save_pretrained
+    from titan_tree.models.registry import build_model as build_model
+    from titan_tree.trainer import Trainer as Trainer
+    from titan_tree.tree.batch import PathPairs as PathPairs
+    from titan_tree.tree.batch import TreeBatch as TreeBatch
+    from titan_tree.tree.layout import TreeLayout as TreeLayout
+    from titan_tree.tree.paths import TokenPath as TokenPath
+    from titan_tree.tree.token_tree import TokenTree as TokenTree
+    from titan_tree.tree.token_tree import TreeStats as TreeStats
 
-__all__ = [
-    "PathPairs",
-    "TokenPath",
-    "TokenTree",
-    "TreeAttention",
-    "TreeBatch",
-    "TreeLayout",
-    "TreeLoss",
-    "TreePartitioner",
-    "TreeStats",
-    "TreeTokenizer",
-    "UserError",
-    "build_model",
-    "load_pretrained",
-    "register_loss",
-    "save_pretrained",
-    "tree_logprobs",
-]
+__version__ = "0.1.0"
 
-_HOME = {
-    "PathPairs": "tree.batch",
-    "TokenPath": "tree.paths",
-    "TokenTree": "tree.token_tree",
-    "TreeAttention": "components.tree_attention",
-    "TreeBatch": "tree.batch",
-    "TreeLayout": "tree.layout",
-    "TreeLoss": "components.tree_loss",
-    "TreePartitioner": "components.tree_partitioner",
-    "TreeStats": "tree.token_tree",
-    "TreeTokenizer": "components.tree_tokenizer",
-    "UserError": "errors",
-    "build_model": "models.registry",
-    "load_pretrained": "models.hf",
-    "register_loss": "components.tree_loss",
-    "save_pretrained": "models.hf",
-    "tree_logprobs": "engine.scoring",
+_MODULES = {  # public name -> the module that the imports above take it from
+    alias.name: str(node.module)
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("titan_tree.")
+    for alias in node.names
 }
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""Every extension point of titan_tree, in one place: names that a configuration may use, and what they stand for.
+"""The extension points of titan_tree: names that a configuration can use, and their implementations.
 
-To extend titan_tree, write one file and add one line below, or call ``register`` from your own script
-(docs/extending.md shows one example for each registry).
+To extend titan_tree, write one file and add one line below. A script of your own can call ``register``
+instead, before it reads the configuration. docs/extending.md shows an example for each registry.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Implementations of one kind, by name.
+    """A mapping from names to implementations of one kind.
 
-    An entry is the implementation itself, or a string that says where to import it from: "package.module" or
-    "package.module:attribute". Strings are imported on first use, so that listing names costs nothing: reading
-    a configuration or inspecting data never waits for torch.
+    An entry is the implementation itself or an import string: "package.module" or "package.module:attribute".
+    The registry imports it on first use. Iterating over the names imports nothing, so reading a configuration
+    does not wait for torch.
 
     Args:
-        kind: what the entries are, for error messages: "loss", "attention backend".
-        entries: implementations or import strings by name, in the order in which messages list them.
+        kind: the word for an entry in error messages, such as "loss".
+        entries: implementations or import strings by name. Error messages list the names in this order.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
@@ -33,11 +33,11 @@ class Registry(Generic[T]):
         self._entries: dict[str, T | str] = dict(entries)
 
     def register(self, name: str, entry: T | str) -> None:
-        """Adds an entry, or replaces the one of this name."""
+        """Adds an entry, or replaces the entry with this name."""
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> T:
-        """The implementation called ``name``. Raises UserError for an unknown name."""
+        """Returns the implementation with this name. Raises UserError for an unknown name."""
         if name not in self._entries:
             raise unknown_name(self.kind, name, self._entries)
         entry = self._entries[name]
@@ -48,7 +48,7 @@ class Registry(Generic[T]):
         return entry
 
     def __iter__(self) -> Iterator[str]:
-        """The names, in the order of registration."""
+        """Iterates over the names in the order of registration."""
         return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
@@ -59,14 +59,15 @@ class Registry(Generic[T]):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that does not exist; it suggests the closest one that does."""
+    """Returns the error for a name that does not exist. It suggests the closest known name."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
 
 
-MODELS: Registry[Any] = Registry(  # subclasses of models.decoder.Decoder
+# Subclasses of models.decoder.Decoder.
+MODELS: Registry[Any] = Registry(
     "model",
     {
         "qwen3": "titan_tree.models.qwen3:Qwen3",
@@ -76,7 +77,8 @@ MODELS: Registry[Any] = Registry(  # subclasses of models.decoder.Decoder
     },
 )
 
-ATTENTION_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_attention/__init__.py
+# Modules; components/tree_attention/__init__.py describes their functions.
+ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention backend",
     {
         "hopper": "titan_tree.components.tree_attention.hopper",
@@ -87,7 +89,8 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_at
     },
 )
 
-GDN_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_gdn/__init__.py
+# Modules; components/tree_gdn/__init__.py describes their functions.
+GDN_BACKENDS: Registry[Any] = Registry(
     "gated DeltaNet backend",
     {
         "hopper": "titan_tree.components.tree_gdn.hopper",
@@ -96,20 +99,20 @@ GDN_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_gdn/__in
     },
 )
 
-PARTITION_STRATEGIES: Registry[Any] = (
-    Registry(  # functions (tree, max_tokens, max_chain_tokens) -> partitions
-        "partition strategy",
-        {
-            "none": "titan_tree.components.tree_partitioner.none:partition",
-            "single_path": "titan_tree.components.tree_partitioner.single_path:partition",
-            "multi_path": "titan_tree.components.tree_partitioner.multi_path:partition",
-            "greedy": "titan_tree.components.tree_partitioner.greedy:partition",
-            "redundancy_free": "titan_tree.components.tree_partitioner.redundancy_free:partition",
-        },
-    )
+# Functions (tree, max_tokens, max_chain_tokens) -> partitions.
+PARTITION_STRATEGIES: Registry[Any] = Registry(
+    "partition strategy",
+    {
+        "none": "titan_tree.components.tree_partitioner.none:partition",
+        "single_path": "titan_tree.components.tree_partitioner.single_path:partition",
+        "multi_path": "titan_tree.components.tree_partitioner.multi_path:partition",
+        "greedy": "titan_tree.components.tree_partitioner.greedy:partition",
+        "redundancy_free": "titan_tree.components.tree_partitioner.redundancy_free:partition",
+    },
 )
 
-LOSSES: Registry[Any] = Registry(  # functions (logprobs [F], pairs, **options) -> losses [F]
+# Functions (logprobs [F], pairs, **options) -> losses [F], where F counts the (edge, path) pairs of a batch.
+LOSSES: Registry[Any] = Registry(
     "loss",
     {
         "sft": "titan_tree.components.tree_loss.sft:sft",
@@ -120,12 +123,14 @@ LOSSES: Registry[Any] = Registry(  # functions (logprobs [F], pairs, **options) 
     },
 )
 
-READERS: Registry[Any] = Registry(  # see data/readers/__init__.py
+# Readers of data files; data/readers/__init__.py describes their interface.
+READERS: Registry[Any] = Registry(
     "data format",
     {"jsonl": "titan_tree.data.readers.jsonl:JsonLinesReader"},
 )
 
-OPTIMIZERS: Registry[Any] = Registry(  # instances of distributed.optimizers.OptimizerSpec
+# Instances of distributed.optimizers.OptimizerSpec.
+OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
         "adamw": "titan_tree.distributed.optimizers:ADAMW",
@@ -133,7 +138,8 @@ OPTIMIZERS: Registry[Any] = Registry(  # instances of distributed.optimizers.Opt
     },
 )
 
-LOGGERS: Registry[Any] = Registry(  # subclasses of metrics.loggers.Logger
+# Subclasses of metrics.Logger.
+LOGGERS: Registry[Any] = Registry(
     "logger",
     {
         "console": "titan_tree.metrics.console:ConsoleLogger",
@@ -143,7 +149,8 @@ LOGGERS: Registry[Any] = Registry(  # subclasses of metrics.loggers.Logger
     },
 )
 
-METRICS: Registry[Any] = Registry(  # functions metrics.StepReport -> {name: number}, {} where not applicable
+# Functions metrics.StepReport -> {name: number}. A metric that does not apply returns {}.
+METRICS: Registry[Any] = Registry(
     "metric",
     {
         "tree": "titan_tree.metrics.step_metrics:tree_metrics",

@@ -1,9 +1,9 @@
-"""Train: one process, or as many as torchrun starts.
+"""The training command. It runs in one process, or in each process that torchrun starts.
 
     python -m titan_tree.train --config train_configs/demo.toml training.steps=20
     torchrun --nproc-per-node 8 -m titan_tree.train --config train_configs/qwen3_8b.toml model.hf_path=DIR
 
-Starting the same command again continues from the newest checkpoint.
+To continue an interrupted run from its newest checkpoint, start the same command again.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan_tree.config import load_config
+from titan_tree.config.toml import load_config
 from titan_tree.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the training; returns the exit status: 0, 2 where the input is at fault, 130 after Ctrl-C."""
+    """Runs the training and returns the exit status: 0, 2 for wrong input, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="titan_tree.train", description="Train a model on token trees.")
     parser.add_argument("--config", required=True, metavar="FILE.toml", help="see train_configs/")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides, as in training.steps=10"
+        "overrides", nargs="*", metavar="key=value", help="override a key, for example training.steps=10"
     )
     args, dashed = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", 0))
     _log_to_stdout(rank)
     try:
         config = load_config(args.config, [*args.overrides, *dashed])
-        from titan_tree.trainer import Trainer  # takes seconds to import: after the cheap checks
+        from titan_tree.trainer import Trainer  # takes seconds to import, so check the configuration first
 
         trainer = Trainer(config)
         trainer.train()
         trainer.close()
     except UserError as error:
         if rank > 0:
-            time.sleep(2)  # rank 0 has most likely met the same error, and torchrun ends this process
+            time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
         print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         if rank == 0:
-            print("interrupted: the same command goes on from the newest checkpoint", flush=True)
+            print("interrupted: the same command continues from the newest checkpoint", flush=True)
         return 130
     return 0
 
 
 class _Stdout(logging.Handler):
-    """Prints, so that lines land above a progress bar that has taken over stdout."""
+    """Prints log records. A progress bar that redirects stdout keeps printed lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), flush=True)
 
 
 def _log_to_stdout(rank: int) -> None:
-    """titan_tree's own log lines, from rank 0; other packages keep Python's default, warnings and up."""
+    """Shows titan_tree's log lines of rank 0. Other packages keep Python's default, warnings and above."""
     logger = logging.getLogger("titan_tree")
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.addHandler(_Stdout())
@@ -65,4 +65,4 @@ def _log_to_stdout(rank: int) -> None:
 
 if __name__ == "__main__":
     if status := main():
-        os._exit(status)  # a regular exit tears NCCL down, which waits for ranks that may not come
+        os._exit(status)  # a regular exit shuts down NCCL, which waits for ranks that may have stopped

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.test_float8 import RECIPES, by_definition
-from tests.gpu.test_qwen3_gpu import FOREST
-from tests.gpu.test_qwen3_gpu import MODEL as DENSE
+from tests.support.gpu import DENSE, FOREST, HYBRID
 from tests.support.oracle import (
     hf_model,
     hybrid_model,
@@ -19,7 +18,7 @@ from tests.support.oracle import (
 )
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.distributed import ao
-from titan_tree.models.block import Linear
+from titan_tree.models.layers import Linear
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = [
@@ -29,14 +28,6 @@ pytestmark = [
         reason="needs a GPU of compute capability 8.9",
     ),
 ]
-HYBRID = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

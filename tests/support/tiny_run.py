@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_tree.config import Config, load_config
+from titan_tree.config import Config
+from titan_tree.config.toml import load_config
 from titan_tree.trainer import Trainer
 
 VOCAB = 64
@@ -77,7 +78,7 @@ dtype = "float32"
 [checkpoint]
 interval = 0
 [metrics]
-tensorboard = false
+loggers = ["console", "csv"]
 """
     )
     return path

@@ -1,0 +1,199 @@
+"""Loggers: what each one writes, what a resumed run keeps, and a logger of the user's own."""
+
+import csv
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titan_tree.config import MetricsConfig
+from titan_tree.errors import UserError
+from titan_tree.metrics import Logger, Loggers
+from titan_tree.metrics.console import ConsoleLogger
+from titan_tree.metrics.csv_file import CsvLogger
+from titan_tree.metrics.tensorboard import TensorBoardLogger
+from titan_tree.registry import LOGGERS
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_every_registered_logger_is_a_logger(name: str) -> None:
+    assert issubclass(LOGGERS[name], Logger)
+
+
+def test_the_log_line_shows_formatted_values_and_the_metrics_of_the_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"loss": 0.2776, "grad_norm": 1.0, "lr": 1e-3, "por": 0.5, "err": 0.25, "step_s": 2.0}
+    values |= {"logical_tokens_per_s": 12345.0, "clip_fraction": 0.2774, "mfu": 0.4, "peak_memory_gib": 8.0}
+    with caplog.at_level("INFO", "titan_tree"):
+        ConsoleLogger(tmp_path, 0, 100).log(9, values)
+    (line,) = caplog.messages
+    assert line == (
+        "step   9/100  loss 0.2776  clip_fraction 0.2774  grad 1.000  lr 1.00e-03  POR 50.0%  "
+        "12,345 logical tok/s  2.00 s  MFU 40.0%  8.0 GiB"
+    )
+
+
+def test_the_log_line_omits_nll_only_if_it_equals_the_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = ConsoleLogger(tmp_path, 0, 9)
+    with caplog.at_level("INFO", "titan_tree"):
+        logger.log(1, {"loss": 0.2776, "nll": 0.2776, "clip_fraction": 0.2776})
+        logger.log(2, {"loss": 0.2776, "nll": 0.3})
+    assert caplog.messages == [
+        "step 1/9  loss 0.2776  clip_fraction 0.2776",
+        "step 2/9  loss 0.2776  nll 0.3000",
+    ]
+
+
+def test_the_progress_bar_runs_from_the_first_step_to_the_end_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    loggers = Loggers(MetricsConfig(loggers=["console"]), tmp_path, 3, 9)
+    (console,) = loggers.loggers
+    assert isinstance(console, ConsoleLogger)
+    with pytest.raises(ZeroDivisionError), loggers:  # noqa: PT012
+        assert console.progress.live.is_started
+        assert console.progress.tasks[0].completed == 3
+        loggers.advance(4)
+        assert console.progress.tasks[0].completed == 4
+        raise ZeroDivisionError
+    assert not console.progress.live.is_started
+
+
+def test_csv_rows_hold_every_digit_and_are_readable_at_once(tmp_path: Path) -> None:
+    CsvLogger(tmp_path, 0, 9).log(1, {"loss": 0.1 + 0.2, "logical_tokens": 7})
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss,logical_tokens\n1,0.30000000000000004,7\n"
+
+
+def test_a_new_value_adds_a_csv_column(tmp_path: Path) -> None:
+    logger = CsvLogger(tmp_path, 0, 9)
+    logger.log(1, {"loss": 1.0})
+    logger.log(2, {"loss": 0.5, "replayed_rows": 3})
+    logger.log(3, {"loss": 0.25})
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss,replayed_rows\n1,1.0,\n2,0.5,3\n3,0.25,\n"
+
+
+def test_a_resumed_csv_drops_repeated_and_truncated_rows(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss,lr\n1,1.0,0.1\n2,0.5,0.1\n3,0.25,0.1\n1")
+    CsvLogger(tmp_path, 2, 20).log(3, {"loss": 0.25, "lr": 0.1})
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path)] == [
+        ("1", "1.0"),
+        ("2", "0.5"),
+        ("3", "0.25"),
+    ]
+
+
+def test_a_new_run_replaces_the_csv_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,1.0\n")
+    CsvLogger(tmp_path, 0, 9).log(1, {"loss": 0.5})
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,0.5\n"
+
+
+def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    first = TensorBoardLogger(tmp_path, 0, 9)
+    for step in (1, 2, 3):
+        first.log(step, {"loss": step / 4, "lr": 0.5})
+    first.close()
+    resumed = TensorBoardLogger(tmp_path, 1, 9)
+    resumed.log(2, {"loss": 8.0})
+    resumed.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 8.0)]
+    assert events.Tags()["scalars"] == ["loss", "lr"]
+
+
+@pytest.mark.slow
+def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    (tmp_path / "config.toml").write_text("[optimizer]\nlr = 0.0625\n")
+
+    def log(start_step: int) -> str:
+        logger = LOGGERS["wandb"](tmp_path, start_step, 9)
+        assert logger.run.project == "titan_tree"
+        assert logger.run.config["optimizer"] == {"lr": 0.0625}
+        logger.log(start_step + 1, {"loss": 0.15625, "grad_norm": start_step + 0.5})
+        logger.close()
+        return logger.run.id
+
+    first, resumed, new = log(0), log(1), log(0)
+    assert first == resumed != new
+    written = b"".join(path.read_bytes() for path in tmp_path.glob(f"wandb/offline-run-*/run-{first}.wandb"))
+    assert written.count(b"0.15625") >= 2
+    for value in (b"grad_norm", b"0.5", b"1.5"):
+        assert value in written
+
+
+def test_wandb_marks_a_run_that_fails_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        def finish(self, exit_code: int) -> None:
+            codes.append(exit_code)
+
+    codes: list[int] = []
+    logger = object.__new__(LOGGERS["wandb"])
+    logger.run = Run()
+    loggers = object.__new__(Loggers)
+    loggers.start_step, loggers.loggers = 0, [logger]
+    with loggers:
+        pass
+    with pytest.raises(UserError), loggers:
+        raise UserError("step 2: loss is nan")
+    assert codes == [0, 1]
+
+
+def test_wandb_without_an_account_is_an_error_that_names_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def refuse(**options: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(
+        UserError, match=r"^metrics.loggers: 'wandb': No API key .*; run `wandb login`, or .*offline$"
+    ):
+        LOGGERS["wandb"](tmp_path, 0, 9)
+
+
+def test_a_missing_wandb_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
+    monkeypatch.delitem(sys.modules, "titan_tree.metrics.wandb", raising=False)
+    with pytest.raises(UserError, match=r"^metrics.loggers: 'wandb' needs .* `pip install wandb`"):
+        importlib.import_module("titan_tree.metrics.wandb")
+
+
+def test_a_logger_of_your_own_takes_one_class_and_one_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[object] = []
+
+    class Mine(Logger):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            records.append((step, dict(values)))
+
+        def close(self) -> None:
+            records.append("closed")
+
+    monkeypatch.setattr(LOGGERS, "_entries", dict(LOGGERS._entries))
+    LOGGERS.register("mine", Mine)
+    with Loggers(MetricsConfig(loggers=["csv", "mine"]), tmp_path, 0, 9) as loggers:
+        loggers.log(1, {"loss": 0.5})
+    assert records == [(1, {"loss": 0.5}), "closed"]
+    assert [row["loss"] for row in read_rows(tmp_path)] == ["0.5"]

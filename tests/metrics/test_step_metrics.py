@@ -1,0 +1,107 @@
+"""The values of a step: their names, their order and their definitions."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from titan_tree.distributed import titan
+from titan_tree.engine.records import StepCounts, StepResult
+from titan_tree.errors import UserError
+from titan_tree.metrics import StepReport, step_values
+from titan_tree.registry import METRICS
+
+COUNTS = StepCounts(
+    normalizer=1.0,
+    loss_weight=1.0,
+    num_trees=2,
+    num_paths=4,
+    logical_tokens=100,
+    distinct_tokens=40,
+    executed_tokens=50,
+    scored_edges=38,
+    forwards=3,
+    gateway_bytes=2**29,
+    flops=6e12,
+    replayed_rows=0,
+    disagreeing_rows=0,
+)
+RESULT = StepResult(
+    loss=torch.tensor(0.5),
+    loss_metrics={"nll": torch.tensor(0.25)},
+    routing=None,
+    router_metrics={"router_z": torch.tensor(4.0)},
+    counts=COUNTS,
+    extra_forward_tokens=torch.tensor(7),
+    dummy_forwards=torch.tensor(1),
+    chain_peak=30,
+    num_micro_batches=2,
+)
+REPORT = StepReport(
+    RESULT, seconds=2.0, world_size=2, device=torch.device("cpu"), loss=0.5, grad_norm=3.0, lr=1e-3
+)
+
+
+def test_values_are_the_columns_of_metrics_csv_in_order() -> None:
+    assert list(step_values(REPORT).items()) == [
+        ("loss", 0.5),
+        ("grad_norm", 3.0),
+        ("lr", 1e-3),
+        ("por", 0.6),
+        ("err", 0.5),
+        ("logical_tokens", 100),
+        ("executed_tokens", 50),
+        ("scored_edges", 38),
+        ("forwards", 3),
+        ("chain_peak_tokens", 30),
+        ("gateway_gib", 0.5),
+        ("extra_forward_tokens", 7.0),
+        ("dummy_forwards", 1.0),
+        ("logical_tokens_per_s", 50.0),
+        ("executed_tokens_per_s", 25.0),
+        ("step_s", 2.0),
+        ("nll", 0.25),
+        ("router_z", 4.0),
+    ]
+
+
+def test_a_step_that_replays_experts_reports_the_share_on_which_paths_disagree() -> None:
+    counts = dataclasses.replace(COUNTS, replayed_rows=8, disagreeing_rows=2)
+    report = dataclasses.replace(REPORT, result=dataclasses.replace(RESULT, counts=counts))
+    names = list(values := step_values(report))
+    assert names[names.index("step_s") :] == [
+        "step_s",
+        "replayed_rows",
+        "replay_disagreement",
+        "nll",
+        "router_z",
+    ]
+    assert (values["replayed_rows"], values["replay_disagreement"]) == (8, 0.25)
+
+
+def test_a_gpu_reports_utilization_of_all_gpus_and_its_own_peak_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(titan, "peak_flops", lambda name: 1e12)
+    values = METRICS["gpu"](dataclasses.replace(REPORT, device=torch.device("cuda", 0)))
+    assert values == {"mfu": 6e12 / 2.0 / (2 * 1e12), "peak_memory_gib": 3.0}
+
+
+def test_a_registered_metric_precedes_those_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS._entries, "mine", lambda report: {"paths": report.result.counts.num_paths})
+    values = step_values(REPORT)
+    assert list(values)[-3:] == ["paths", "nll", "router_z"]
+    assert values["paths"] == 4
+
+
+@pytest.mark.parametrize("taken", ["loss", "por"])
+def test_two_values_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+    monkeypatch.setitem(METRICS._entries, "mine", lambda report: {taken: 1.0})
+    with pytest.raises(UserError, match=f"metric 'mine': returns a value called '{taken}'"):
+        step_values(REPORT)
+    monkeypatch.undo()
+    result = dataclasses.replace(RESULT, loss_metrics={taken: torch.tensor(1.0)})
+    with pytest.raises(UserError, match=f"loss: returns a value called '{taken}'"):
+        step_values(dataclasses.replace(REPORT, result=result))

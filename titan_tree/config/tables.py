@@ -1,0 +1,280 @@
+"""The configuration: one dataclass per TOML table, with defaults and checks.
+
+A component receives the values of its own table, never the whole configuration. The comment beside a key is
+its documentation. Names such as ``model.attention`` come from titan_tree/registry.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_tree.config.checks import (
+    MISSING,
+    Checked,
+    at_least,
+    between,
+    check,
+    finite,
+    greater_than,
+    list_of,
+    one_of,
+    require,
+    setting,
+)
+from titan_tree.registry import (
+    ATTENTION_BACKENDS,
+    GDN_BACKENDS,
+    LOGGERS,
+    LOSSES,
+    MODELS,
+    OPTIMIZERS,
+    PARTITION_STRATEGIES,
+    READERS,
+)
+
+
+@dataclass
+class ModelConfig(Checked, table="model"):
+    """The model. Set either ``flavor`` (random weights) or ``hf_path`` (weights of a snapshot)."""
+
+    name: str = setting("qwen3", one_of(MODELS))  # model family; a snapshot overrides it
+    flavor: str | None = None  # a published size such as "0.6B", or "debug"; random weights
+    hf_path: str | None = None  # local Hugging Face snapshot: sizes and initial weights
+    attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # backend of TreeAttention
+    gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # backend of TreeGDN, in models that have it
+    overrides: dict[str, Any] = setting({})  # sizes that replace those of the flavor
+
+
+@dataclass
+class DataConfig(Checked, table="data"):
+    """Data files, and how their samples become token trees and micro-batches."""
+
+    # A path, a glob pattern or a list of them; "demo" is the bundled sample.
+    files: Any = setting(
+        MISSING,
+        check(
+            "a path or a non-empty list of paths",
+            lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
+        ),
+    )
+    format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the format by the file's content
+    tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
+    template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
+    sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
+    merge: Literal["group", "batch"] = "group"  # one tree per group; "batch" also merges groups of a batch
+    layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path separately, as a baseline
+    advantage: Literal["given", "group"] = "given"  # "group" computes it from the rewards of each group
+    # Train with the routed_experts recorded in the samples. If paths record different experts for a token
+    # they share, use those of the "first" path or of the "majority", or "split" the paths (docs/routing.md).
+    replay: Literal["off", "first", "majority", "split"] = "off"
+    max_tokens: int = 32_768  # tokens of one forward pass; larger trees are partitioned, see [partition]
+    global_batch_groups: int = 8  # groups per optimizer step, over all ranks
+    shuffle_buffer: int = 256  # groups from which the next one is drawn; 0 keeps the order of the files
+    seed: int = 0  # seed of the shuffling
+
+    def __post_init__(self) -> None:
+        if isinstance(self.files, str) and self.files != MISSING:
+            self.files = [self.files]
+        super().__post_init__()
+
+
+@dataclass
+class PartitionConfig(Checked, table="partition"):
+    """How TreePartitioner splits a tree of more than ``data.max_tokens``, and where its activations wait."""
+
+    # "none" never splits; such trees raise an error.
+    strategy: str = setting("auto", one_of("auto", PARTITION_STRATEGIES))
+    # Maximum tokens whose activations are live at once.
+    # Default: the larger of data.max_tokens and the longest path.
+    max_chain_tokens: int | None = setting(None, at_least(1))
+    # Activations of suspended partitions. "auto" keeps what fits into the budgets below, offloads the rest to
+    # host memory and recomputes what exceeds both.
+    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
+    device_gb: float | None = setting(None, at_least(0))  # budget of "auto" per GPU; default: no limit
+    host_gb: float | None = setting(None, at_least(0))  # the same in host memory; default: half
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("device_gb", "host_gb"):
+            require(
+                getattr(self, name) is None or self.activations == "auto",
+                f"partition.{name}",
+                'partition.activations = "auto" when a budget is set',
+                repr(self.activations),
+            )
+
+
+@dataclass
+class LossConfig(Checked, table="loss"):
+    """What TreeLoss computes."""
+
+    name: str = setting("sft", one_of(LOSSES))
+    reduction: Literal["path_mean", "token_mean", "path_token_mean"] = "path_mean"
+    entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
+    options: dict[str, Any] = setting({})  # numbers that the loss function takes: clip range, KL coefficient
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.options.items():
+            key = f"loss.options.{name}"
+            require(name not in vars(self), key, f"this key as loss.{name}", repr(value))
+            require(finite(value) is None, key, "a finite number", repr(value))
+
+
+@dataclass
+class RouterLossConfig:
+    """Auxiliary losses on the router of a mixture of experts, see RouterLoss. A coefficient of 0 is off."""
+
+    balance: float = 0.0  # coefficient of the load-balancing loss; about 1e-3 in pre-training
+    z: float = 0.0  # coefficient of the z-loss
+    # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
+    # micro-batches and ranks. If a rank runs several forward passes per scope, each one runs twice:
+    # the first one counts the tokens per expert.
+    scope: Literal["global_batch", "micro_batch"] = "global_batch"
+
+
+@dataclass
+class RouterBiasConfig:
+    """Balances the experts by a bias on the router's choice, without a loss. See RouterBias."""
+
+    # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
+    # Unset: the model gets no bias. 0: biases stay constant.
+    rate: float | None = None
+    counts: Literal["paths", "tokens"] = "paths"  # loads count a token once per path, or once
+
+    def __post_init__(self) -> None:
+        require(
+            self.rate is not None or self.counts == "paths",
+            "router_bias.counts",
+            "router_bias.rate to be set as well",
+            repr(self.counts),
+        )
+
+
+@dataclass
+class OptimizerConfig(Checked, table="optimizer"):
+    """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
+
+    # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8 (needs torchao).
+    name: str = setting("adamw", one_of(OPTIMIZERS))
+    lr: float = setting(1e-5, finite, at_least(0))
+    betas: list[float] = setting(
+        [0.9, 0.95],
+        check(
+            "two numbers from 0 to below 1",
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+    )
+    weight_decay: float = setting(0.1, finite, at_least(0))
+    eps: float = setting(1e-8, finite, at_least(0))
+    max_grad_norm: float = setting(1.0, greater_than(0))  # clips the global 2-norm; inf disables clipping
+
+
+@dataclass
+class LRSchedulerConfig(Checked, table="lr_scheduler"):
+    """Linear warm-up, then decay until the end of the run."""
+
+    warmup_steps: int = setting(0, at_least(0))
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    min_lr_factor: float = setting(0.0, between(0, 1))  # final learning rate as a fraction of optimizer.lr
+
+
+@dataclass
+class TrainingConfig(Checked, table="training"):
+    """Length, precision and memory use of the run."""
+
+    steps: int = setting(1000, at_least(1))  # optimizer steps of the whole run, including resumed parts
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
+    # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
+    # "rowwise_with_gw_hp" computes weight gradients in dtype. Experts, routers and the vocabulary never use
+    # float8.
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    seed: int = 0  # seed of random initial weights
+    compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
+    # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and
+    # vocabulary entry: 10 GB at 32k tokens.
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    deterministic: bool = False  # refuse operators whose results vary between runs
+
+
+@dataclass
+class ParallelConfig(Checked, table="parallel"):
+    """FSDP2 over all ranks. These options trade memory for communication and do not change results."""
+
+    reshard_after_forward: bool = True  # free the gathered weights of a block until its backward pass
+    # Reduce gradients after the "last" or after "every" micro-batch.
+    # "last" keeps 4 bytes per parameter on every rank.
+    reduce_gradients: Literal["last", "every"] = "last"
+    # Number of adjacent ranks that shard the experts of a layer; divides the number of ranks and of experts.
+    # Tokens are sent to the ranks of their experts, and FSDP2 shards an expert over ranks / expert_parallel.
+    expert_parallel: int = setting(1, at_least(1))
+
+
+@dataclass
+class CheckpointConfig(Checked, table="checkpoint"):
+    """When checkpoints are written, and where."""
+
+    interval: int = setting(500, at_least(0))  # steps between checkpoints, and one after the last; 0: none
+    # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
+    keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
+    folder: str = "checkpoints"  # inside the run's folder, or an absolute path
+    resume: bool = True  # continue from the newest complete checkpoint in the folder
+    async_save: bool = False  # copy to host memory, then write while training continues
+    export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
+
+
+@dataclass
+class MetricsConfig(Checked, table="metrics"):
+    """How the values of a step are recorded. Loggers write into the run's folder."""
+
+    log_interval: int = setting(1, at_least(1))  # steps between records; each shows one step, no average
+    loggers: list[str] = setting(
+        ["console", "csv", "tensorboard"],
+        list_of(one_of(LOGGERS)),
+        check("every logger once", lambda names: len(set(names)) == len(names)),
+    )
+
+
+@dataclass
+class ProfilerConfig(Checked, table="profiler"):
+    """Traces of the torch profiler."""
+
+    enable: bool = False  # write a Kineto trace of one step per ``interval`` into profiling/
+    interval: int = setting(10, check("at least 4 (3 warm-up steps and 1 traced step)", lambda n: n >= 4))
+    memory_snapshot: bool = False  # write the CUDA memory history every ``interval`` steps
+
+
+@dataclass
+class Config:
+    """All tables of a configuration. Rules that involve several tables are checked here."""
+
+    folder: str = "outputs/run"  # receives everything that the run writes
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    router_loss: RouterLossConfig = field(default_factory=RouterLossConfig)
+    router_bias: RouterBiasConfig = field(default_factory=RouterBiasConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.lr_scheduler.warmup_steps <= self.training.steps,
+            "lr_scheduler.warmup_steps",
+            f"at most training.steps = {self.training.steps}",
+            self.lr_scheduler.warmup_steps,
+        )
+        # ModelConfig cannot check this: omegaconf constructs it with defaults, where both are unset.
+        require(
+            bool(self.model.flavor) != bool(self.model.hf_path),
+            "model",
+            "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
+            f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
+        )

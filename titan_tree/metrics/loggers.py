@@ -1,0 +1,81 @@
+"""The interface of loggers, and the group of loggers that a run uses.
+
+A logger of your own is a subclass of Logger, registered before training starts:
+
+    class MyLogger(Logger):
+        def log(self, step, values):
+            send(step, values)
+
+    LOGGERS.register("mine", MyLogger)  # and metrics.loggers = ["console", "mine"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from titan_tree.config import MetricsConfig
+from titan_tree.registry import LOGGERS
+
+
+class Logger:
+    """Base class of loggers. Only rank 0 constructs them.
+
+    Args:
+        folder: the run's folder; it exists and holds config.toml.
+        start_step: number of steps already done, 0 for a new run. A resumed run repeats the steps after its
+            checkpoint, so a logger must replace or ignore its earlier records of these steps.
+        total_steps: number of steps of the whole run.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        self.folder, self.start_step, self.total_steps = folder, start_step, total_steps
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the values of a step, which counts from 1."""
+        raise NotImplementedError
+
+    def advance(self, step: int) -> None:
+        """Called when training starts and after every step, including those that are not logged."""
+
+    def close(self) -> None:
+        """Called once, when training ends or fails."""
+
+
+class Loggers(Logger):
+    """Passes every call to the loggers that ``config.loggers`` names. Leaving its ``with`` block closes them.
+
+    Raises:
+        UserError: a logger's package is missing or refuses to start.
+    """
+
+    def __init__(self, config: MetricsConfig, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        classes = [LOGGERS[name] for name in config.loggers]
+        self.loggers: list[Logger] = [make(folder, start_step, total_steps) for make in classes]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(step, values)
+
+    def advance(self, step: int) -> None:
+        for logger in self.loggers:
+            logger.advance(step)
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+    def __enter__(self) -> Self:
+        self.advance(self.start_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,49 @@
+"""StepReport, the outcome of one optimizer step, and its values by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_tree.errors import UserError
+from titan_tree.registry import METRICS
+
+if TYPE_CHECKING:  # a script that registers a logger imports this file before the configuration is checked
+    import torch
+
+    from titan_tree.engine.records import StepResult
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What is known about an optimizer step after it has run. Metrics are computed from it."""
+
+    result: StepResult  # of all ranks together
+    seconds: float  # wall-clock time of the step
+    world_size: int  # number of ranks
+    device: torch.device  # device of this rank
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float  # learning rate of the step
+
+
+def step_values(report: StepReport) -> dict[str, float]:
+    """Returns all values of a step by name: the columns of metrics.csv, in their order.
+
+    The loss function's and the router's metrics come last. Reading them waits for the device.
+
+    Raises:
+        UserError: two values have the same name.
+    """
+    values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
+    loss_metrics = report.result.loss_metrics | report.result.router_metrics
+    for name in METRICS:
+        _add(values, METRICS[name](report), f"metric {name!r}")
+    _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
+    return values
+
+
+def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:
+    if taken := [name for name in new if name in values]:
+        raise UserError(f"{source}: returns a value called {taken[0]!r}, a name in use; rename it")
+    values.update(new)
