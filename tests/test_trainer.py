@@ -10,11 +10,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import checkpoint
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig
-from titan_tree.data.dataset import TreeDataset
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
@@ -29,7 +29,7 @@ from titan_tree.tree.token_tree import TokenTree
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean"])
 def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: str) -> None:
     model = build_model("qwen3", "debug", vocab_size=VOCAB).double()
-    data = TreeDataset(write_groups(tmp_path / "x.jsonl"), max_tokens=120, global_batch_groups=6)
+    data = tree_dataset(write_groups(tmp_path / "x.jsonl"), max_tokens=120, global_batch_groups=6)
     micro_batches = next(iter(data))
     paths = [path for trees in micro_batches for tree in trees for path in tree.paths]
     assert len(micro_batches) >= 2
@@ -62,7 +62,7 @@ def test_batches_are_pinned_for_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.
     pinned: list[TreeBatch] = []
     monkeypatch.setattr(TreeBatch, "pin_memory", lambda batch: pinned.append(batch) or f"pinned {len(batch)}")
     model = build_model("qwen3", "debug", vocab_size=VOCAB)
-    micro_batches = next(iter(TreeDataset(write_groups(tmp_path / "x.jsonl"), max_tokens=160)))
+    micro_batches = next(iter(tree_dataset(write_groups(tmp_path / "x.jsonl"), max_tokens=160)))
     on_cpu = TreeStep(model, TreeLoss(), "cpu").prepare(micro_batches)
     assert not pinned
     on_gpu = TreeStep(model, TreeLoss(), "cuda").prepare(micro_batches)
@@ -171,7 +171,7 @@ def test_a_full_disk_costs_only_the_checkpoint_being_written(
         return write(self, plan, planner)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", refuse_the_second)
-    with pytest.raises(UserError, match=r"step-4: .*No space left on device.*disk full"):
+    with pytest.raises(UserError, match=r"step-4: .*No space left on device.*disk is full"):
         train(config)
     folder = Path(config.folder) / "checkpoints"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-2"]

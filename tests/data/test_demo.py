@@ -3,17 +3,17 @@
 import json
 from functools import cache
 
+from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
-from titan_tree.data.readers import PathReader, read_groups
 from titan_tree.data.report import ENDS, OTHER_TEXT, branch_points
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 
 @cache
 def trees(**options):
-    reader = PathReader(TreeTokenizer.byte_level(), options)
-    return [TokenTree.from_paths(reader.paths(group)) for group in read_groups(["demo"])]
+    reader = sample_reader("demo", TreeTokenizer.byte_level(), sample=options)
+    return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
 
 
 def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):

@@ -22,7 +22,8 @@ from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.exchange import Exchange
-from titan_tree.distributed.parallelize import init_distributed, parallelize
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.lockstep import in_lockstep, positions
 from titan_tree.engine.tree_step import TreeStep
@@ -300,10 +301,15 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "num_ranks", "expert_parallel", "message"),
     [
-        ("qwen3", 4, 2, "expected 1, since the model has no experts"),
+        ("qwen3", 4, 2, "expected 1, because the model has no experts"),
         ("qwen3_moe", 4, 3, "got 3, expected a divisor of the number of ranks (torchrun), 4"),
         ("qwen3_moe", 16, 16, "got 16, expected a divisor of the number of experts, 8"),
-        ("qwen3_moe", 14, 2, "expected the 7 ranks that share an expert to divide its 192 rows"),
+        (
+            "qwen3_moe",
+            14,
+            2,
+            "expected a larger number: 7 ranks share an expert, and they must divide its 192 rows",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(
@@ -317,7 +323,8 @@ def test_what_cannot_be_shared_out_is_refused(
 @pytest.mark.parametrize("budget", [("offload", None), ("auto", 1e9)])
 def test_activations_may_not_move(budget: tuple[Any, float | None]) -> None:
     model = build_model("qwen3_moe", "debug")
-    model.expert_group = cast(dist.ProcessGroup, object())
+    assert model.experts is not None
+    model.experts.group = cast(dist.ProcessGroup, object())
     for policy in ("auto", "keep", "recompute"):
         TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), policy))
     with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.build import build_optimizers
 from titan_tree.config import OptimizerConfig
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
-from titan_tree.trainer import clip_and_step
 
 NAMES = ["adamw", "adamw8bit"]
 
@@ -136,4 +135,4 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
 
 def test_asynchronous_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"checkpoint\.async_save: expected false with .*adamw8bit"):
-        tiny_config(tmp_path, optimizer__name="adamw8bit", checkpoint__async_save="true")
+        train(tiny_config(tmp_path, optimizer__name="adamw8bit", checkpoint__async_save="true"))

@@ -19,7 +19,7 @@ from tests.support.oracle import (
 )
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.distributed import ao
-from titan_tree.models.block import Linear
+from titan_tree.models.layers import Linear
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = [

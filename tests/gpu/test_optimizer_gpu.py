@@ -7,9 +7,8 @@ import torch
 
 from tests.distributed.test_optimizer import draw_gradients, model_and_optimizers, plain_state
 from tests.support.oracle import relative_error
-from titan_tree.build import build_optimizers
 from titan_tree.config import OptimizerConfig
-from titan_tree.trainer import clip_and_step
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 pytestmark = pytest.mark.gpu

@@ -213,12 +213,12 @@ def test_training_flops_by_counting():
 @pytest.mark.parametrize(
     ("arguments", "overrides", "message"),
     [
-        (("qwen", "debug"), {}, "unknown model: qwen; did you mean qwen3?"),
-        (("qwen3", "0.6b"), {}, "unknown flavor of qwen3: 0.6b; did you mean 0.6B?"),
+        (("qwen", "debug"), {}, "unknown model 'qwen'; did you mean 'qwen3'?"),
+        (("qwen3", "0.6b"), {}, "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
         (
             ("qwen3", "debug"),
             {"num_layers": 2},
-            "unknown field of qwen3's config: num_layers; did you mean num_hid",
+            "unknown field of qwen3's config 'num_layers'; did you mean 'num_hid",
         ),
         (
             ("qwen3", "debug"),
@@ -226,7 +226,7 @@ def test_training_flops_by_counting():
             "num_key_value_heads: expected a divisor of num_att",
         ),
         (("qwen3", "debug"), {"head_dim": 31}, "head_dim: expected an even number, got 31"),
-        (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected int > 0, got 0"),
+        (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected an integer > 0, got 0"),
         (("qwen3", "debug", "magic"), {}, "backend: expected one of auto"),
     ],
 )

@@ -128,8 +128,11 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of linear_num_value_heads"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor: expected an even number of the head's 16"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected int > 0, got 0"),
+        (
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor: expected a factor that rotates an even",
+        ),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

@@ -26,8 +26,8 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.expert_names import split_experts
 from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
+from titan_tree.models.hf.names import split_experts
 from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -308,9 +308,12 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most num_experts \(8\), got 9"),
-        ({"mlp_only_layers": [-1]}, r"mlp_only_layers: expected a list of integers >= 0, got \[-1\]"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of integers >= 0, got 3"),
-        ({"num_experts": 0}, "num_experts: expected int > 0, got 0"),
+        (
+            {"mlp_only_layers": [-1]},
+            r"mlp_only_layers: expected a list in which every item is an integer >= 0, got \[-1\]",
+        ),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list, got 3"),
+        ({"num_experts": 0}, "num_experts: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.models.registry import MODELS
+from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -134,7 +134,7 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
 def tree_model(hf, attention="auto"):
     """Our model with the weights of ``hf``, on its device, in its dtype."""
     kind = hf.config.model_type
-    model_class = next(model for model in MODELS.values() if kind in model.hf_architectures)
+    model_class = next(MODELS[name] for name in MODELS if kind in MODELS[name].hf_architectures)
     config = model_class.Config.from_hf(hf.config.to_dict(), "test")
     model = model_class(config, attention).to(hf.device, hf.dtype)
     weights = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}

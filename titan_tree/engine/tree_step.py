@@ -69,7 +69,7 @@ class TreeStep:
         router_loss: RouterLoss | None = None,
     ) -> None:
         self.router_loss = router_loss or RouterLoss()
-        if self.router_loss and not model.has_experts:
+        if self.router_loss and model.experts is None:
             raise UserError(
                 "router_loss: expected a model with experts, such as qwen3_moe, but this model has none; set "
                 "router_loss.balance and router_loss.z to 0"
@@ -77,9 +77,9 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.expert_group is not None and self.activations.may_offload():
+        if model.experts and model.experts.group and self.activations.may_offload():
             raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel, because "
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel: "
                 "offloading would make the schedules of ranks differ; set one of them, or unset "
                 "partition.device_gb"
             )
@@ -147,8 +147,9 @@ class TreeStep:
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """This rank's micro-batches, with the dummy batches that FSDP2 and expert parallelism require."""
-        if self.model.expert_group is not None:
-            return in_lockstep(step.micro_batches, sizes.max_micro_batches, self.model.expert_group)
+        experts = self.model.experts
+        if experts and experts.group:
+            return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group)
         num_missing = sizes.max_micro_batches - len(step.micro_batches)
         if sizes.is_partitioned:  # ranks may differ, but each needs one pass for the collectives of FSDP2
             num_missing = 0 if step.micro_batches else 1
@@ -157,7 +158,7 @@ class TreeStep:
     def _make_run(self, step: StepInput, sizes: GlobalSizes, micro_batches: list[list[TreeBatch]]) -> StepRun:
         counts = sizes.counts
         routing = None
-        if self.model.has_experts:
+        if self.model.experts:
             routing = StepRouting(self.router_loss, micro_batches, counts.logical_tokens, self.device)
         return StepRun(
             self.model,

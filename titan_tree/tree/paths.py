@@ -21,6 +21,14 @@ class ExpertSizes(NamedTuple):
     num_experts: int  # to choose from
 
 
+class ModelLimits(NamedTuple):
+    """What a model can read. None: this limit is not checked."""
+
+    max_positions: int | None = None  # tokens of the longest path
+    vocab_size: int | None = None  # token ids are smaller
+    experts: ExpertSizes | None = None  # sizes that recorded experts must have
+
+
 @dataclass(slots=True)
 class TokenPath:
     """One training sample of T >= 1 tokens. Arrays are per token: entry t speaks of tokens[t].
@@ -81,10 +89,9 @@ class TokenPath:
         """The sum of the loss mask: how many tokens the loss counts."""
         return float(self.loss_mask[1:].sum(dtype=np.float64))
 
-    def check_limits(
-        self, max_positions: int | None, vocab_size: int | None, experts: ExpertSizes | None = None
-    ) -> None:
-        """Raises UserError where a model of these sizes could not read the path. None: not checked."""
+    def check_limits(self, limits: ModelLimits) -> None:
+        """Raises UserError if a model with these limits cannot read the path."""
+        max_positions, vocab_size, experts = limits
         if max_positions is not None and len(self) > max_positions:
             raise UserError(
                 f"path {self.id or '?'}: {len(self):,} tokens, more than the model's {max_positions:,} "

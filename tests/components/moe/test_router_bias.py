@@ -26,7 +26,7 @@ BIASED = {"model__name": "qwen3_moe", "router_bias__rate": 3e-4}
 
 
 def biases(trainer):
-    return {name: bias.clone() for name, bias in trainer.model.router_biases.items()}
+    return {name: bias.clone() for name, bias in trainer.model.experts.router_biases().items()}
 
 
 def same(a, b):
@@ -87,7 +87,7 @@ def test_it_balances_a_router(counts):
     """A fresh one gives some expert nearly twice the mean. Weights stay: what falls is due to the biases."""
     torch.manual_seed(0)
     model = build_model("qwen3_moe", "debug")
-    model.add_router_biases()
+    model.experts.add_router_biases()
     prompt = torch.randint(512, (60,))
     paths = [TokenPath(torch.cat([prompt, torch.randint(512, (90,))]).numpy()) for _ in range(4)]
     step, bias, loads = TreeStep(model, TreeLoss()), RouterBias(1e-3, counts), []
@@ -98,7 +98,7 @@ def test_it_balances_a_router(counts):
         loads.append((chosen.amax(1) / chosen.mean(1)).mean().item())
         if counts == "tokens":
             assert result.router_metrics["expert_load"].item() == loads[-1]
-        bias.update(model.router_biases.values(), result.routing)
+        bias.update(model.experts.router_biases().values(), result.routing)
     assert loads[0] > 1.7
     assert max(loads[-5:]) < 1.15
 
@@ -127,7 +127,7 @@ def test_in_a_tree_it_moves_as_flat_unless_it_counts_distinct_tokens(tmp_path, m
 def test_a_refused_step_moves_nothing(tmp_path):
     config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
     trainer = Trainer(config)
-    inputs = trainer._inputs()
+    inputs = trainer.inputs()
     trainer.train_step(inputs)
     before = biases(trainer)
     assert all(bias.any() for bias in before.values())
@@ -160,14 +160,14 @@ def test_without_a_rate_there_is_none(tmp_path):
     trainer = train(tiny_config(tmp_path / "a", model__name="qwen3_moe", checkpoint__interval=2))
     assert not any("bias" in name for name in trainer.model.state_dict())
     assert "router_bias" not in json.loads((trainer.checkpoints.folder / "model.json").read_text())
-    with pytest.raises(UserError, match="router_bias: expected a model with experts"):
+    with pytest.raises(UserError, match=r"router_bias.rate: expected a model with experts"):
         train(tiny_config(tmp_path / "b", router_bias__rate=0.0))
 
 
 def with_biases(dtype=torch.float32):
     model = build_model("qwen3_moe", "debug", num_hidden_layers=2, decoder_sparse_step=2).to(dtype)
-    model.add_router_biases()
-    for bias in model.router_biases.values():
+    model.experts.add_router_biases()
+    for bias in model.experts.router_biases().values():
         bias.copy_(torch.linspace(-0.1, 1 / 3, 8))
     return model
 
@@ -179,12 +179,12 @@ def test_snapshots_have_them_beside_the_weights(tmp_path, caplog, dtype):
     save_pretrained(model, tmp_path / "out")
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "router_biases.json, which titan_tree alone reads: other programs choose" in record.message
+    assert "only titan_tree reads the router biases in router_biases.json; other programs" in record.message
     again = load_pretrained(tmp_path / "out", dtype=dtype)
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
-    assert {bias.dtype for bias in again.router_biases.values()} == {torch.float32}
-    assert list(again.router_biases) == ["layers.1.mlp.e_score_correction_bias"]
+    assert {bias.dtype for bias in again.experts.router_biases().values()} == {torch.float32}
+    assert list(again.experts.router_biases()) == ["layers.1.mlp.e_score_correction_bias"]
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert torch.equal(hf.model.layers[1].mlp.gate.weight, model.layers[1].mlp.gate.weight)
 
@@ -225,4 +225,4 @@ def test_a_run_starts_from_a_snapshots_biases_and_exports_its_own(tmp_path, rate
     second = train(config)
     assert same(biases(second), biases(first)) == (rate == "null")
     exported = load_pretrained(Path(config.folder) / "hf", dtype=torch.bfloat16)
-    assert same(exported.router_biases, biases(second))
+    assert same(exported.experts.router_biases(), biases(second))

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.datasets import REAL_DATA
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
-DATA = Path(__file__).parents[2] / "shared/data"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"description": "<°C> & 'so'"}}}
 TRIP = [
     {"role": "system", "content": "Be brief."},
@@ -324,11 +324,11 @@ def test_control_tokens_in_content_are_text_under_chatml_alone():
         chatml.samples([{"role": "user", "content": "\ufdd0"}, attack[1]])
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 @pytest.mark.parametrize("template", ["chatml", "qwen3"])
 def test_completion_starts_at_a_token_boundary(template):
     """Content that starts with line feeds, which Qwen's BPE would merge with the header's own."""
-    tokenizer = TreeTokenizer.from_tiktoken(DATA / "qwen.tiktoken.gz", template=template)
+    tokenizer = TreeTokenizer.from_tiktoken(REAL_DATA / "qwen.tiktoken.gz", template=template)
     options = {"enable_thinking": False} if template == "qwen3" else {}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nyes.\n"}]
     (path,) = tokenizer.samples(messages, **options)
@@ -343,7 +343,7 @@ def test_completion_starts_at_a_token_boundary(template):
 def stats(tokenizer: TreeTokenizer, name: str, per_task: bool, **options) -> tuple[int, int, int]:
     """(N_flat, N_tree, trie tokens that some sample trains on) over one trie a task, or one a trajectory."""
     total, n_trained = [], 0
-    for line in gzip.decompress((DATA / f"{name}.jsonl.gz").read_bytes()).splitlines():
+    for line in gzip.decompress((REAL_DATA / f"{name}.jsonl.gz").read_bytes()).splitlines():
         task = json.loads(line)
         tries = [tokenizer.samples(t["messages"], task.get("tools"), **options) for t in task["trajectories"]]
         for paths in [list(chain(*tries))] if per_task else tries:
@@ -369,10 +369,10 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def qwen() -> TreeTokenizer:
-    return TreeTokenizer.from_tiktoken(DATA / "qwen.tiktoken.gz")
+    return TreeTokenizer.from_tiktoken(REAL_DATA / "qwen.tiktoken.gz")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the shared data")
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 @pytest.mark.parametrize(
     ("name", "per_task", "options", "n_flat", "n_tree", "percent"), ROWS.values(), ids=ROWS
 )

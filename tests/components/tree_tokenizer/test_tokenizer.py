@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tests.support.datasets import REAL_DATA
 from titan_tree.components.tree_tokenizer import TreeTokenizer, bpe
 from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN
 from titan_tree.errors import UserError
 
-RANKS = Path(__file__).parents[2] / "shared/data/qwen.tiktoken.gz"
+RANKS = REAL_DATA / "qwen.tiktoken.gz"
 # Qwen3.5 lets combining marks belong to words.
 QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r"\s\p{L}\p{N}]+[", r"\s\p{L}\p{M}\p{N}]+["

@@ -37,7 +37,7 @@ class TreeAttention(nn.Module):
             ``torch.use_deterministic_algorithms``. Triton's always are; hopper's backward takes 13 % longer.
     """
 
-    def __init__(self, backend: Backend = "auto", deterministic: bool = False) -> None:
+    def __init__(self, backend: str = "auto", deterministic: bool = False) -> None:
         super().__init__()
         if backend not in get_args(Backend):
             raise UserError(

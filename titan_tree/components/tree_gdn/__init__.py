@@ -46,7 +46,7 @@ class TreeGDN(nn.Module):
             any dtype and size. "auto": the first on a GPU, the second elsewhere.
     """
 
-    def __init__(self, backend: Backend = "auto") -> None:
+    def __init__(self, backend: str = "auto") -> None:
         super().__init__()
         if backend not in get_args(Backend):
             raise UserError(
