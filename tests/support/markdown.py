@@ -16,7 +16,8 @@ class Block:
     code: str
     line: int  # number of the block's first line in the page
     not_run: str  # the reason in <!-- not run: reason --> above the block; "" if there is no such comment
-    output: str | None  # the ``text`` block that follows immediately, if there is one
+    output: str | None  # content of the ``text`` block that follows immediately, if there is one
+    output_span: tuple[int, int]  # where that content is in the page; (-1, -1) if there is none
 
 
 FENCE = re.compile(
@@ -34,15 +35,15 @@ def blocks(page: Path) -> Iterator[Block]:
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start("code")) + 1
         reason = match["reason"] or ""
-        yield Block(match["language"], match["code"], line, reason, match["output"])
+        yield Block(match["language"], match["code"], line, reason, match["output"], match.span("output"))
 
 
 def links(page: Path) -> list[str]:
-    """The targets of all links and images outside of code blocks."""
+    """Returns the targets of all links and images outside of code blocks."""
     return LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def anchors(page: Path) -> set[str]:
-    """The names under which GitHub links to the page's headings."""
+    """Returns the names under which GitHub links to the page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
