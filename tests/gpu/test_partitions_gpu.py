@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.components.tree_attention.test_tree_attention import assert_exact_on_a_bank
-from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL
+from tests.support.gpu import DENSE, FOREST, HOPPER
 from tests.support.oracle import (
     hf_model,
     in_one_pass,
@@ -44,7 +44,7 @@ def test_attention_on_context_in_a_bank(backend):
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_fp32_equals_one_pass(cuts):
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     for seed in range(4):
         groups = random_groups(seed, **FOREST)
         _, want_loss, want = in_one_pass(model, groups)
@@ -61,7 +61,7 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 
     Weights as a trainer has them: fp32, and bf16 in the computation.
     """
-    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
     exact = copy.deepcopy(noisy).float()
     model = tree_model(exact, backend)
     model.compute_dtype = torch.bfloat16
@@ -88,11 +88,11 @@ def test_activations_anywhere(compile, monkeypatch):
     """Offloaded and recomputed ones: the same gradients, and less memory."""
     monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**18)
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     model.compute_dtype = torch.bfloat16
     parallelize(model, OneRank(), compile=compile)
     # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions wait.
-    trunk, *branches = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (8, 2048), np.int32)
+    trunk, *branches = np.random.default_rng(0).integers(0, DENSE["vocab_size"], (8, 2048), np.int32)
     nodes = [np.concatenate([trunk[: 256 * i], branch[:64]]) for i, branch in enumerate(branches, 1)]
     tree = TokenTree.from_paths([TokenPath(tokens) for tokens in [trunk, *nodes]])
     cuts = TreePartitioner("redundancy_free", 256, 2048)
@@ -128,7 +128,7 @@ def test_activations_anywhere(compile, monkeypatch):
 def test_new_plans_compile_a_few_graphs():
     """For kinds of sizes, not for each: 200 partitions of every size."""
     torch._dynamo.reset()
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL))
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE))
     parallelize(model, OneRank(), compile=True)
     before = counters["stats"]["unique_graphs"]
     forwards = 0

@@ -13,13 +13,13 @@ from titan_tree.config.toml import load_config
 from titan_tree.trainer import Trainer
 
 VOCAB = 64
-# Options for each model; Qwen3.5-MoE has a layer of either kind instead of three and one.
+# Options for each model. The hybrid models have one layer of either kind instead of three and one.
+HYBRID = {"model__overrides__num_hidden_layers": 2, "model__overrides__full_attention_interval": 2}
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"model__name": name} for name in ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
-}
-SMALL["qwen3_5_moe"] |= {
-    "model__overrides__num_hidden_layers": 2,
-    "model__overrides__full_attention_interval": 2,
+    "qwen3": {"model__name": "qwen3"},
+    "qwen3_5": {"model__name": "qwen3_5", **HYBRID},
+    "qwen3_moe": {"model__name": "qwen3_moe"},
+    "qwen3_5_moe": {"model__name": "qwen3_5_moe", **HYBRID},
 }
 # The columns that no two runs share; the last two on a GPU.
 MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "mfu", "peak_memory_gib")

@@ -75,7 +75,7 @@ class Decoder(nn.Module, ABC):
     norm_class: ClassVar[type[RMSNorm]]
     # Snapshot tensors that hold several parameters: the ends of the tensor's and of the parameters' names.
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    publishes_single_experts: ClassVar[bool] = False  # as one tensor per expert, see models/hf/names.py
+    publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
 
     def __init__(self, config: DecoderConfig, attention: str = "auto", gdn: str = "auto") -> None:
         super().__init__()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from titan_tree.errors import UserError
 
@@ -60,6 +61,20 @@ class TokenPath:
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     id: str = ""
+
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields have
+
+        def __init__(
+            self,
+            tokens: ArrayLike,
+            loss_mask: ArrayLike | None = None,
+            weight: float = 1.0,
+            advantage: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None,
+            ref_logprobs: ArrayLike | None = None,
+            routed_experts: ArrayLike | None = None,
+            id: str = "",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         self.tokens = self._token_array(self.tokens)

@@ -68,7 +68,8 @@ def correspondences(model: Decoder, stored: Collection[str]) -> list[Corresponde
                 found.append(Correspondence.packed(name, {part: shapes.pop(part) for part in names}, model))
     for name, shape in shapes.items():
         is_fused = name not in stored and single_experts(name, shape)
-        found.append((Correspondence.fused if is_fused else Correspondence.direct)(name, shape))
+        make = Correspondence.fused if is_fused else Correspondence.direct
+        found.append(make(name, shape))
     return found
 
 
