@@ -58,7 +58,9 @@ class DataConfig(Checked, table="data"):
             lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
         ),
     )
-    format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the format by the file's content
+    format: str = setting(
+        "auto", one_of("auto", READERS)
+    )  # "auto" looks at the file's content
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
