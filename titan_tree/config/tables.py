@@ -59,7 +59,9 @@ class DataConfig(Checked, table="data"):
         ),
     )
     format: str = setting("auto", one_of("auto", READERS))  # "auto" chooses by the file's name
-    tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
+    tokenizer: str | None = (
+        None  # "byte", a Hugging Face folder or a .tiktoken file; default: that of model.hf_path
+    )
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
     merge: Literal["group", "batch"] = "group"  # one tree per group; "batch" also merges groups of a batch
@@ -129,8 +131,8 @@ class RouterLossConfig:
     balance: float = 0.0  # coefficient of the load-balancing loss; about 1e-3 in pre-training
     z: float = 0.0  # coefficient of the z-loss
     # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
-    # micro-batches and ranks. If a rank runs several forward passes per scope, each one runs twice:
-    # the first one counts the tokens per expert.
+    # micro-batches and ranks. If a rank runs several forward passes per scope, it runs each pass twice,
+    # first to count the tokens per expert.
     scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
 
@@ -141,7 +143,7 @@ class RouterBiasConfig:
     # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
     # Unset: the model gets no bias. 0: biases stay constant.
     rate: float | None = None
-    counts: Literal["paths", "tokens"] = "paths"  # loads count a token once per path, or once
+    counts: Literal["paths", "tokens"] = "paths"  # "paths" counts a token once per path, "tokens" once
 
     def __post_init__(self) -> None:
         require(
