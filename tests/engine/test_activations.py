@@ -1,4 +1,4 @@
-"""Activations kept, moved or dropped: gradients stay the same, and memory within what was allowed."""
+"""Storing, offloading or recomputing activations changes no gradient and respects the budgets."""
 
 import gc
 import weakref
@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of
 from tests.support.oracle import hf_model, random_groups, tree_model
+from tests.support.partitions import OneRank, RandomCuts, forest_of
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.distributed.parallelize import parallelize
@@ -22,27 +22,27 @@ INF = float("inf")
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Tiny models have tiny tensors."""
-    monkeypatch.setattr(activations, "SMALLEST", 64)
-    monkeypatch.setattr(activations, "IN_FLIGHT", 2**12)
+    """Lowers the thresholds, because tiny models have tiny tensors."""
+    monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 64)
+    monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**12)
 
 
 class Watched(Activations):
-    """Remembers the most that was on the device and on the host, and the largest block."""
+    """Records the maximum number of bytes on the device and on the host, and the largest block."""
 
-    most_on_device = most_on_host = largest = 0
+    max_on_device = max_on_host = largest = 0
 
     def _pack(self, tensor):
         saved = super()._pack(tensor)
         if not isinstance(saved, torch.Tensor):
             self.largest = max(self.largest, saved.block.size)
-        self.most_on_device = max(self.most_on_device, self.on_device)
-        self.most_on_host = max(self.most_on_host, self.on_host)
+        self.max_on_device = max(self.max_on_device, self.on_device)
+        self.max_on_host = max(self.max_on_host, self.on_host)
         return saved
 
 
 class Failing(TreeLoss):
-    """Of the sixth partition."""
+    """A loss that raises KeyError on the sixth partition."""
 
     def __init__(self, scored):
         super().__init__()
@@ -61,18 +61,18 @@ def gradients_of(model, kept, seed=3, loss="sft"):
     groups = random_groups(seed, max_length=30, num_nodes=12)
     result = step.run(step.prepare([[forest_of(groups)]]))
     gc.collect()
-    assert kept.on_device == kept.on_host == kept.leaving == kept.arriving == 0  # nothing is left
-    assert not kept._leaving
+    assert kept.on_device == kept.on_host == kept.offloading == kept.fetching == 0
+    assert not kept._offloading
     return result, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 POLICIES = {
     "offload": {"policy": "offload"},
     "recompute": {"policy": "recompute"},
-    "host takes nearly all": {"device_bytes": 2**13, "host_bytes": INF},
-    "host takes what exceeds": {"device_bytes": 2**16, "host_bytes": INF},
+    "nearly all on the host": {"device_bytes": 2**13, "host_bytes": INF},
+    "excess on the host": {"device_bytes": 2**16, "host_bytes": INF},
     "host is full": {"device_bytes": 2**13, "host_bytes": 2**13},
-    "no room at all": {"device_bytes": 0, "host_bytes": 0},
+    "no memory at all": {"device_bytes": 0, "host_bytes": 0},
 }
 
 
@@ -81,7 +81,7 @@ EXECUTION += [(name, "none", True) for name in ("offload", "host is full")]
 
 
 @pytest.mark.parametrize(("name", "checkpoint", "compile"), EXECUTION)
-def test_gradients_do_not_change(name, checkpoint, compile):
+def test_every_policy_gives_the_same_gradients(name, checkpoint, compile):
     torch._dynamo.reset()
     model = tree_model(hf_model(tied=True, max_position_embeddings=4096))
     parallelize(model, OneRank(), dtype=torch.float32, activation_checkpoint=checkpoint, compile=compile)
@@ -89,38 +89,38 @@ def test_gradients_do_not_change(name, checkpoint, compile):
     want_result, want = gradients_of(model, Activations(CPU))
     result, got = gradients_of(model, kept)
     assert result.counts.forwards > 10
-    again = int(result.extra_forward_tokens)
-    assert (again > 0) == (name in ("recompute", "host is full", "no room at all"))
-    # Bit for bit, but where losses are added in another order, as forwards that run again do.
-    tolerance = {"rtol": 1e-5 if again else 0, "atol": 1e-6 if again else 0}
+    recomputed = int(result.extra_forward_tokens)
+    assert (recomputed > 0) == (name in ("recompute", "host is full", "no memory at all"))
+    # Bit for bit, unless recomputation adds the losses in another order.
+    tolerance = {"rtol": 1e-5 if recomputed else 0, "atol": 1e-6 if recomputed else 0}
     torch.testing.assert_close(result.loss, want_result.loss, **tolerance)
     for parameter, gradient in want.items():
         torch.testing.assert_close(got[parameter], gradient, **tolerance, msg=parameter)
-    assert (kept.most_on_host > 0) == (name not in ("recompute", "no room at all"))
+    assert (kept.max_on_host > 0) == (name not in ("recompute", "no memory at all"))
 
 
-def test_budget_bounds_what_is_on_the_device():
+def test_device_budget_is_respected():
     model = tree_model(hf_model(tied=True))
     free = Watched(CPU, device_bytes=1e18, host_bytes=INF)
     gradients_of(model, free)
-    assert free.most_on_host == 0
-    assert free.most_on_device > 2**17
+    assert free.max_on_host == 0
+    assert free.max_on_device > 2**17
     for limit in (2**14, 2**16, 2**17):
         kept = Watched(CPU, device_bytes=limit, host_bytes=INF)
         gradients_of(model, kept)
-        # The newest is there before an older one leaves, and so is that one.
-        assert kept.most_on_device <= limit + 2 * free.largest
-        assert kept.most_on_host > 0
+        # The newest block and the one being offloaded may exceed the budget for a moment.
+        assert kept.max_on_device <= limit + 2 * free.largest
+        assert kept.max_on_host > 0
 
 
-def test_oldest_leave_first_and_come_back():
+def test_oldest_blocks_are_offloaded_first_and_fetched_again():
     kept = Activations(CPU, device_bytes=3 * 2**12, host_bytes=INF)
     x = torch.linspace(-1, 1, 2**10, requires_grad=True)  # 4 KiB
-    with kept.saving(waits=True):
+    with kept.saving(is_suspended=True):
         outs = [(i * x).exp() for i in range(6)]
     blocks = [ref() for ref in kept._blocks.values()]
-    assert len(blocks) == 3 == len(kept._kept) + len(kept._leaving)
-    assert (kept.on_device, kept.on_host) == (3 * 2**12, (3 + len(kept._leaving)) * 2**12)
+    assert len(blocks) == 3 == len(kept._kept) + len(kept._offloading)
+    assert (kept.on_device, kept.on_host) == (3 * 2**12, (3 + len(kept._offloading)) * 2**12)
     still_there = [any(block.address == out.data_ptr() for block in blocks) for out in outs]
     assert still_there == [False] * 3 + [True] * 3
     for i, out in reversed(list(enumerate(outs))):
@@ -128,11 +128,11 @@ def test_oldest_leave_first_and_come_back():
         assert torch.equal(gradient, i * out.detach()), i
 
 
-def test_one_storage_is_moved_once():
-    """However many operators save it, in whatever shape."""
+def test_a_storage_is_offloaded_once():
+    """Although several operators save it in different shapes."""
     kept = Activations(CPU, "offload")
     x = torch.nn.Parameter(torch.randn(32, 64))
-    with kept.saving(waits=True):
+    with kept.saving(is_suspended=True):
         y = x.sin()
         out = (y * y).sum() + (y.T @ y).sum() + y[3:].square().sum()
     assert kept.on_device == kept.on_host == y.nbytes
@@ -143,19 +143,19 @@ def test_one_storage_is_moved_once():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_stay(frozen):
+def test_weights_stay_on_the_device(frozen):
     kept = Activations(CPU, "offload")
     weight = torch.nn.Parameter(torch.randn(64, 64), requires_grad=not frozen)
     x = torch.randn(1, 64, requires_grad=True)
-    with kept.saving(waits=True):
+    with kept.saving(is_suspended=True):
         out = x.exp() @ weight.T
     assert kept.on_device == 4 * 64  # exp's output, not 4 * 64 * 64 more
     out.sum().backward()
 
 
 @pytest.mark.parametrize("kept", [{}, *POLICIES.values()], ids=["keep", *POLICIES])
-def test_nothing_is_left_after_an_exception(kept):
-    """Graphs that no backward has run through are freed: no operator's output holds its own graph."""
+def test_an_exception_frees_all_activations(kept):
+    """Graphs without a backward pass are freed, because no operator's output keeps its own graph alive."""
     model = tree_model(hf_model(tied=True))
     kept = Activations(CPU, **kept)
     scored = []
@@ -164,14 +164,14 @@ def test_nothing_is_left_after_an_exception(kept):
     step.loss = Failing(scored)
     with pytest.raises(KeyError):
         step.run(inputs)
-    torch.ones(1, requires_grad=True).sum().backward()  # autograd's queue holds on to its last graph
+    torch.ones(1, requires_grad=True).sum().backward()  # replaces the last graph in autograd's queue
     gc.collect()
     assert len(scored) == 6
     assert not any(logprobs() is not None for logprobs in scored)
-    assert kept.on_device == kept.on_host == kept.leaving == kept.arriving == 0
+    assert kept.on_device == kept.on_host == kept.offloading == kept.fetching == 0
 
 
-def test_losses_of_whole_paths_count_both_passes():
+def test_extra_forward_tokens_count_the_score_pass():
     model = tree_model(hf_model(tied=True))
     step = TreeStep(model, TreeLoss("gspo", clip_low=0.5, clip_high=0.5), "cpu", RandomCuts(0.1, 3))
     groups = random_groups(3)
@@ -183,7 +183,7 @@ def test_losses_of_whole_paths_count_both_passes():
 
 
 @pytest.mark.parametrize("policy", ["offload", "recompute"])
-def test_training_equals_training_with_all_kept(tmp_path, policy):
+def test_training_does_not_depend_on_the_policy(tmp_path, policy):
     """Through the configuration."""
     kept = train(tiny_config(tmp_path / "keep", data__max_tokens=12))
     other = train(tiny_config(tmp_path / policy, data__max_tokens=12, partition__activations=policy))
@@ -195,7 +195,7 @@ def test_training_equals_training_with_all_kept(tmp_path, policy):
         assert float(mine["gateway_gib"]) > 0
 
 
-def test_refuses_what_it_does_not_know(tmp_path):
+def test_unknown_policies_and_conflicting_options_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"expected one of auto, keep, offload, recompute, got 'drop'"):
         Activations(CPU, "drop")
     with pytest.raises(
@@ -206,8 +206,8 @@ def test_refuses_what_it_does_not_know(tmp_path):
         tiny_config(tmp_path, partition__host_gb=-1.0)
 
 
-def test_the_device_may_be_named_with_its_number():
-    """And without: "cuda" holds tensors of "cuda:0", as "cpu:0" those of "cpu"."""
+def test_device_names_with_and_without_index_are_equal():
+    """As "cuda" equals "cuda:0" on a rank, "cpu:0" equals "cpu"."""
     kept = Watched(torch.device("cpu:0"), "offload")
     gradients_of(tree_model(hf_model(tied=True)), kept)
-    assert kept.most_on_host > 0
+    assert kept.max_on_host > 0

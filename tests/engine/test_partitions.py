@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import random
 import weakref
 
 import numpy as np
@@ -11,10 +10,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.oracle import hf_model, in_one_pass, per_path, random_groups, relative_error, tree_model
+from tests.support.partitions import CPU, OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_loss.policy_gradient import gspo
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -22,78 +23,12 @@ from titan_tree.tree.partition import PartitionPlan, in_tree_order, one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-CPU = torch.device("cpu")
-
-
-class OneRank:
-    """A mesh of one rank."""
-
-    size = staticmethod(lambda: 1)
-
-
-class RandomCuts:
-    """Cuts a tree at each token with probability ``share``; what is cut joins a sibling or starts anew."""
-
-    def __init__(self, share: float, seed: int = 0) -> None:
-        self.share, self.random = share, random.Random(seed)
-
-    def plan(self, tree: TokenTree) -> PartitionPlan:
-        predecessor = tree.predecessor.tolist()
-        parents, members = [-1], [[]]
-        of: list[int] = []
-        for token, before in enumerate(predecessor):
-            part = 0 if before < 0 else of[before]
-            if before >= 0 and self.random.random() < self.share:
-                siblings = [p for p, parent in enumerate(parents) if parent == part]
-                if not siblings or self.random.random() < 0.5:
-                    parents.append(part)
-                    members.append([])
-                    siblings.append(len(parents) - 1)
-                part = siblings[-1]
-            of.append(part)
-            members[part].append(token)
-
-        order, stack = [], [0]
-        while stack:
-            order.append(stack.pop())
-            stack += [p for p, parent in enumerate(parents) if parent == order[-1]]
-        rank = {part: i for i, part in enumerate(order)} | {-1: -1}
-        partitions = []
-        for part in order:
-            context = set()
-            for token in members[part]:
-                while (token := predecessor[token]) >= 0:
-                    context |= {token} if of[token] != part else set()
-            partitions.append(
-                in_tree_order(tree, rank[parents[part]], np.array(members[part]), np.array(sorted(context)))
-            )
-        return PartitionPlan(tree, "random", tuple(partitions))
-
-
-def forest_of(groups) -> TokenTree:
-    return TokenTree.forest([TokenTree.from_paths(paths) for paths in groups])
-
-
-def in_partitions(model, plan, reduction="path_mean"):
-    """(loss, gradients) of SFT."""
-    tree_loss = TreeLoss("sft", reduction)
-    z = tree_loss.normalizer(plan.tree.paths)
-    total = []
-
-    def use(number, batch, out):
-        loss, _ = tree_loss(out.logprobs, batch, z)
-        total.append(loss.item())
-        return loss
-
-    model.zero_grad(set_to_none=True)
-    run_partitions(model, TreeBatch.from_plan(plan), next(model.parameters()).device, use)
-    return sum(total), {name: p.grad for name, p in model.named_parameters()}
-
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0], ids=["few cuts", "many", "every token"])
 @pytest.mark.parametrize("seed", range(8))
-def test_gradients_equal_those_of_one_pass(seed, share):
-    """In float64. Cuts inside of nodes, at branches, partitions of one token and of several subtrees."""
+def test_gradients_equal_those_of_an_unpartitioned_pass(seed, share):
+    """In float64, with cuts inside nodes and at branches, and with partitions of one token or several
+    subtrees."""
     model = tree_model(hf_model(tied=seed % 2 == 0, dtype=torch.float64))
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
@@ -108,8 +43,8 @@ def test_gradients_equal_those_of_one_pass(seed, share):
 @pytest.mark.parametrize(
     "trained", ["", "norm", "lm_head", "layers.1", "layers.0.self_attn.q_proj", "layers.1.mlp"]
 )
-def test_frozen_weights(trained, tied):
-    """All but these, and all but the embedding: what has no gradient needs none."""
+def test_frozen_weights_get_no_gradient(trained, tied):
+    """Only the named weights train, or all but the embedding. Frozen weights get no gradient."""
     model = tree_model(hf_model(tied=tied, dtype=torch.float64))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained) if trained else name != "embed_tokens.weight")
@@ -127,8 +62,8 @@ def test_frozen_weights(trained, tied):
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
-def test_partitions_equal_every_path_alone(reduction):
-    """In fp32, against transformers."""
+def test_partitions_equal_transformers_on_every_path(reduction):
+    """In fp32."""
     hf = hf_model(tied=True)
     model = tree_model(hf)
     for seed in range(4):
@@ -141,7 +76,7 @@ def test_partitions_equal_every_path_alone(reduction):
 
 
 def test_chain_of_fifty_partitions():
-    """Gradients travel through all of them."""
+    """Gradients pass through all fifty."""
     model = tree_model(hf_model(tied=True, dtype=torch.float64))
     paths = [TokenPath(np.arange(100) % 61), TokenPath(np.arange(50) % 61)]
     tree = TokenTree.from_paths(paths)
@@ -169,7 +104,7 @@ def test_compiled_and_checkpointed_blocks_equal_eager_ones(checkpoint, compile):
             assert relative_error(other, gradient) < 1e-5, name
 
 
-def test_new_plans_compile_nothing():
+def test_new_plans_compile_no_new_graphs():
     torch._dynamo.reset()
     model = tree_model(hf_model(tied=True, max_position_embeddings=4096))
     parallelize(model, OneRank(), dtype=torch.float32, compile=True)
@@ -185,8 +120,8 @@ def test_new_plans_compile_nothing():
     assert [graphs(seed) for seed in range(1, 5)] == [first] * 4
 
 
-def test_training_over_partitions_equals_training_in_one_pass(tmp_path):
-    """Through the configuration: a small data.max_tokens cuts every tree."""
+def test_training_with_partitions_equals_training_without(tmp_path):
+    """Through the configuration: a small data.max_tokens partitions every tree."""
     whole = train(tiny_config(tmp_path / "whole", optimizer__eps=1e-3))
     cut = train(tiny_config(tmp_path / "cut", optimizer__eps=1e-3, data__max_tokens=12))
     rows = list(zip(read_metrics(cut.config), read_metrics(whole.config), strict=True))
@@ -199,8 +134,8 @@ def test_training_over_partitions_equals_training_in_one_pass(tmp_path):
 
 
 @pytest.mark.parametrize("edges", ["all", "loss"])
-def test_batches_share_out_edges_and_pairs(edges):
-    """Every edge and every (edge, path) pair of the whole stands in one partition."""
+def test_each_edge_and_pair_belongs_to_one_partition(edges):
+    """The partitions' edges and (edge, path) pairs together are those of the unpartitioned batch."""
     for seed in range(12):
         tree = forest_of(random_groups(seed))
         (whole,) = TreeBatch.from_plan(one_pass(tree), edges)
@@ -227,8 +162,8 @@ def test_batches_share_out_edges_and_pairs(edges):
         assert sum(map(len, batches)) == len(whole)
 
 
-def test_what_hangs_from_a_partition_lives_no_longer_than_needed():
-    """Alive are the graphs of one chain: those of a partition and of all above it."""
+def test_only_the_graphs_of_one_chain_are_live():
+    """These are the graphs of a partition and its ancestors."""
     model = tree_model(hf_model(tied=True))
     plan = RandomCuts(0.3, 3).plan(forest_of(random_groups(3)))
     saved, done = [], []
@@ -242,20 +177,21 @@ def test_what_hangs_from_a_partition_lives_no_longer_than_needed():
         saved.append((weakref.ref(kept), len(done)))
         return kept
 
-    def use(number, batch, out):
+    def compute_loss(batch, out):
+        number = len(done)
         done.append(number)
         alive = {of for kept, of in saved if kept() is not None}
         assert sum(len(plan.partitions[i]) for i in alive) == plan.chain_tokens[number]
         return out.logprobs.sum()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        run_partitions(model, TreeBatch.from_plan(plan), CPU, use)
+        PartitionRunner(model, TreeBatch.from_plan(plan), CPU).train(compute_loss)
     assert len(done) == len(plan) > 5
     assert not any(kept() is not None for kept, _ in saved)
 
 
-def test_other_branches_change_nothing():
-    """Bit for bit: a token changed on one branch, in a partition of its own, reaches no other branch."""
+def test_a_token_does_not_affect_other_branches():
+    """Changing a token in a partition of its own leaves the log-probs of other branches equal bit for bit."""
     model = tree_model(hf_model(tied=True))
     trunk, *branches = ([1, 2, 3, 4], [5, 6, 7], [8, 9, 10], [11, 12])
 
@@ -263,12 +199,10 @@ def test_other_branches_change_nothing():
         tree = TokenTree.from_paths([TokenPath(trunk + branch) for branch in branches])
         found = {}
 
-        def use(number, batch, out):
+        batches = TreeBatch.from_plan(RandomCuts(0.5, 1).plan(tree))
+        for batch, out in PartitionRunner(model, batches, CPU).outputs():
             for source, label, value in zip(batch.edge_source, batch.edge_label, out.logprobs, strict=True):
                 found[int(batch.tokens[source]), int(label)] = value.item()
-
-        with torch.no_grad():
-            run_partitions(model, TreeBatch.from_plan(RandomCuts(0.5, 1).plan(tree)), CPU, use)
         return found
 
     before, after = scores(branches), scores([branches[0], [8, 9, 20], branches[2]])
@@ -277,7 +211,7 @@ def test_other_branches_change_nothing():
     }
 
 
-def fields_of_rl(paths, seed):
+def add_rl_fields(paths, seed):
     r = np.random.default_rng(seed)
     for path in paths:
         path.advantage = r.normal(size=len(path)).astype(np.float32)
@@ -294,13 +228,13 @@ def fields_of_rl(paths, seed):
         ("gspo", "path_mean", 0.01),
     ],
 )
-def test_step_over_partitions_equals_step_in_one_pass(name, reduction, entropy):
-    """Also losses of whole paths, by two passes: loss, metrics, gradients."""
+def test_partitioned_step_equals_unpartitioned_step(name, reduction, entropy):
+    """Loss, metrics and gradients, also for losses of whole paths, which need a score pass."""
     options = {} if name == "sft" else {"clip_low": 0.5, "clip_high": 0.5}
     for seed in range(4):
         model = tree_model(hf_model(tied=True, dtype=torch.float64))
         groups = random_groups(seed)
-        fields_of_rl([path for paths in groups for path in paths], seed)
+        add_rl_fields([path for paths in groups for path in paths], seed)
         trees = [TokenTree.from_paths(paths) for paths in groups]
         results, gradients = [], []
         for partitioner in (None, RandomCuts(0.3, seed)):
@@ -313,20 +247,22 @@ def test_step_over_partitions_equals_step_in_one_pass(name, reduction, entropy):
         assert cut.counts.executed_tokens == cut.counts.distinct_tokens == one.counts.executed_tokens
         assert cut.counts.flops == one.counts.flops
         assert cut.loss.item() == pytest.approx(one.loss.item(), rel=1e-5)
-        assert cut.metrics.keys() == one.metrics.keys()
-        for metric, value in one.metrics.items():
-            assert cut.metrics[metric].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), metric
+        assert cut.loss_metrics.keys() == one.loss_metrics.keys()
+        for metric, value in one.loss_metrics.items():
+            assert cut.loss_metrics[metric].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), metric
         for parameter, gradient in gradients[0].items():
             assert relative_error(gradients[1][parameter], gradient) < 1e-9, parameter
 
 
-def test_two_passes_are_needed_and_only_for_losses_of_whole_paths():
-    """The same function registered as a loss of single tokens is wrong over partitions."""
-    from titan_tree.components.tree_loss import LOSSES
+def test_a_whole_path_loss_without_score_pass_is_wrong():
+    """GSPO registered as a loss of single tokens gives another value over partitions."""
 
-    register_loss("gspo_as_if_per_token")(LOSSES["gspo"])
+    @register_loss("gspo_as_if_per_token")
+    def gspo_as_if_per_token(logprobs, pairs, clip_low, clip_high):
+        return gspo(logprobs, pairs, clip_low, clip_high)
+
     groups = random_groups(0)
-    fields_of_rl(groups[0], 0)
+    add_rl_fields(groups[0], 0)
     tree = TokenTree.from_paths(groups[0])
     losses = []
     for name in ("gspo", "gspo_as_if_per_token"):
@@ -337,7 +273,6 @@ def test_two_passes_are_needed_and_only_for_losses_of_whole_paths():
             RandomCuts(0.3),
         )
         losses.append(step.run(step.prepare([[tree]])).loss.item())
-    del LOSSES["gspo_as_if_per_token"]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
@@ -365,5 +300,5 @@ def test_out_of_memory_frees_everything_and_names_the_budget(monkeypatch):
 def test_gateway_must_fit_the_batch():
     model = tree_model(hf_model(tied=True))
     batches = TreeBatch.from_plan(RandomCuts(1.0).plan(forest_of(random_groups(1))))
-    with pytest.raises(UserError, match=r"gateway: expected \[4, 4\] rows of the bank's tensors, got \[\]"):
+    with pytest.raises(UserError, match=r"gateway: expected \[4, 4\] rows.*got \[\]"):
         model(batches[1])

@@ -51,7 +51,7 @@ def test_partitions_score_alike(models, max_tokens):
 
 
 def test_partitions_have_no_gradients(models):
-    with pytest.raises(UserError, match=r"max_tokens: expected no gradients.*torch.no_grad\(\)"):
+    with pytest.raises(UserError, match=r"max_tokens: expected gradients to be disabled.*torch.no_grad\(\)"):
         tree_logprobs(models[1], [[1, 2]], max_tokens=1)
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("d", [1024, 2048])
 def test_full_vocabulary_at_32k_edges(d, recompute):
-    """bf16, V = 151,936: values as in float64; memory beyond inputs, gradients and what is kept < 1.5 GB."""
+    """In bf16 with V = 151,936: values as in float64, at most 1.5 GB beyond gradients and kept tensors."""
     num_edges, vocab = 32_768, 151_936
     hidden = torch.randn(num_edges, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (0.05 * torch.randn(vocab, d, device="cuda")).bfloat16().requires_grad_()
@@ -19,9 +19,8 @@ def test_full_vocabulary_at_32k_edges(d, recompute):
     cotangent = torch.randn(num_edges, device="cuda")
 
     def run():
-        logprobs, entropy = edge_logprobs(
-            hidden, weight, label, recompute, recompute
-        )  # no entropy of kept ones
+        # The entropy needs recomputed logits.
+        logprobs, entropy = edge_logprobs(hidden, weight, label, recompute, recompute)
         return logprobs, entropy, *torch.autograd.grad(logprobs, (hidden, weight), cotangent)
 
     run()  # compiles
@@ -48,4 +47,4 @@ def test_full_vocabulary_at_32k_edges(d, recompute):
     p[torch.arange(64), label[rows]] -= 1
     grad = -cotangent[rows, None].double() * (p @ weight.double())
     error = (grad_hidden[rows].double() - grad).norm() / grad.norm()
-    assert error < 4e-3  # one rounding each of probabilities, dlogits and the result to bf16
+    assert error < 4e-3  # probabilities, dlogits and the result are rounded to bf16 once each

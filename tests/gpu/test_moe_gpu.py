@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
-from tests.gpu.test_qwen3_gpu import MODEL as DENSE
+from tests.support.gpu import DENSE, FOREST, HOPPER
 from tests.support.oracle import (
     KINDS,
     assert_same,
+    flat,
     hf_model,
     in_one_pass,
     noise_ratios,
@@ -25,7 +25,7 @@ MODEL = {**DENSE, "device": "cuda", "max_position_embeddings": 4096, "moe_interm
 
 
 def mixture(num_tokens):
-    """A layer in bf16, its input, and what it gets from above."""
+    """Returns a layer in bf16, its input and the gradient of its output."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)
     moe = MoE(256, 128, 32, 4, norm_topk_prob=True).cuda()
     with torch.no_grad():
@@ -36,13 +36,13 @@ def mixture(num_tokens):
 
 
 def results(moe, x, dy, forced_experts=None):
-    """Output, then gradients of x, the router and the experts."""
+    """Returns the output, then the gradients of x, the router and the experts."""
     y, *_ = moe(x, torch.ones(len(x), device="cuda"), forced_experts)
     return [y.detach(), *torch.autograd.grad(y, [x, *moe.parameters()], dy)]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 1000])  # of 1 and 3 most experts have no token
-def test_grouped_products_equal_those_of_each_expert(num_tokens, monkeypatch):
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000])  # with 1 or 3, most experts have no token
+def test_grouped_products_equal_one_product_per_expert(num_tokens, monkeypatch):
     arguments = mixture(num_tokens)
     got = results(*arguments)
     with monkeypatch.context() as patch:
@@ -63,8 +63,8 @@ def test_never_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_was_chosen_replays_to_the_same_bits_without_waiting():
-    """Also what a bias chose, without the bias; and a replay where some rows were not recorded."""
+def test_replayed_experts_give_the_same_bits_without_waiting_for_the_gpu():
+    """Also without the bias that made the choice, and if some rows were not recorded."""
     moe, x, dy = mixture(500)
     moe.e_score_correction_bias = torch.linspace(0, 0.1, 32, device="cuda")
     want, (*_, chosen) = results(moe, x, dy), moe(x, torch.ones(500, device="cuda"))
@@ -83,7 +83,7 @@ def test_what_was_chosen_replays_to_the_same_bits_without_waiting():
     assert not torch.equal(unbiased[0], want[0])
 
 
-def test_compiled_is_one_graph_for_all_sizes():
+def test_one_compiled_graph_serves_all_sizes():
     torch._dynamo.reset()
     moe, *_ = mixture(2)
     counted = torch._dynamo.testing.CompileCounterWithBackend("inductor")
@@ -108,7 +108,7 @@ def test_fp32_equals_every_path_alone(tied):
 def test_bf16_gradients_are_at_the_noise_floor(backend):
     """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
 
-    Every token has all experts, since among few the last is chosen by rounding.
+    Every token has all experts. Otherwise rounding would decide which expert comes last.
     """
     noisy = hf_model(True, torch.bfloat16, kind="Qwen3Moe", num_experts=4, num_experts_per_tok=4, **MODEL)
     exact = copy.deepcopy(noisy).float()

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.components.tree_attention.test_tree_attention import assert_exact_on_a_bank
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
-from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, MODEL
+from tests.support.gpu import DENSE, FOREST, HOPPER
+from tests.support.layouts import assert_exact_in_gateway_cache
 from tests.support.oracle import (
     hf_model,
     in_one_pass,
@@ -19,6 +18,7 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
@@ -38,13 +38,13 @@ CUTS = {
 
 
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
-def test_attention_on_context_in_a_bank(backend):
-    assert_exact_on_a_bank(backend, tolerance=1e-2, dim=64, dtype=torch.bfloat16, device="cuda")
+def test_attention_on_a_gateway_cache_equals_definition(backend):
+    assert_exact_in_gateway_cache(backend, tolerance=1e-2, dim=64, dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_fp32_equals_one_pass(cuts):
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     for seed in range(4):
         groups = random_groups(seed, **FOREST)
         _, want_loss, want = in_one_pass(model, groups)
@@ -61,7 +61,7 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 
     Weights as a trainer has them: fp32, and bf16 in the computation.
     """
-    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
     exact = copy.deepcopy(noisy).float()
     model = tree_model(exact, backend)
     model.compute_dtype = torch.bfloat16
@@ -86,13 +86,13 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 @pytest.mark.parametrize("compile", [False, True])
 def test_activations_anywhere(compile, monkeypatch):
     """Offloaded and recomputed ones: the same gradients, and less memory."""
-    monkeypatch.setattr(activations, "SMALLEST", 2**12)
-    monkeypatch.setattr(activations, "IN_FLIGHT", 2**18)
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 2**12)
+    monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**18)
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     model.compute_dtype = torch.bfloat16
     parallelize(model, OneRank(), compile=compile)
     # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions wait.
-    trunk, *branches = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (8, 2048), np.int32)
+    trunk, *branches = np.random.default_rng(0).integers(0, DENSE["vocab_size"], (8, 2048), np.int32)
     nodes = [np.concatenate([trunk[: 256 * i], branch[:64]]) for i, branch in enumerate(branches, 1)]
     tree = TokenTree.from_paths([TokenPath(tokens) for tokens in [trunk, *nodes]])
     cuts = TreePartitioner("redundancy_free", 256, 2048)
@@ -116,7 +116,7 @@ def test_activations_anywhere(compile, monkeypatch):
         gradients[name] = {name: p.grad.clone() for name, p in model.named_parameters()}
         again = int(result.extra_forward_tokens)
         assert (again > 0) == (name in ("recompute", "both"))
-        assert kept.on_device == kept.on_host == kept.leaving == kept.arriving == 0
+        assert kept.on_device == kept.on_host == kept.offloading == kept.fetching == 0
         for parameter, gradient in gradients["keep"].items():
             # What runs again may get other kernels from cuBLAS. That it is exact: tests/test_activations.py.
             tolerance = 2e-2 if again else 0
@@ -128,7 +128,7 @@ def test_activations_anywhere(compile, monkeypatch):
 def test_new_plans_compile_a_few_graphs():
     """For kinds of sizes, not for each: 200 partitions of every size."""
     torch._dynamo.reset()
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL))
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE))
     parallelize(model, OneRank(), compile=True)
     before = counters["stats"]["unique_graphs"]
     forwards = 0

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from tests.engine.test_partitions import RandomCuts, forest_of, in_partitions
-from tests.gpu.test_qwen3_gpu import FOREST, HOPPER, flat
+from tests.support.gpu import FOREST, HOPPER, HYBRID
 from tests.support.oracle import (
     KINDS,
     assert_same,
+    flat,
     hybrid_model,
     in_one_pass,
     noise_ratios,
@@ -18,22 +18,12 @@ from tests.support.oracle import (
     relative_error,
     tree_model,
 )
+from tests.support.partitions import RandomCuts, forest_of, in_partitions
 
 pytestmark = pytest.mark.gpu
-MODEL = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "max_position_embeddings": 4096,
-    "device": "cuda",
-}
-
-
-# Their gradients are small sums of large terms, from products that in fp32 are three in tf32 on a GPU: up to
-# 5e-5 from float64, transformers' up to 1.7e-5.
+MODEL = {**HYBRID, "max_position_embeddings": 4096, "device": "cuda"}
+# Gradients of the gates are small sums of large terms. On a GPU, the kernels compute an fp32 product as three
+# in tf32, which puts these gradients up to 5e-5 from float64; those of transformers are up to 1.7e-5 away.
 GATES = ("A_log", "dt_bias")
 
 
@@ -86,7 +76,7 @@ def test_gradients_are_deterministic(backend):
 def test_bf16_gradients_are_at_the_noise_floor(backend):
     """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
 
-    There transformers computes the recurrence in fp32, from bf16 inputs.
+    In bf16, transformers computes the recurrence in fp32 from bf16 inputs.
     """
     noisy = hybrid_model(True, dtype=torch.bfloat16, **MODEL)
     exact = copy.deepcopy(noisy).float()

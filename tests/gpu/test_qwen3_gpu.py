@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 
+from tests.support.gpu import DENSE, FOREST, HOPPER
 from tests.support.oracle import (
     KINDS,
     assert_same,
+    flat,
     hf_model,
     in_one_pass,
     noise_ratios,
@@ -17,26 +19,12 @@ from tests.support.oracle import (
 )
 
 pytestmark = pytest.mark.gpu
-# Nodes up to 90 tokens, so that trees span several blocks of the kernels and branches start inside them.
-FOREST = {"vocab_size": 300, "max_length": 90, "num_nodes": 10}
-HOPPER = pytest.param(
-    "hopper",
-    marks=pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-)
-MODEL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-
-
-def flat(groups):
-    return [path for paths in groups for path in paths]
 
 
 @pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_fp32_equals_every_path_alone(backend, tied):
-    hf = hf_model(tied, device="cuda", max_position_embeddings=4096, **MODEL)
+    hf = hf_model(tied, device="cuda", max_position_embeddings=4096, **DENSE)
     model = tree_model(hf, backend)
     for seed in range(3 * len(KINDS)):
         groups = random_groups(seed, **FOREST)
@@ -44,7 +32,7 @@ def test_fp32_equals_every_path_alone(backend, tied):
 
 
 def test_compiled_blocks_equal_eager_ones():
-    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **MODEL), "triton")
+    model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     compiled = copy.deepcopy(model)
     for block in compiled.layers:
         block.compile(fullgraph=True, dynamic=True)
@@ -55,7 +43,7 @@ def test_compiled_blocks_equal_eager_ones():
 
 @pytest.mark.parametrize("backend", ["triton", "flex", HOPPER])
 def test_gradients_are_deterministic(backend):
-    hf = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    hf = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
     model, groups = tree_model(hf, backend), random_groups(2, **FOREST)
     model.attention.deterministic = backend == "hopper"
     first, second = in_one_pass(model, groups), in_one_pass(model, groups)
@@ -67,7 +55,7 @@ def test_gradients_are_deterministic(backend):
 @pytest.mark.parametrize("backend", ["triton", "flex", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
     """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter."""
-    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **MODEL)
+    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
     exact = copy.deepcopy(noisy).float()  # the same bf16 numbers
     model = tree_model(noisy, backend)
     forests = [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))]

@@ -28,7 +28,7 @@ COUNTS = StepCounts(
 )
 RESULT = StepResult(
     loss=torch.tensor(0.5),
-    metrics={"nll": torch.tensor(0.25)},
+    loss_metrics={"nll": torch.tensor(0.25)},
     routing=None,
     router_metrics={"router_z": torch.tensor(4.0)},
     counts=COUNTS,
@@ -102,6 +102,6 @@ def test_two_values_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(UserError, match=f"metric 'mine': returns a value called '{taken}'"):
         step_values(REPORT)
     monkeypatch.undo()
-    result = dataclasses.replace(RESULT, metrics={taken: torch.tensor(1.0)})
+    result = dataclasses.replace(RESULT, loss_metrics={taken: torch.tensor(1.0)})
     with pytest.raises(UserError, match=f"loss: returns a value called '{taken}'"):
         step_values(dataclasses.replace(REPORT, result=result))

@@ -1,4 +1,4 @@
-"""Snapshots of hybrids: Qwen3.5 alone and with vision, and the dense Qwen3-Next, in and out."""
+"""Snapshots of models with Gated DeltaNet: Qwen3.5 with and without vision, and the dense Qwen3-Next."""
 
 import json
 import logging
@@ -9,20 +9,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.oracle import hybrid_model, path_logprobs, tree_batch
+from tests.support.snapshots import TOKENS, assert_scores_like, edit_config
 from titan_tree.errors import UserError
 from titan_tree.models.hf import load_pretrained, model_from_config, save_pretrained
 from titan_tree.tree.paths import TokenPath
 
-TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
-def assert_scores_like(model, hf):
-    logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
-    torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS).detach(), rtol=1e-5, atol=1e-5)
-
 
 def with_vision(tied=True):
-    """A model for text and pictures, the text model that it has, and what else it consists of."""
+    """Returns transformers' Qwen3.5 with vision, and the text model inside."""
     text = hybrid_model(tied)
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = transformers.Qwen3_5Config(
@@ -36,7 +30,7 @@ def with_vision(tied=True):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3Next"])
-def test_loads_what_transformers_wrote(tmp_path, kind, tied):
+def test_a_snapshot_written_by_transformers_loads(tmp_path, kind, tied):
     hf = hybrid_model(tied, kind)
     hf.save_pretrained(tmp_path, max_shard_size="30KB")
     model = load_pretrained(tmp_path, dtype=torch.float32)
@@ -45,7 +39,7 @@ def test_loads_what_transformers_wrote(tmp_path, kind, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_what_we_write(tmp_path, tied):
+def test_transformers_loads_a_saved_snapshot(tmp_path, tied):
     hf = hybrid_model(tied, "Qwen3Next")
     hf.save_pretrained(tmp_path / "next")
     model = load_pretrained(tmp_path / "next", dtype=torch.float32)
@@ -60,7 +54,7 @@ def test_transformers_loads_what_we_write(tmp_path, tied):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
+def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
     whole, text = with_vision(tied)
     whole.save_pretrained(tmp_path / "in")
     weights = load_file(tmp_path / "in/model.safetensors")
@@ -80,7 +74,7 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
     assert_scores_like(model, text)
 
     with torch.no_grad():
-        model.norm.weight.add_(1)  # trained
+        model.norm.weight.add_(1)  # stands for training
     save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
@@ -107,9 +101,9 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
     [
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types: .* every n-th layer"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE of type default only"),
-        ({"output_gate_type": "tanh"}, "output_gate_type: Qwen3.5 here supports swish only, got tanh"),
-        ({"num_experts": 4}, "num_experts: Qwen3.5 here supports dense models only, got 4"),
-        ({"linear_num_value_heads": ...}, "missing linear_num_value_heads; is it .* of a Qwen3.5"),
+        ({"output_gate_type": "tanh"}, "output_gate_type: .* Qwen3.5 supports swish only, got tanh"),
+        ({"num_experts": 4}, "num_experts: .* Qwen3.5 supports dense models only, got 4"),
+        ({"linear_num_value_heads": ...}, "missing linear_num_value_heads; expected .* of a Qwen3.5"),
         ({"linear_key_head_dim": 8}, r"conv1d.weight: expected shape \(64, 1, 4\) by config.json, got"),
         ({"num_hidden_layers": 5, "layer_types": ...}, r"missing tensors: .*layers.4"),
         ({"rope_parameters": ...}, "missing rope_theta"),
@@ -126,23 +120,23 @@ def test_vision_is_not_loaded_and_not_lost(tmp_path, caplog, tied):
         ({"attn_output_gate": False}, "attn_output_gate: .* supports true only"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(tmp_path, changes, message):
+def test_an_unsupported_config_is_refused(tmp_path, changes, message):
     hybrid_model(tied=True).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    edit_config(tmp_path, **changes)
     with pytest.raises(UserError, match=message) as error:
         load_pretrained(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_older_configs_say_how_often_attention_comes(tmp_path):
+def test_older_configs_with_an_attention_interval_are_read(tmp_path):
     hybrid_model(tied=True).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    del config["layer_types"], config["rope_parameters"]
-    path.write_text(
-        json.dumps(config | {"full_attention_interval": 2, "rope_theta": 5e5, "partial_rotary_factor": 0.25})
+    edit_config(
+        tmp_path,
+        layer_types=...,
+        rope_parameters=...,
+        full_attention_interval=2,
+        rope_theta=5e5,
+        partial_rotary_factor=0.25,
     )
     ours = model_from_config(tmp_path).config
     assert ours.layer_types == ["linear_attention", "full_attention"] * 2
@@ -154,7 +148,7 @@ def test_two_tensors_for_one_parameter_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
     save_file(weights | {"norm.weight": weights["model.norm.weight"].clone()}, path)
-    with pytest.raises(UserError, match=r"there is a second tensor for norm.weight"):
+    with pytest.raises(UserError, match=r"a second tensor for norm.weight"):
         load_pretrained(tmp_path)
     layer = "model.layers.0.linear_attn."
     both = [weights[f"{layer}in_proj_{name}.weight"] for name in ("qkv", "z")]
@@ -166,8 +160,7 @@ def test_two_tensors_for_one_parameter_are_refused(tmp_path):
 def test_the_source_must_be_of_the_same_family(tmp_path):
     hybrid_model(tied=True).save_pretrained(tmp_path / "in")
     model = load_pretrained(tmp_path / "in")
-    path = tmp_path / "in/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3"}))
+    edit_config(tmp_path / "in", model_type="qwen3")
     with pytest.raises(UserError, match=r"model_type: expected .* as the model is, got qwen3"):
         save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     assert not (tmp_path / "out").exists()

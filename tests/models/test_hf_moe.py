@@ -1,4 +1,4 @@
-"""Snapshots of mixtures of experts: both forms in, the published one out."""
+"""Snapshots of Qwen3-MoE: fused and single experts load, single experts are saved, as published."""
 
 import json
 from contextlib import contextmanager
@@ -8,18 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.oracle import hf_model, path_logprobs, tree_batch
-from tests.support.snapshots import edit_config, same_weights
+from tests.support.oracle import hf_model
+from tests.support.snapshots import assert_scores_like, edit_config, same_weights
 from titan_tree.errors import UserError
-from titan_tree.models import hf as module
+from titan_tree.models.hf import load as module
 from titan_tree.models.hf import load_pretrained, model_from_config, read_weights, save_pretrained
-from titan_tree.tree.paths import TokenPath
-
-TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def write_fused(hf, folder):
-    """The snapshot as the model has its weights in memory."""
+    """Saves a snapshot with fused experts, as the model has them in memory."""
     weights = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     if hf.config.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -30,10 +27,10 @@ def write_fused(hf, folder):
 
 @pytest.mark.parametrize("form", ["single", "fused"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_both_forms_are_read(tmp_path, form, tied):
+def test_single_and_fused_experts_load(tmp_path, form, tied):
     hf = hf_model(tied, kind="Qwen3Moe", mlp_only_layers=[0])
     if form == "single":
-        hf.save_pretrained(tmp_path, max_shard_size="20KB")  # experts of a layer in several files
+        hf.save_pretrained(tmp_path, max_shard_size="20KB")  # spreads a layer's experts over several files
         assert len(list(tmp_path.glob("*.safetensors"))) > 2
     else:
         write_fused(hf, tmp_path)
@@ -41,15 +38,14 @@ def test_both_forms_are_read(tmp_path, form, tied):
     assert ("model.layers.1.mlp.experts.5.up_proj.weight" in names) == (form == "single")
     model = load_pretrained(tmp_path, dtype=torch.float32)
     assert same_weights(model, hf)
-    logprobs = model(tree_batch([[TokenPath(TOKENS)]])).logprobs
-    torch.testing.assert_close(logprobs, path_logprobs(hf, TOKENS))
+    assert_scores_like(model, hf)
 
 
-def test_files_are_read_one_after_another(tmp_path, monkeypatch):
-    """What is open stays mapped; and experts do not wait for the files after theirs."""
+def test_one_file_is_open_at_a_time(tmp_path, monkeypatch):
+    """An open file stays mapped in memory. Experts are complete before later files are read."""
     hf_model(True, kind="Qwen3Moe").save_pretrained(tmp_path, max_shard_size="20KB")
     is_open, opened = set(), []
-    open_file = module._open
+    open_file = module.open_weights
 
     @contextmanager
     def watched(file):
@@ -60,7 +56,7 @@ def test_files_are_read_one_after_another(tmp_path, monkeypatch):
             yield shard
         is_open.remove(file)
 
-    monkeypatch.setattr(module, "_open", watched)
+    monkeypatch.setattr(module, "open_weights", watched)
     model = model_from_config(tmp_path)
     num_opened = {name: len(opened) for name, _ in read_weights(tmp_path, model)}
     assert num_opened["layers.0.mlp.experts.gate_up_proj"] < max(num_opened.values())
@@ -68,7 +64,7 @@ def test_files_are_read_one_after_another(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_transformers_loads_what_we_write(tmp_path, dtype, max_shard_bytes):
+def test_transformers_loads_a_saved_snapshot(tmp_path, dtype, max_shard_bytes):
     write_fused(hf_model(False, kind="Qwen3Moe", mlp_only_layers=[0]), tmp_path)
     model = load_pretrained(tmp_path, dtype=dtype)
     save_pretrained(model, tmp_path / "out", max_shard_bytes=max_shard_bytes, source=tmp_path)
@@ -85,7 +81,7 @@ def test_transformers_loads_what_we_write(tmp_path, dtype, max_shard_bytes):
     assert same_weights(load_pretrained(tmp_path / "out", dtype=dtype), again)
 
 
-def test_both_spellings_of_the_config_are_read(tmp_path):
+def test_both_spellings_of_the_number_of_experts_are_read(tmp_path):
     hf_model(True, kind="Qwen3Moe").save_pretrained(tmp_path)
     for spelling in (
         {"num_experts": 6, "num_local_experts": ...},
@@ -96,14 +92,14 @@ def test_both_spellings_of_the_config_are_read(tmp_path):
     defaults = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
     edit_config(tmp_path, **dict.fromkeys(defaults, ...))
     config = model_from_config(tmp_path).config
-    assert [getattr(config, name) for name in defaults] == [False, 1, []]  # transformers' own
+    assert [getattr(config, name) for name in defaults] == [False, 1, []]  # as in transformers
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 5, "num_local_experts": 6}, "num_experts is 5, but num_local_experts 6"),
-        ({"num_experts": ..., "num_local_experts": ...}, "missing num_experts; is it .* of a Qwen3-MoE"),
+        ({"num_experts": 5, "num_local_experts": 6}, "num_experts is 5, but num_local_experts is 6"),
+        ({"num_experts": ..., "num_local_experts": ...}, "missing num_experts; expected .* of a Qwen3-MoE"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok: expected at most num_experts"),
         ({"mlp_only_layers": [0]}, r"missing tensors: model.layers.0.mlp.down_proj"),
         ({"num_experts": 7, "num_local_experts": ...}, r"missing tensors: .*experts.6.down_proj.weight"),
@@ -111,10 +107,10 @@ def test_both_spellings_of_the_config_are_read(tmp_path):
             {"moe_intermediate_size": 8},
             r"experts.0.*: expected shape \(.*8.*\) by config.json, got \(.*24.*\)",
         ),
-        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window: Qwen3-MoE .* false only"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window: .* Qwen3-MoE .* false only"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(tmp_path, changes, message):
+def test_an_unsupported_config_is_refused(tmp_path, changes, message):
     hf_model(True, kind="Qwen3Moe").save_pretrained(tmp_path)
     edit_config(tmp_path, **changes)
     with pytest.raises(UserError, match=message) as error:
@@ -122,7 +118,7 @@ def test_what_cannot_be_honoured_is_refused(tmp_path, changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_experts_in_both_forms_at_once_are_refused(tmp_path):
+def test_single_experts_beside_a_fused_parameter_are_refused(tmp_path):
     hf = hf_model(True, kind="Qwen3Moe")
     write_fused(hf, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

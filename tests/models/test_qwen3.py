@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests.support.oracle import (
     KINDS,
     assert_same,
+    flat,
     hf_model,
     in_one_pass,
     per_path,
@@ -31,10 +32,6 @@ NUM_FORESTS = 20
 def models(request):
     hf = hf_model(tied=request.param)
     return hf, tree_model(hf, "reference")
-
-
-def flat(groups):
-    return [path for paths in groups for path in paths]
 
 
 @pytest.mark.parametrize("seed", range(NUM_FORESTS))
@@ -85,7 +82,7 @@ def test_scoring_only_loss_edges_changes_no_gradient(models, seed):
         assert relative_error(gradients_only[name], gradient) < 5e-6, name
 
 
-def test_entropy_is_that_of_the_next_token(models):
+def test_entropy_is_that_of_the_next_tokens_distribution(models):
     hf, model = models
     tokens = [5, 9, 9, 2, 40]
     entropy = model(tree_batch([[TokenPath(tokens)]]), entropy=True).entropy
@@ -95,10 +92,10 @@ def test_entropy_is_that_of_the_next_token(models):
 
 
 def test_a_siblings_tokens_do_not_leak(models):
-    """Bit for bit, wherever the sibling stands: left of this branch, right of it, or in another tree."""
+    """Bit for bit, whether the sibling is left of this branch, right of it, or in another tree."""
     _, model = models
     prompt, mine = [1, 2, 3, 4], [5, 6, 7]
-    before = [10, 11, 12, 13, 14]  # heavier: stands left of mine
+    before = [10, 11, 12, 13, 14]  # longer, so it is left of mine
     after = [20, 21]
 
     def logprobs(before, after):
@@ -137,7 +134,7 @@ def test_a_single_token_gives_every_parameter_a_zero_gradient(models):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_compile_once_for_all_trees(models, backend):
-    """Whole graphs, same numbers, and no graph more however many tokens or branches a batch has."""
+    """One whole graph serves any number of tokens and branches, with the same numbers."""
     _, model = models
     compiled = copy.deepcopy(model)
     torch._dynamo.reset()
@@ -167,7 +164,7 @@ def test_checkpointed_blocks_give_the_same_gradients(models):
 # Parameters and registry
 
 
-def test_parameter_names_are_hugging_faces(models):
+def test_parameter_names_are_those_of_hugging_face(models):
     hf, model = models
     names = {name.removeprefix("model.") for name, _ in hf.named_parameters()}
     assert {name for name, _ in model.named_parameters()} == names
@@ -182,7 +179,7 @@ def test_published_sizes(flavor, billions):
         assert round(build_model("qwen3", flavor).num_parameters() / 1e9, 3) == billions
 
 
-def test_weights_are_initialised_after_the_meta_device():
+def test_weights_can_be_drawn_after_the_meta_device():
     with torch.device("meta"):
         model = build_model("qwen3", "debug", "reference", tie_word_embeddings=False)
     model.to_empty(device="cpu")
@@ -198,7 +195,7 @@ def test_weights_are_initialised_after_the_meta_device():
             assert abs(parameter.mean()) < 1e-3, name
 
 
-def test_training_flops_by_counting():
+def test_training_flops_equal_a_count_by_hand():
     model = build_model("qwen3", "debug", num_hidden_layers=3)
     paths = [TokenPath([1, 2, 3, 4]), TokenPath([1, 2, 5], loss_mask=[0, 0, 0]), TokenPath([7, 8])]
     visible_pairs = (1 + 2 + 3 + 4) + 3 + (1 + 2)
@@ -213,12 +210,12 @@ def test_training_flops_by_counting():
 @pytest.mark.parametrize(
     ("arguments", "overrides", "message"),
     [
-        (("qwen", "debug"), {}, "unknown model: qwen; did you mean qwen3?"),
-        (("qwen3", "0.6b"), {}, "unknown flavor of qwen3: 0.6b; did you mean 0.6B?"),
+        (("qwen", "debug"), {}, "unknown model 'qwen'; did you mean 'qwen3'?"),
+        (("qwen3", "0.6b"), {}, "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
         (
             ("qwen3", "debug"),
             {"num_layers": 2},
-            "unknown field of qwen3's config: num_layers; did you mean num_hid",
+            "unknown field of qwen3's config 'num_layers'; did you mean 'num_hid",
         ),
         (
             ("qwen3", "debug"),
@@ -226,7 +223,7 @@ def test_training_flops_by_counting():
             "num_key_value_heads: expected a divisor of num_att",
         ),
         (("qwen3", "debug"), {"head_dim": 31}, "head_dim: expected an even number, got 31"),
-        (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected int > 0, got 0"),
+        (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected an integer > 0, got 0"),
         (("qwen3", "debug", "magic"), {}, "backend: expected one of auto"),
     ],
 )

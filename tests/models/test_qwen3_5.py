@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.oracle import (
     assert_same,
+    flat,
     hybrid_model,
     in_one_pass,
     per_path,
@@ -16,6 +16,7 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
@@ -25,12 +26,8 @@ from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
 from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 
-# What transformers' recurrence, always in fp32, differs from float64 by.
+# transformers' recurrence, always in fp32, differs from float64 by this much.
 TOLERANCE = 2e-5
-
-
-def flat(groups):
-    return [path for group in groups for path in group]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -42,8 +39,8 @@ def test_one_pass_equals_every_path_alone(seed, tied):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chunks_of_long_nodes(seed):
-    """Several chunks of a node, and some that are full."""
+def test_nodes_of_several_chunks_equal_every_path_alone(seed):
+    """Some chunks are full, others are not."""
     hf = hybrid_model(tied=True, seed=seed)
     groups = random_groups(seed, max_length=150, num_nodes=5)
     assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)), TOLERANCE)
@@ -63,7 +60,7 @@ CUTS = {
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("seed", range(4))
 def test_partitions_equal_one_pass(seed, cuts):
-    """In float64: a partition's states, its convolution's last inputs and the gradients of both."""
+    """In float64, with exported states, the convolution's exported inputs and the gradients of both."""
     model = tree_model(hybrid_model(tied=seed % 2 == 0, seed=seed)).double()
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
@@ -76,8 +73,8 @@ def test_partitions_equal_one_pass(seed, cuts):
         assert relative_error(got[name], gradient) < 1e-9, name
 
 
-def test_chain_of_partitions():
-    """50 and more, one hanging from another, cut inside the convolution's window."""
+def test_a_long_chain_of_partitions_equals_one_pass():
+    """75 partitions, each the child of the one before, cut inside the convolution's window."""
     model = tree_model(hybrid_model(tied=True)).double()
     groups = [[TokenPath(torch.randint(61, (150,)).tolist())]]
     _, want_loss, want = in_one_pass(model, groups)
@@ -88,7 +85,7 @@ def test_chain_of_partitions():
     assert max(relative_error(got[name], gradient) for name, gradient in want.items()) < 1e-9
 
 
-def test_another_branch_changes_nothing():
+def test_a_siblings_tokens_do_not_leak():
     model = tree_model(hybrid_model(tied=True)).double()
     trunk, left = [3, 1, 4], [1, 5, 9]
     batches = [
@@ -101,8 +98,8 @@ def test_another_branch_changes_nothing():
     assert not torch.equal(first, second)
 
 
-def test_sizes_are_those_of_the_published_models():
-    """Parameters without vision and the head for several tokens, as the models are named."""
+def test_published_sizes():
+    """The names of the models count parameters without vision and multi-token prediction."""
     counts = {"0.8B": 0.752e9, "2B": 1.882e9, "4B": 4.206e9, "9B": 8.954e9, "27B": 26.896e9}
     for flavor, count in counts.items():
         with torch.device("meta"):
@@ -110,7 +107,7 @@ def test_sizes_are_those_of_the_published_models():
         assert model.num_parameters() == pytest.approx(count, rel=1e-3), flavor
 
 
-def test_fresh_weights():
+def test_fresh_weights_are_drawn_as_published():
     torch.manual_seed(0)
     model = build_model("qwen3_5", "debug")
     weights = dict(model.named_parameters())
@@ -128,8 +125,11 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"linear_num_key_heads": 3}, "linear_num_key_heads: expected a divisor of linear_num_value_heads"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor: expected an even number of the head's 16"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected int > 0, got 0"),
+        (
+            {"partial_rotary_factor": 0.1},
+            "partial_rotary_factor: expected a factor that rotates an even",
+        ),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):
@@ -139,8 +139,8 @@ def test_impossible_sizes_are_refused(sizes, message):
         Qwen35Config(**good | heads | {"linear_num_key_heads": 2} | sizes)
 
 
-def test_flops_count_what_each_layer_does():
-    """The matrices' share and, by hand, the mixing of 3 DeltaNet layers and one of attention."""
+def test_flops_count_the_operations_of_each_layer():
+    """The expected mixing of 3 DeltaNet layers and an attention layer is counted by hand."""
     model = tree_model(hybrid_model(tied=True))
     batch = tree_batch([[TokenPath([1, 2, 3]), TokenPath([1, 4])]])
     matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
@@ -149,20 +149,20 @@ def test_flops_count_what_each_layer_does():
     assert model.training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
 
 
-def test_a_step_over_partitions_counts_their_gateways():
+def test_a_step_counts_the_bytes_of_gateways():
     model = tree_model(hybrid_model(tied=True))
     step = TreeStep(model, TreeLoss(), "cpu", TreePartitioner("redundancy_free", 4))
     prepared = step.prepare([[forest_of([[TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]])]])
     state, tail, key = 4 * (4 * 16 * 8), 4 * 3 * (2 * 2 * 16 + 4 * 8), 4 * 2 * (2 * 16)
-    assert prepared.counts.forwards == 3  # two of them read the first one's
+    assert prepared.counts.forwards == 3  # two of them read the first one's exports
     assert prepared.counts.gateway_bytes == 2 * (3 * (state + tail) + 4 * key)
     assert step.run(prepared).loss.isfinite()
 
 
-@torch.fx.experimental._config.patch(use_duck_shape=True)  # which ``parallelize`` changes
+@torch.fx.experimental._config.patch(use_duck_shape=True)  # ``parallelize`` changes it
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
-def test_compiled_and_checkpointed(checkpoint):
-    """In one pass and in partitions, the same numbers as without."""
+def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
+    """In one pass and in partitions."""
     model = tree_model(hybrid_model(tied=True))
     compiled = parallelize(
         copy.deepcopy(model),

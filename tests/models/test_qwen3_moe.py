@@ -1,28 +1,28 @@
-"""Qwen3-MoE on token trees: against transformers on every path alone, experts first."""
+"""Qwen3-MoE on token trees against transformers on every path alone: experts, losses and gradients."""
 
 import copy
 
 import pytest
 import torch
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.engine.test_partitions import OneRank, RandomCuts, forest_of, in_partitions
 from tests.support.oracle import (
     assert_same,
+    flat,
     hf_model,
     in_one_pass,
-    path_coefficients,
     per_path,
     random_groups,
     relative_error,
     tree_batch,
     tree_model,
 )
+from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
+from tests.support.routing import BALANCE, Z, batch_of_paths, chosen_experts, path_experts
 from titan_tree.components.moe import MoE, RouterLoss, Routing
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
@@ -32,37 +32,10 @@ from titan_tree.tree.token_tree import TokenTree
 
 LAYERS = {
     "all": {},
-    "not renormalised": {"norm_topk_prob": False},
+    "unnormalised": {"norm_topk_prob": False},
     "every second": {"decoder_sparse_step": 2},
     "not the first": {"mlp_only_layers": [0]},
 }
-
-
-def flat(groups):
-    return [path for group in groups for path in group]
-
-
-def chosen_experts(model, groups):
-    """[N, layers, k] of each token of the tree, in ascending order."""
-    seen = []
-    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-
-    def see(moe, arguments):
-        seen.append((arguments[0] @ moe.gate.weight.t()).topk(moe.top_k).indices.sort().values)
-
-    hooks = [moe.register_forward_pre_hook(see) for moe in mixtures]
-    with torch.no_grad():
-        model(tree_batch(groups))
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(seen, dim=1)
-
-
-def path_experts(hf, tokens):
-    """The same of a path run alone."""
-    with torch.no_grad():
-        logits = hf(torch.tensor([tokens]), output_router_logits=True).router_logits
-    return torch.stack([x.topk(hf.config.num_experts_per_tok).indices.sort().values for x in logits], dim=1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -83,7 +56,7 @@ def test_one_pass_equals_every_path_alone(seed, layers, tied):
 
 
 def test_a_siblings_tokens_do_not_leak():
-    """No gradient at all; values to a rounding, as an expert's product depends on how many rows it has."""
+    """Gradients are exactly 0. Values differ by rounding, as products depend on the number of rows."""
     model = tree_model(hf_model(False, kind="Qwen3Moe")).double()
     prompt, mine = [1, 2, 3, 4], [5, 6, 7]
 
@@ -99,46 +72,12 @@ def test_a_siblings_tokens_do_not_leak():
 
 # The router's losses, over a step.
 
-BALANCE, Z = 0.3, 0.05
-
-
-def batch_of_paths(hf, micro_batches, scope):
-    """(loss, gradients, balance, z) by definition: every path alone, their tokens pooled, by transformers."""
-    paths = [path for groups in micro_batches for path in flat(groups)]
-    coefficients = iter(path_coefficients(paths, "path_mean"))
-    total, balance, per_token = 0.0, [], []
-    logits_of_pools = []
-    for groups in micro_batches:
-        logits = []
-        for path in flat(groups):
-            tokens = torch.as_tensor(path.tokens).long()
-            out = hf(tokens[None], output_router_logits=True)
-            logprobs = out.logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            total = total - (next(coefficients).float() * logprobs).sum()
-            logits.append(out.router_logits)
-        logits_of_pools.append(tuple(map(torch.cat, zip(*logits, strict=True))))
-    if scope == "global_batch":
-        logits_of_pools = [tuple(map(torch.cat, zip(*logits_of_pools, strict=True)))]
-    num_tokens = [len(logits[0]) for logits in logits_of_pools]
-    k = hf.config.num_experts_per_tok
-    for logits in logits_of_pools:
-        share = len(logits[0]) / sum(num_tokens)
-        balance.append(share * load_balancing_loss_func(logits, hf.config.num_experts, k))
-        per_token.append(torch.cat(logits).logsumexp(-1).square())
-    z = torch.cat(per_token).mean()
-    loss = total + BALANCE * sum(balance) + Z * z
-    hf.zero_grad(set_to_none=True)
-    loss.backward()
-    gradients = {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
-    return loss.item(), gradients, sum(balance).item(), z.item()
-
-
 PARTITIONERS = {
     "none": lambda: None,
     "redundancy_free": lambda: TreePartitioner("redundancy_free", 6),
     "one token": lambda: RandomCuts(1.0),
     "random": lambda: RandomCuts(0.4, 3),
-    # Runs tokens again, which must not count again.
+    # It repeats tokens, which must not count twice.
     "single_path": lambda: TreePartitioner("single_path", 20),
 }
 
@@ -170,7 +109,7 @@ def test_a_step_with_router_losses_equals_a_batch_of_the_paths(partitioner, num_
     assert result.extra_forward_tokens == (prepared.counts.executed_tokens if counted else 0)
 
 
-def test_without_router_losses_nothing_runs_twice_and_all_is_reported():
+def test_router_metrics_need_no_extra_forward():
     model = build_model("qwen3_moe", "debug")
     step = TreeStep(model, TreeLoss(), "cpu", TreePartitioner("redundancy_free", 4))
     paths = [TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]
@@ -185,22 +124,22 @@ def test_without_router_losses_nothing_runs_twice_and_all_is_reported():
     assert result.router_metrics["router_balance"].item() == pytest.approx(2, rel=0.1)
 
 
-def test_partitions_differentiate_no_routing_that_the_loss_leaves_out():
+def test_partitions_do_not_differentiate_routing_without_a_router_loss():
     model, seen = tree_model(hf_model(True, kind="Qwen3Moe")), []
     tree = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])])
 
-    def use(number, batch, out):
+    def compute_loss(batch, out):
         for name, (end, _) in zip(("hidden", *Routing._fields), out.loss_boundary, strict=True):
             if end.requires_grad:
                 end.register_hook(lambda _, name=name: seen.append(name))
         return out.logprobs.sum()
 
     batches = TreeBatch.from_plan(TreePartitioner("redundancy_free", 4).plan(tree))
-    run_partitions(model, batches, torch.device("cpu"), use)
+    PartitionRunner(model, batches, torch.device("cpu")).train(compute_loss)
     assert seen == ["hidden"] * len(batches)
 
 
-def test_a_loss_of_whole_paths_and_the_routers():
+def test_whole_path_losses_and_router_losses_combine():
     """Two kinds of first rounds in one step: gspo's over the partitions, and the count."""
     hf = hf_model(tied=True, kind="Qwen3Moe")
     groups = [
@@ -243,7 +182,7 @@ def test_partitions_equal_one_pass(seed):
 
 
 @pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
-def test_compiled_and_checkpointed(checkpoint):
+def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
     """With the router's losses, in one pass and in partitions, the same numbers as without."""
     plain = tree_model(hf_model(tied=True, kind="Qwen3Moe"))
     changed = parallelize(
@@ -280,12 +219,12 @@ def test_published_sizes(flavor, billions, active):
     assert (model.num_parameters() - idle) / 1e9 == pytest.approx(active, rel=1e-2)
 
 
-def test_layers_without_experts():
+def test_some_layers_may_have_no_experts():
     model = build_model("qwen3_moe", "debug", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)] == [1, 5]
 
 
-def test_flops_count_the_experts_that_a_token_has():
+def test_flops_count_only_the_experts_of_a_token():
     """By hand: of 4 experts 2; the router's matrix; attention's matrices and pairs."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     model = build_model("qwen3_moe", "debug", **sizes)
@@ -296,7 +235,7 @@ def test_flops_count_the_experts_that_a_token_has():
     assert model.training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + 12 * 4 * 32 * pairs
 
 
-def test_fresh_weights():
+def test_fresh_weights_have_the_published_deviation():
     torch.manual_seed(0)
     model = build_model("qwen3_moe", "debug")
     weights = dict(model.named_parameters())
@@ -308,9 +247,12 @@ def test_fresh_weights():
     ("sizes", "message"),
     [
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most num_experts \(8\), got 9"),
-        ({"mlp_only_layers": [-1]}, r"mlp_only_layers: expected a list of integers >= 0, got \[-1\]"),
-        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of integers >= 0, got 3"),
-        ({"num_experts": 0}, "num_experts: expected int > 0, got 0"),
+        (
+            {"mlp_only_layers": [-1]},
+            r"mlp_only_layers: expected a list in which every item is an integer >= 0, got \[-1\]",
+        ),
+        ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list, got 3"),
+        ({"num_experts": 0}, "num_experts: expected an integer > 0, got 0"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, message):

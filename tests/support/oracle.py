@@ -1,7 +1,7 @@
 """The oracle: transformers on every path alone, and random trees with every known trap.
 
-Nothing here uses titan_tree's trees, attention or losses: a path is a list of tokens, a model call is
-``Qwen3ForCausalLM`` on that list, a loss is a sum in a loop.
+The expected values use none of titan_tree's trees, attention or losses. A path is a list of tokens, a model
+call is transformers' model on that list, and a loss is a sum in a loop.
 """
 
 import random
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.models.registry import MODELS
+from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -21,11 +21,12 @@ KINDS = ("random", "chain", "star", "forest")
 
 
 def random_groups(seed, vocab_size=61, max_length=7, num_nodes=7):
-    """One list of TokenPaths per tree of a forest, drawn by ``seed``, whose rest by 4 picks the kind.
+    """Returns one list of TokenPaths per tree of a random forest.
 
-    Kinds: any shape; a chain with a path ending at every node; a star of many leaves; several trees. Every
-    one has 1-token nodes, duplicate paths with other masks, paths that end inside the tree, a path whose
-    loss mask is empty, unequal weights with a 0 among them, and a path of one token.
+    ``seed`` modulo 4 picks the kind: any shape, a chain with a path ending at every node, a star of many
+    leaves, or several trees. Every forest has 1-token nodes, duplicate paths with different masks, paths that
+    end inside the tree, a path with an empty loss mask, unequal weights with a 0 among them, and a path of
+    one token.
     """
     r = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
@@ -51,6 +52,11 @@ def _random_paths(r, kind, vocab_size, max_length, num_nodes):
     return paths
 
 
+def flat(groups):
+    """Returns all paths of a forest."""
+    return [path for paths in groups for path in paths]
+
+
 def tree_batch(groups, device="cpu", edges="all", replay="off"):
     trees = [TokenTree.from_paths(paths, replay) for paths in groups]
     return TreeBatch.from_trees(trees, edges).to(device)
@@ -60,8 +66,10 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **sizes):
-    """A small random Qwen3 or Qwen3-MoE (``kind`` "Qwen3Moe") in which every parameter matters (norm weights
-    are not 1)."""
+    """Returns transformers' Qwen3 or Qwen3-MoE (``kind`` "Qwen3Moe"), small and random.
+
+    Every parameter matters; for example, weights of norms differ from 1.
+    """
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -88,9 +96,11 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **si
 
 
 def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
-    """A small random Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or dense Qwen3-Next ("Qwen3Next"), by ``kind``, in
-    which every parameter matters."""
-    assert find_spec("fla") is None, "transformers would compute with flash-linear-attention: uninstall it"
+    """Returns transformers' Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or dense Qwen3-Next ("Qwen3Next").
+
+    ``kind`` picks one of them. The model is small and random, and every parameter matters.
+    """
+    assert find_spec("fla") is None, "uninstall flash-linear-attention, which transformers would use"
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -103,7 +113,8 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
-        # DeltaNet's outputs cancel to anything: with the published 1e-6 its norm blows up their rounding.
+        # DeltaNet's outputs may cancel to almost 0. With the published 1e-6, its norm magnifies their
+        # rounding.
         "rms_norm_eps": 1e-3,
         "max_position_embeddings": 512,
         "initializer_range": 0.1,
@@ -132,9 +143,9 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
 
 
 def tree_model(hf, attention="auto"):
-    """Our model with the weights of ``hf``, on its device, in its dtype."""
+    """Returns titan_tree's model with the weights, device and dtype of transformers' model ``hf``."""
     kind = hf.config.model_type
-    model_class = next(model for model in MODELS.values() if kind in model.hf_architectures)
+    model_class = next(MODELS[name] for name in MODELS if kind in MODELS[name].hf_architectures)
     config = model_class.Config.from_hf(hf.config.to_dict(), "test")
     model = model_class(config, attention).to(hf.device, hf.dtype)
     weights = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
@@ -145,14 +156,14 @@ def tree_model(hf, attention="auto"):
 
 
 def path_logprobs(hf, tokens):
-    """[len(tokens) - 1] log-probs of one path run alone, fp32."""
+    """Returns [len(tokens) - 1] fp32 log-probabilities of one path, run alone."""
     ids = torch.as_tensor(tokens, device=hf.device).long()
     logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 def path_coefficients(paths, reduction):
-    """[T - 1] of each path: what the loss multiplies -log p(tokens[t]) by, t = 1, 2, ..."""
+    """Returns [T - 1] for each path, the factors of -log p(tokens[t]) in the loss for t = 1, 2, ..."""
     masks = [torch.from_numpy(path.loss_mask[1:]).double() for path in paths]
     weights = [path.weight for path in paths]
     if reduction == "path_mean":
@@ -166,7 +177,7 @@ def path_coefficients(paths, reduction):
 
 @contextmanager
 def routed_to(hf, experts):
-    """Within, routers choose ``experts`` [T, layers, k] for T tokens; where these are -1, what they like."""
+    """Within the context, routers use ``experts`` [T, layers, k] for T tokens, and choose freely at -1."""
     routers = [module for module in hf.modules() if type(module).__name__.endswith("TopKRouter")]
     assert len(routers) == experts.shape[1]
 
@@ -174,8 +185,8 @@ def routed_to(hf, experts):
         def forward(hidden):
             logits = hidden.flatten(0, -2) @ router.weight.t()
             probability = logits.float().softmax(-1)
-            liked = probability.topk(router.top_k).indices
-            chosen = torch.where(own >= 0, own, liked)
+            preferred = probability.topk(router.top_k).indices
+            chosen = torch.where(own >= 0, own, preferred)
             weight = probability.gather(1, chosen)
             if getattr(router, "norm_topk_prob", True):
                 weight = weight / weight.sum(-1, keepdim=True)
@@ -191,9 +202,9 @@ def routed_to(hf, experts):
 
 
 def per_path(hf, paths, reduction="path_mean", experts=None):
-    """(log-probs of each path, SFT loss, gradients by our names), path after path.
+    """Returns (log-probabilities of each path, SFT loss, gradients by parameter name), one path at a time.
 
-    Gradients of the paths are summed in fp32. experts: of each path those that are forced, see ``routed_to``.
+    Gradients are summed over paths in fp32. ``experts`` are those that ``routed_to`` forces on each path.
     """
     gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in hf.named_parameters()}
     logprobs, loss = [], 0.0
@@ -211,7 +222,7 @@ def per_path(hf, paths, reduction="path_mean", experts=None):
 
 
 def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off"):
-    """The same three, from one pass of our model over the forest."""
+    """Returns the same as ``per_path``, from one pass of titan_tree's model over the forest."""
     batch = tree_batch(groups, model.embed_tokens.weight.device, edges, replay)
     tree_loss = TreeLoss("sft", reduction)
     model.zero_grad(set_to_none=True)
@@ -225,16 +236,16 @@ def in_one_pass(model, groups, edges="all", reduction="path_mean", replay="off")
 
 
 def relative_error(got, want):
-    """||got - want|| / ||want||; 0 where both are 0."""
+    """Returns ||got - want|| / ||want||, or 0 if both are 0."""
     error, norm = (got.double() - want.double()).norm().item(), want.double().norm().item()
     return error / norm if norm else error
 
 
 def noise_ratios(exact, noisy, gradients, forests):
-    """Of each parameter the error of ``gradients(groups)``, over that of ``noisy`` path by path.
+    """Returns, for each parameter, the error of ``gradients(groups)`` over that of ``noisy`` path by path.
 
-    Both against ``exact`` path by path. Errors are summed over forests (squared norms), so that one lucky
-    draw decides nothing.
+    Both errors are against ``exact`` path by path. They are summed over forests as squared norms, so that no
+    single draw decides.
     """
     mine, theirs = {}, {}
     for groups in forests:
@@ -247,7 +258,7 @@ def noise_ratios(exact, noisy, gradients, forests):
 
 
 def assert_same(got, want, tolerance=1e-5):
-    """What ``in_one_pass`` got equals what ``per_path`` wants, each tensor relative to its norm."""
+    """Asserts that ``in_one_pass`` gave what ``per_path`` did, relative to the norm of each tensor."""
     assert len(got[0]) == len(want[0])
     for i, (mine, theirs) in enumerate(zip(got[0], want[0], strict=True)):
         assert mine.shape == theirs.shape

@@ -1,20 +1,26 @@
-"""edge_logprobs: log-probabilities of the edges' labels without an fp32 logit matrix in memory.
+"""edge_logprobs: log-probabilities of the edges' labels, without an fp32 logit matrix in memory.
 
-Row e of the [E, V] logits is ``hidden[e] @ weight.T``. The vocabulary is walked in blocks of columns:
-forward softmaxes each block by itself and keeps a running log-sum-exp per row (as in online softmax,
-Milakov & Gimelshein, arXiv:1805.02867). Chunking columns, not rows, makes the weight gradient of a block
-one complete GEMM: nothing [V, d] is ever summed over chunks.
+An edge is a pair of a token and its successor. Row e of the [E, V] logits is ``hidden[e] @ weight.T``, from
+the token that predicts; the label is the successor.
 
-The backward reads the blocks' probabilities in hidden's dtype, that of the logits' gradient: kept from the
-forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or computed again, one more GEMM. Only the
-gradient of the entropy, which takes their logarithm, needs them in fp32: computed again.
+The vocabulary is processed in blocks of columns. The forward applies softmax to each block separately and
+keeps a running log-sum-exp per row, as online softmax does (arXiv:1805.02867). Blocks of columns, not of
+rows, make each block's weight gradient one complete GEMM: nothing [V, d] is summed over blocks.
+
+The backward reads the blocks' probabilities in hidden's dtype, which is also that of the logits' gradient.
+They are either kept from the forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or recomputed
+with one more GEMM. The gradient of the entropy takes their logarithm and needs them in fp32, so it recomputes
+them.
+
+Memory beyond inputs, gradients and kept probabilities is about 1 GiB, whatever V:
+
+    a block's logits in fp32, at most ``BLOCK_ELEMENTS`` = 2**27 of them     512 MiB
+    their probabilities and their gradient in bf16                          256 MiB each
+    the sum of hidden's gradient in fp32, E * d * 4 bytes                   256 MiB at E = 32k, d = 2048
+
+At these sizes, the full fp32 logits of Qwen3 would take 18.5 GiB.
 
 E edges, V vocabulary, d hidden size, B columns of a block.
-
-Other memory beyond inputs and gradients: a block holds E * B <= ``BLOCK_ELEMENTS`` = 2**27 logits in fp32
-(512 MiB), their probabilities and gradient in bf16 (256 MiB each); ``hidden``'s gradient is summed in
-fp32 (E * d * 4 bytes: 256 MiB at E = 32k, d = 2048). 1 GiB, whatever V; full fp32 logits of Qwen3 would
-be 18.5 GiB.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = 2**27
-COLUMN_MULTIPLE = 128  # keeps the rows of a block aligned for GEMMs; also the narrowest block
+COLUMN_MULTIPLE = 128  # keeps the rows of a block aligned for GEMMs; also the minimum width of a block
 EMPTY = -1e30  # log-sum-exp of no logits; finite, so that 0 * EMPTY is 0
 EMPTY_LOGIT = tl.constexpr(EMPTY)
 
@@ -42,19 +48,19 @@ def edge_logprobs(
     recompute: bool = True,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each edge's label, and on request the entropy of its distribution, in nats.
+    """Returns the log-probability of each edge's label, and on request the entropy, in nats.
 
-    Logits, log-probs and entropy are fp32 whatever the inputs (fp64 for fp64 inputs), and exact: no
-    sampling, no bf16 logits. Differentiable once, deterministic.
+    Logits, log-probabilities and entropies are computed in fp32 for any inputs (in fp64 for fp64 inputs). The
+    function is deterministic and differentiable once.
 
     Args:
-        hidden: [E, d] of the tokens that predict; E may be 0.
-        weight: [V, d] of hidden's dtype: the output projection, tied to the embedding or not.
-        label: [E] int64 in 0 .. V-1. The caller vouches for the range: checking would synchronise.
-        entropy: also return the entropy (costs no matrix multiplication).
-        recompute: compute the logits again in the backward, rather than keep [E, V] probabilities. With
-            ``entropy`` always so: its gradient takes the logarithm of probabilities not yet rounded.
-        block_elements: upper bound of E * B, but a block has ``COLUMN_MULTIPLE`` columns at least.
+        hidden: [E, d], hidden states of the tokens that predict; E may be 0.
+        weight: [V, d] in hidden's dtype, the output projection, tied to the embedding or not.
+        label: [E] int64 in 0 .. V-1. The caller must ensure the range, since a check would synchronise.
+        entropy: also return the entropy of each edge's distribution. It costs no matrix multiplication.
+        recompute: recompute the logits in the backward instead of keeping [E, V] probabilities. With
+            ``entropy`` they are always recomputed, because its gradient needs unrounded probabilities.
+        block_elements: upper bound of E * B; a block has at least ``COLUMN_MULTIPLE`` columns.
     Returns:
         (logprobs [E], entropy [E] or None).
     """
@@ -85,8 +91,8 @@ class _EdgeLogprobs(torch.autograd.Function):
             )
             new_lse = torch.logaddexp(lse, block_lse)
             if entropies is not None and block_entropy is not None:
-                # The chain rule: parts of mass a and b, each normalised for itself, make
-                # H = a (H_a - log a) + b (H_b - log b). No large logit enters, so nothing cancels.
+                # Two parts with probability mass a and b and entropies H_a and H_b combine to
+                # H = a (H_a - log a) + b (H_b - log b). No large logit is involved, so nothing cancels.
                 log_a, log_b = lse - new_lse, block_lse - new_lse
                 entropies = log_a.exp() * (entropies - log_a) + log_b.exp() * (block_entropy - log_b)
             lse = new_lse
@@ -95,7 +101,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         logprobs = label_logit - lse
         ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
         ctx.block_elements = block_elements
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is None
         return logprobs, entropies
 
     @staticmethod
@@ -107,7 +113,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        # Contiguous: a sum's gradient has stride 0.
+        # The gradient of a sum has stride 0; the kernel needs it contiguous.
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         dtype = hidden.dtype if grad_entropy is None else lse.dtype  # of the probabilities
@@ -137,7 +143,7 @@ class _EdgeLogprobs(torch.autograd.Function):
 
 
 def _blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of the vocabulary blocks."""
+    """Iterates over (start, end) of the vocabulary blocks."""
     columns = block_elements // max(num_edges, 1)
     columns = max(columns // COLUMN_MULTIPLE, 1) * COLUMN_MULTIPLE
     for start in range(0, len(weight), columns):
@@ -145,7 +151,7 @@ def _blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tup
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in fp32 (fp64 for fp64)."""
+    """Returns a @ b, accumulated in fp32 and returned in fp32 (fp64 for fp64)."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:
@@ -154,7 +160,7 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b with ``total`` in fp32 (fp64 for fp64)."""
+    """Adds a @ b to ``total`` in place, which is fp32 (fp64 for fp64)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -167,7 +173,7 @@ def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-# Softmax of a block by itself: one read of the logits, one write of the probabilities.
+# Softmax of one block: one read of the logits, one write of the probabilities.
 
 
 def _softmax(
@@ -178,10 +184,13 @@ def _softmax(
     dtype: torch.dtype | None,
     entropy: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """(p [E, B] in ``dtype`` if any, log-sum-exp [E], entropy [E] if asked for) of a block.
+    """Returns a block's (probabilities [E, B], log-sum-exp [E], entropy [E]).
 
-    column: [E], the label's column in this block; outside 0 .. B-1 the label lies in another block.
-    label_logit: [E], written where the label lies in this block.
+    Args:
+        column: [E], the label's column in this block; outside 0 .. B-1 if the label is in another block.
+        label_logit: [E], overwritten in place for labels in this block; or None.
+        dtype: of the probabilities; None: return None instead of them.
+        entropy: if False, return None instead of the entropy.
     """
     logits = _matmul(hidden, weight.t())
     if not _use_kernels(logits):
@@ -258,10 +267,11 @@ def _logit_gradient(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[E, B] gradient, in ``dtype``, of the logits of a block whose own softmax is ``p``.
+    """Returns the gradient [E, B], in ``dtype``, of the logits of a block whose own softmax is ``p``.
 
-    d logprob / d logit_j = [j = label] - p_j and d H / d logit_j = -p_j (log p_j + H), where p_j is the
-    block's times exp(log_share); the label's own, of which 1 - p is wanted, is exact: exp(logprob).
+    d logprob / d logit_j = [j = label] - P_j and d H / d logit_j = -P_j (log P_j + H), where P_j is the
+    block's p_j times exp(log_share). For the label, P_j is exp(logprob), because 1 - P_j needs an unrounded
+    value.
     """
     if not _use_kernels(p):
         return _logit_gradient_reference(

@@ -1,8 +1,9 @@
-"""Activations: where those of partitions that wait for others are kept until their backward.
+"""Stores the activations of suspended partitions: on the GPU, in host memory, or not at all.
 
-On the device; in the host's memory, copied there and back beside the computation; or nowhere, so that the
-forward runs again. What autograd saves passes through ``saved_tensors_hooks``. Each storage is a block here,
-and the oldest blocks, those of the partitions that wait longest, are the first to leave.
+A partition is *suspended* while its descendants run. Its activations stay on the GPU, are copied to pinned
+host memory and back while the GPU computes, or are dropped and recomputed. ``saved_tensors_hooks`` intercepts
+every tensor that autograd saves. The unit of storage is a *block*, the storage of one or several such
+tensors. The oldest blocks are offloaded first: they belong to the partitions that stay suspended longest.
 """
 
 from __future__ import annotations
@@ -25,23 +26,27 @@ from titan_tree.errors import UserError
 
 Policy = Literal["auto", "keep", "offload", "recompute"]
 
-SMALLEST = 2**20  # bytes of a block that is worth a copy
-IN_FLIGHT = 2**28  # bytes that may be on their way at once, in either direction
+MIN_BLOCK_BYTES = 2**20  # smaller blocks stay on the device
+MAX_IN_FLIGHT = 2**28  # bytes that are copied at once, in either direction
 
 
 class Activations:
-    """What becomes of the activations of waiting partitions, in one run of a plan after the other.
+    """Decides where the activations of suspended partitions are stored, and moves them.
 
     Args:
         device: where the model is.
         policy:
-            "keep": they stay on the device.
-            "offload": they go to the host's memory, pinned.
-            "recompute": there are none, the forward runs again.
-            "auto": up to ``device_bytes`` they stay, then the oldest go to the host, and partitions that
-                start when it holds ``host_bytes`` run again. "keep" where ``device_bytes`` is None.
-        device_bytes: for all that backwards need, of the partition that runs too, but for its logits.
-        host_bytes: None: half of what is available now, shared by the ranks of this host; 0 without a GPU.
+            "keep": on the device.
+            "offload": in pinned host memory.
+            "recompute": nowhere; the forward pass is recomputed before the backward pass.
+            "auto": on the device up to ``device_bytes``; beyond that, the oldest blocks move to the host. A
+            partition
+                that starts while the host already holds ``host_bytes`` is recomputed. Without
+                ``device_bytes``, "auto" equals "keep".
+        device_bytes: budget for everything that backward passes need, except logits. The running partition
+            counts too.
+        host_bytes: budget on the host. None: half of the memory available now, divided by the ranks of this
+            host; 0 without a GPU.
     """
 
     def __init__(
@@ -57,54 +62,57 @@ class Activations:
         self.device, self.policy = device, policy
         self.device_bytes = math.inf if device_bytes is None else device_bytes
         self.host_bytes = _half_of_host(device) if host_bytes is None else host_bytes
-        self.on_device = self.on_host = self.leaving = self.arriving = 0  # bytes
-        self._blocks: dict[int, weakref.ref[_Block]] = {}  # on the device, by address
-        self._kept: deque[weakref.ref[_Block]] = deque()  # the oldest first
-        self._leaving: deque[_Block] = deque()  # copied to the host, but nothing has waited for that
+        self.on_device = self.on_host = self.offloading = self.fetching = 0  # bytes
+        self._blocks: dict[int, weakref.ref[_Block]] = {}  # blocks on the device, by address
+        self._kept: deque[weakref.ref[_Block]] = deque()  # not yet offloaded, the oldest first
+        self._offloading: deque[_Block] = deque()  # copy to the host started, not yet awaited
         self._last: weakref.ref[_Block] | None = None
         self._shared: set[int] = set()
         self._limit = 0.0
 
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream | None]:
-        """For copies to the host and back."""
+        """The streams for copies to the host and back; None without a GPU."""
         return [torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)]
 
     def are_full(self) -> bool:
-        """Whether a partition that starts now, and is to wait, runs again later."""
+        """Returns whether a partition that starts now and will be suspended must be recomputed."""
         if self.policy == "auto":
             return self.on_device >= self.device_bytes and self.on_host >= self.host_bytes
         return self.policy == "recompute"
 
     def may_offload(self) -> bool:
-        """Whether some go to the host, or run again because of others: what happens depends on the rank."""
+        """Returns whether activations may be offloaded or recomputed depending on the memory of this rank."""
         return self.policy == "offload" or (self.policy == "auto" and self.device_bytes < math.inf)
 
-    def saving(self, waits: bool, shared: Iterable[Tensor] = ()) -> AbstractContextManager[object]:
-        """For the forward of a partition: takes care of what is saved in it.
+    def saving(self, is_suspended: bool, shared: Iterable[Tensor] = ()) -> AbstractContextManager[object]:
+        """Returns the context for a partition's forward pass, which stores the tensors that autograd saves.
 
-        waits: for other partitions. shared: tensors that are not of this partition alone, and stay.
+        Args:
+            is_suspended: whether descendants will run before the backward pass of this partition.
+            shared: tensors that other partitions use too; they stay on the device.
         """
-        limit = 0.0 if self.policy == "offload" and waits else self.device_bytes
+        limit = 0.0 if self.policy == "offload" and is_suspended else self.device_bytes
         if limit == math.inf or self.policy in ("keep", "recompute"):
             return nullcontext()
-        self._limit = max(limit, IN_FLIGHT)
+        self._limit = max(limit, MAX_IN_FLIGHT)
         self._last = None
         self._shared = {tensor.untyped_storage().data_ptr() for tensor in shared}
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def release(self) -> None:
-        """Forget copies under way: nobody needs them any more."""
-        while self._leaving:
-            self._left(self._leaving.popleft())
+        """Completes the offloads under way, after the last backward pass of a plan."""
+        while self._offloading:
+            self._finish_offload(self._offloading.popleft())
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
         storage = tensor.untyped_storage()
         is_shared = is_weight or storage.data_ptr() in self._shared
-        elsewhere = tensor.device.type != self.device.type  # of one type: "cuda" is "cuda:0", a rank has one
-        if is_shared or elsewhere or storage.nbytes() < SMALLEST:
-            # Not the tensor itself: an operator's output would hold the graph that holds it.
+        # Compare types, not devices: "cuda" and "cuda:0" are the same device, and a rank has only one.
+        is_elsewhere = tensor.device.type != self.device.type
+        if is_shared or is_elsewhere or storage.nbytes() < MIN_BLOCK_BYTES:
+            # Detached, because the output of an operator would keep alive the graph that saves it.
             return tensor.detach()
         known = self._blocks.get(storage.data_ptr())
         block = None if known is None else known()
@@ -120,18 +128,20 @@ class Activations:
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        bytes_on_device = self._arrived(saved.block)
-        before = saved.block.before
-        while before and (block := before()) and self.arriving < IN_FLIGHT:  # what the backward needs next
+        bytes_on_device = self._bytes_on_device(saved.block)
+        previous = saved.block.previous
+        while (
+            previous and (block := previous()) and self.fetching < MAX_IN_FLIGHT
+        ):  # the backward needs it next
             self._fetch(block)
-            before = block.before
+            previous = block.previous
         empty = torch.empty(0, dtype=saved.dtype, device=self.device)
         return empty.set_(bytes_on_device.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _make_room(self) -> None:
-        """Copies start before the limit is reached, so that there is time to make them."""
+        """Starts offloads before the limit is reached, so that they finish in time."""
         host_limit = self.host_bytes if self.policy == "auto" else math.inf
-        while self._kept and self.on_device - self.leaving > self._limit - IN_FLIGHT:
+        while self._kept and self.on_device - self.offloading > self._limit - MAX_IN_FLIGHT:
             if self.on_host >= host_limit:
                 break
             block = self._kept.popleft()()
@@ -140,49 +150,52 @@ class Activations:
                 on_host = torch.empty(block.size, dtype=torch.uint8, pin_memory=pinned)
                 block.copied = self._copy(on_host, block.on_device, self._streams[0])
                 block.on_host = on_host
-                self.leaving += block.size
+                self.offloading += block.size
                 self.on_host += block.size_on_host
-                self._leaving.append(block)
-        while len(self._leaving) > 1 and self.on_device > self._limit:  # the newest may be saved once more
-            self._left(self._leaving.popleft())
+                self._offloading.append(block)
+        while (
+            len(self._offloading) > 1 and self.on_device > self._limit
+        ):  # the newest may be saved a second time
+            self._finish_offload(self._offloading.popleft())
 
-    def _left(self, block: _Block) -> None:
-        """What the block took on the device is free for what is computed from now on."""
+    def _finish_offload(self, block: _Block) -> None:
+        """Waits for the copy and frees the block's memory on the device."""
         assert block.on_device is not None
         self._wait(block.copied)
         self._unlist(block)
         block.on_device = block.copied = None
-        self.leaving -= block.size
+        self.offloading -= block.size
         self.on_device -= block.size
 
     def _fetch(self, block: _Block) -> None:
-        """Starts the copy back, if there is something to be copied."""
+        """Starts the copy back to the device if the block is on the host only."""
         if block.on_device is None:
             assert block.on_host is not None
             on_device = torch.empty(block.size, dtype=torch.uint8, device=self.device)
             block.copied = self._copy(on_device, block.on_host, self._streams[1])
             block.on_device = on_device
-            block.on_host = None  # pinned memory is not used again before the copy is done
+            block.on_host = None  # the allocator does not reuse pinned memory before the copy is done
             block.stream = torch.cuda.current_stream(self.device) if block.copied else None
             self.on_host -= block.size_on_host
             self.on_device += block.size
-            self.arriving += block.size
-            block.arrives = True
+            self.fetching += block.size
+            block.is_fetching = True
 
-    def _arrived(self, block: _Block) -> Tensor:
-        """The block's bytes on the device, for what is computed from now on."""
+    def _bytes_on_device(self, block: _Block) -> Tensor:
+        """Returns the block's bytes on the device; the current stream waits for their copy."""
         self._fetch(block)
         assert block.on_device is not None
-        if block.arrives:
+        if block.is_fetching:
             self._wait(block.copied)
-            self.arriving -= block.size
-            block.arrives = False
+            self.fetching -= block.size
+            block.is_fetching = False
         return block.on_device
 
     def _copy(
         self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """Beside the computation, from where that stands now. Returns when it is done."""
+        """Copies on ``stream`` after all work queued so far. Returns the event that marks the end of the
+        copy."""
         if stream is None:
             target.copy_(source)
             return None
@@ -196,12 +209,12 @@ class Activations:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def _forget(self, block: _Block) -> None:
-        """No backward needs the block any more."""
+        """Subtracts a block that no backward pass needs any more."""
         if block.on_device is not None:
-            if block.arrives:
-                self.arriving -= block.size
+            if block.is_fetching:
+                self.fetching -= block.size
                 if block.stream is not None and block.copied is not None:
-                    block.stream.wait_event(block.copied)  # before its memory is used again
+                    block.stream.wait_event(block.copied)  # before the allocator reuses its memory
             self.on_device -= block.size
             self._unlist(block)
         if block.on_host is not None:
@@ -209,25 +222,30 @@ class Activations:
 
     def _unlist(self, block: _Block) -> None:
         known = self._blocks.get(block.address)
-        if known is not None and known() in (block, None):  # else another storage has that address now
+        if known is not None and known() in (block, None):  # otherwise another storage has this address now
             del self._blocks[block.address]
 
 
 class _Block:
-    """One storage that a backward needs: on the device, on the host, or on its way."""
+    """One storage that a backward pass needs: on the device, on the host, or being copied."""
 
-    def __init__(self, owner: Activations, storage: torch.UntypedStorage, before: weakref.ref[_Block] | None):
-        self.owner, self.before = owner, before  # the block saved before it, in the same forward
+    def __init__(
+        self, owner: Activations, storage: torch.UntypedStorage, previous: weakref.ref[_Block] | None
+    ) -> None:
+        self.owner, self.previous = (
+            owner,
+            previous,
+        )  # the block saved before this one in the same forward pass
         self.size, self.address = storage.nbytes(), storage.data_ptr()
         self.size_on_host = (
             1 << (self.size - 1).bit_length()
-        )  # what torch takes for a pinned tensor of that size
+        )  # torch rounds pinned tensors up to powers of two
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         self.on_device: Tensor | None = empty.set_(storage)
         self.on_host: Tensor | None = None
-        self.copied: torch.cuda.Event | None = None  # the last copy, in either direction
-        self.arrives = False  # from the host; nothing has waited for that
-        self.stream: torch.cuda.Stream | None = None  # whose memory it arrives in
+        self.copied: torch.cuda.Event | None = None  # marks the end of the last copy, in either direction
+        self.is_fetching = False  # copy from the host started, not yet awaited
+        self.stream: torch.cuda.Stream | None = None  # the stream that allocated the fetched copy
         owner.on_device += self.size
 
     def __del__(self) -> None:
@@ -235,7 +253,7 @@ class _Block:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor: a view of a block's bytes."""
+    """A tensor that autograd saved, as a view of a block's bytes."""
 
     block: _Block
     dtype: torch.dtype
@@ -245,7 +263,8 @@ class _Saved(NamedTuple):
 
 
 def _half_of_host(device: torch.device) -> float:
-    """Half of the memory that this host has available now, in bytes, per rank of it."""
+    """Returns half of the host memory available now, in bytes, divided by the number of ranks on this
+    host."""
     meminfo = Path("/proc/meminfo")
     if device.type != "cuda" or not meminfo.exists():
         return 0.0

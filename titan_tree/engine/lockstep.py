@@ -1,9 +1,14 @@
-"""Lockstep: one schedule of forwards and backwards for ranks that must not differ in it.
+r"""Lockstep: equal schedules for ranks that communicate inside forward and backward passes.
 
-Ranks that share out experts exchange tokens in every forward and every backward, so all of them run the same
-sequence. What fixes the sequence is the shape of the tree of partitions of each micro-batch. So the ranks lay
-their trees over one another, root on root, of every partition's children the one with the largest subtree
-first, and each runs the union: its own partitions where it has some, elsewhere dummies.
+Expert-parallel ranks exchange tokens in every pass, so all of them must run the same sequence of passes. The
+sequence follows from the shape of each micro-batch's tree of partitions. The ranks therefore overlay their
+trees of partitions: root on root, and children in order of decreasing subtree size. Each rank runs the union
+of these trees. Where it has no partition of its own, it runs a dummy batch.
+
+    rank 0     rank 1     both run
+      a          c        (a, c)
+     / \          \        /    \
+    b   b'         d     (b, d)  (b', dummy)
 """
 
 from __future__ import annotations
@@ -19,36 +24,49 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-Place = tuple[int, ...]  # in a tree: which child of its parent, after that one's place
+Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
 
 
 def in_lockstep(
-    micro_batches: Sequence[Sequence[TreeBatch]], least: int, group: dist.ProcessGroup
+    micro_batches: Sequence[Sequence[TreeBatch]], num_micro_batches: int, group: dist.ProcessGroup
 ) -> list[list[TreeBatch]]:
-    """This rank's micro-batches, ``least`` at least, and their partitions, filled up with dummies so that all
-    ranks of ``group`` have trees of the same shape. Collective, host to host."""
-    own = [dict(zip(places(batches), batches, strict=True)) for batches in micro_batches]
-    every: list[list[list[Place]]] = [[]] * group.size()
-    dist.all_gather_object(every, [list(tree) for tree in own], group=group)
+    """Adds dummy batches so that all ranks of ``group`` run trees of partitions of the same shape.
+
+    Args:
+        micro_batches: this rank's, each with its partitions in the plan's order.
+        num_micro_batches: the least number to return; more if a rank of the group has more.
+        group: the expert-parallel ranks. They exchange shapes on the host; the device is not involved.
+    Returns:
+        Micro-batches whose partitions are in depth-first order, parents first, with ``TreeBatch.parent``
+        updated.
+    """
+    own = [dict(zip(positions(batches), batches, strict=True)) for batches in micro_batches]
+    shapes_by_rank: list[list[list[Position]]] = [[]] * group.size()
+    dist.all_gather_object(shapes_by_rank, [list(tree) for tree in own], group=group)
     schedule = []
-    for i in range(max(least, *map(len, every))):
-        of_ranks = [trees[i] for trees in every if i < len(trees)]
-        union = sorted({(0,), *(place for tree in of_ranks for place in tree)})  # parents first, depth first
-        number = {place: n for n, place in enumerate(union)}
-        mine = own[i] if i < len(own) else {}
+    for i in range(max(num_micro_batches, *map(len, shapes_by_rank))):
+        shapes = [trees[i] for trees in shapes_by_rank if i < len(trees)]
+        union = sorted(
+            {(0,), *(position for shape in shapes for position in shape)}
+        )  # parents before children
+        number = {position: n for n, position in enumerate(union)}
+        batch_at = own[i] if i < len(own) else {}
         schedule.append(
             [
-                dataclasses.replace(mine.get(place) or dummy(), parent=number.get(place[:-1], -1))
-                for place in union
+                dataclasses.replace(
+                    batch_at[position] if position in batch_at else dummy_batch(),
+                    parent=number.get(position[:-1], -1),
+                )
+                for position in union
             ]
         )
     return schedule
 
 
-def places(batches: Sequence[TreeBatch]) -> list[Place]:
-    """Where each batch of a plan hangs, siblings with larger subtrees first, in forwards."""
+def positions(batches: Sequence[TreeBatch]) -> list[Position]:
+    """Returns each partition's position; siblings are ordered by the number of partitions below them."""
     size = [1] * len(batches)
-    for i in range(len(batches) - 1, -1, -1):  # parents stand before their children
+    for i in range(len(batches) - 1, -1, -1):  # parents come before their children
         if (parent := batches[i].parent) >= 0:
             size[parent] += size[i]
     children: dict[int, list[int]] = {}
@@ -58,15 +76,15 @@ def places(batches: Sequence[TreeBatch]) -> list[Place]:
     for siblings in children.values():
         siblings.sort(key=lambda i: -size[i])
         rank |= {i: n for n, i in enumerate(siblings)}
-    found: list[Place] = []
+    result: list[Position] = []
     for i, batch in enumerate(batches):
-        above = found[batch.parent] if batch.parent >= 0 else ()
-        found.append((*above, rank[i]))
-    return found
+        parent_position = result[batch.parent] if batch.parent >= 0 else ()
+        result.append((*parent_position, rank[i]))
+    return result
 
 
-def dummy() -> TreeBatch:
-    """One edge of no path, and no partition of anything: its loss is 0, and nothing hangs from it."""
+def dummy_batch() -> TreeBatch:
+    """Returns a batch with two tokens and one edge but no path: its loss is 0, and it has no gateway."""
     tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
     batch = TreeBatch.from_trees([tree])
     layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import Routing
+from titan_tree.distributed.collectives import world_size
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -18,33 +20,35 @@ class StepCounts:
     """Sizes of an optimizer step: of one rank's share in ``StepInput``, of all ranks in ``StepResult``."""
 
     normalizer: float  # Z, the loss's divisor
-    loss_weight: float  # sum of w_p m_{p,t}; 0: nothing to learn, though Z of path_mean may be positive
+    loss_weight: (
+        float  # sum of w_p m_{p,t}; 0 means nothing to learn, although Z of path_mean may be positive
+    )
     num_trees: int
     num_paths: int
-    logical_tokens: int  # N_flat: training every path alone would run
+    logical_tokens: int  # N_flat: tokens that training every path alone would run
     distinct_tokens: int  # N_tree
-    executed_tokens: int  # N_part: more than the distinct ones where partitions share tokens
+    executed_tokens: int  # N_part: larger than N_tree if partitions repeat shared tokens
     scored_edges: int
-    forwards: int  # one per micro-batch, or more where it is cut into partitions
-    gateway_bytes: int  # keys, values and states that partitions read from those above them
-    flops: float  # the model's own, forward and backward, without recomputation
-    # Rows (a token in a layer, data/replay.py) whose experts are forced_experts, and those on which paths disagree.
-    replayed_rows: int
-    disagreeing_rows: int
+    forwards: int  # one per micro-batch, or one per partition of it
+    gateway_bytes: int  # keys, values and states that partitions read from their ancestors
+    flops: float  # the model's own operations, forward and backward, without recomputation
+    # A row is one token in one layer with experts (tree/replay.py).
+    replayed_rows: int  # rows with recorded experts
+    disagreeing_rows: int  # those among them on which paths recorded different experts
 
     @property
     def por(self) -> float:
-        """The share of the logical tokens that are copies."""
+        """The prefix overlap ratio 1 - N_tree / N_flat."""
         return 1.0 - self.distinct_tokens / self.logical_tokens
 
     @property
     def err(self) -> float:
-        """The share of the logical tokens that was not computed; ``por`` where nothing runs twice."""
+        """The effective reuse ratio 1 - N_part / N_flat. It equals ``por`` if no token runs twice."""
         return 1.0 - self.executed_tokens / self.logical_tokens
 
     @property
     def duplicates(self) -> float:
-        """Tokens that ran again, as a share of the distinct ones."""
+        """Repeated tokens as a fraction of the distinct ones."""
         return self.executed_tokens / self.distinct_tokens - 1.0
 
 
@@ -52,45 +56,54 @@ class StepCounts:
 class StepInput:
     """One rank's share of an optimizer step, on the host and ready to run."""
 
-    micro_batches: list[list[TreeBatch]]  # of each the partitions, or a single batch
-    whole: list[TreeBatch | None]  # of each all of it, where the loss needs whole paths and it is cut
+    micro_batches: list[list[TreeBatch]]  # each with its partitions, or a single batch
+    # Each micro-batch in one batch, if the loss needs whole paths and the micro-batch is partitioned; else
+    # None.
+    unpartitioned: list[TreeBatch | None]
     counts: StepCounts
-    chain_peak: int  # most tokens whose activations are alive at once
+    chain_peak: int  # the most tokens whose activations are live at once
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of all ranks together. Tensors lie on the device, and nothing has waited for them yet."""
+    """The outcome of a step over all ranks. Tensors are on the device; reading them waits for the step."""
 
-    loss: Tensor  # 0-dim fp32, with the router's
-    metrics: dict[str, Tensor]  # the loss function's own, 0-dim: means over the tokens that the loss counts
-    routing: Routing | None  # None without experts
-    router_metrics: dict[str, Tensor]  # of components/moe, {} without experts
+    loss: Tensor  # 0-dim fp32, router losses included
+    loss_metrics: dict[str, Tensor]  # the loss function's own metrics, 0-dim: means over the tokens it counts
+    routing: Routing | None  # None for a model without experts
+    router_metrics: dict[str, Tensor]  # see components/moe; empty for a model without experts
     counts: StepCounts
-    # Forwards that ran again: to recompute activations, to score first what a loss of whole paths needs, or
-    # to count first how experts are chosen in a pool of several forwards.
+    # Tokens of additional forward passes: recomputed activations, score passes and count passes.
     extra_forward_tokens: Tensor
-    dummy_forwards: Tensor  # that ranks ran so that others could run theirs
-    chain_peak: int  # of the rank with the most
-    num_micro_batches: int  # of the rank with the most
+    dummy_forwards: Tensor  # forward passes without trees, run because other ranks had more
+    chain_peak: int  # maximum over ranks
+    num_micro_batches: int  # maximum over ranks
 
 
-def all_reduce_counts(step: StepInput) -> tuple[StepCounts, int, int, int]:
-    """Counts of all ranks together, and of the rank with the most micro-batches, partitions of one, and
-    tokens of a chain. Host to host: no waiting for the device."""
+class GlobalSizes(NamedTuple):
+    """What every rank knows about all ranks before a step starts."""
+
+    counts: StepCounts  # summed over ranks
+    max_micro_batches: int
+    max_partitions: int  # of one micro-batch
+    chain_peak: int
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether any micro-batch of any rank has several partitions."""
+        return self.max_partitions > 1
+
+
+def all_reduce_counts(step: StepInput) -> GlobalSizes:
+    """Sums the counts of all ranks and takes the maxima of the other sizes, on the host."""
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
-    partitions = max(map(len, step.micro_batches), default=0)
-    most = torch.tensor([len(step.micro_batches), partitions, step.chain_peak])
+    max_partitions = max(map(len, step.micro_batches), default=0)
+    maxima = torch.tensor([len(step.micro_batches), max_partitions, step.chain_peak])
     if world_size() > 1:
         dist.all_reduce(counts)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
     fields = dataclasses.fields(StepCounts)
     values = (
         value if f.type == "float" else int(value) for f, value in zip(fields, counts.tolist(), strict=True)
     )
-    num_micro_batches, num_partitions, chain_peak = most.tolist()
-    return StepCounts(*values), num_micro_batches, num_partitions, chain_peak
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return GlobalSizes(StepCounts(*values), *maxima.tolist())

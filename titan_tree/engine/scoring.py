@@ -1,11 +1,11 @@
-"""tree_logprobs: log-probabilities of many token lists, shared prefixes computed once.
+"""tree_logprobs: log-probabilities of many token lists, each shared prefix computed once.
 
-And with which experts, so that training can replay them (data/replay.py).
+It can also record the experts that each token used, so that training can replay them (tree/replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, overload
 
 import numpy as np
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.partitions import run_partitions
+from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
-from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -45,66 +45,78 @@ def tree_logprobs(
     *,
     return_routed_experts: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-    """log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list, every shared prefix computed once.
+    """Returns log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list, each shared prefix computed
+    once.
 
-    Duplicates and prefixes of one another are welcome; differentiable under ``torch.enable_grad``.
+    Lists may be duplicates or prefixes of one another. The result is differentiable under
+    ``torch.enable_grad``.
 
     Args:
-        model: on the device to compute on.
-        token_lists: each of one token at least.
-        max_tokens: of one forward; None: all in one. Larger trees run in pieces that hand keys, values and
-            states down, every token once, in memory for one path and one piece. Needs ``torch.no_grad``,
-            and of a model over several ranks as many pieces on each: give all of them the same lists.
-        return_routed_experts: of a model with experts.
+        model: on the device that computes.
+        token_lists: token ids; each list has at least one.
+        max_tokens: the most tokens of one forward pass; None runs all in one. Larger trees run in partitions,
+            in the memory of one path and one partition. This needs ``torch.no_grad``. A model over several
+            ranks also needs equally many partitions on each rank: pass the same lists on all of them.
+        return_routed_experts: also return the experts that each token used. The model must have experts.
     Returns:
-        One fp32 tensor [len(tokens) - 1] per list, in nats, in the order given. On request also the experts
-        of each list's tokens, [len(tokens), L, k] int16 on the CPU: ``TokenPath.routed_experts``.
+        One fp32 tensor [len(tokens) - 1] in nats per list, in the order given. On request also one int16
+        tensor [len(tokens), L, k] per list, on the CPU, for L layers with k experts per token
+        (``TokenPath.routed_experts``).
     Raises:
-        UserError: a list, named by its index, that is empty, longer than the model's positions, or
-            beyond its vocabulary; max_tokens where gradients are enabled; experts of a model without.
+        UserError: if a list is empty, exceeds the model's positions or its vocabulary (the message has its
+            index); for max_tokens with gradients enabled; for experts of a model without experts.
     """
     if max_tokens is not None and torch.is_grad_enabled():
         raise UserError(
-            "tree_logprobs: max_tokens: expected no gradients, which would keep all pieces in memory; "
-            "call it under torch.no_grad(), or train with TreeStep"
+            "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
+            "partitions in memory; call it under torch.no_grad(), or train with TreeStep"
         )
-    if return_routed_experts and model.expert_sizes is None:
+    if return_routed_experts and model.experts is None:
         raise UserError(
-            "tree_logprobs: return_routed_experts: expected a model with experts, this one has none"
+            "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
         )
     paths = [TokenPath(np.asarray(tokens), id=str(i)) for i, tokens in enumerate(token_lists)]
     if not paths:
         return ([], []) if return_routed_experts else []
+    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)
     for path in paths:
-        path.check_limits(model.config.max_position_embeddings, model.config.vocab_size)
+        path.check_limits(limits)
     tree = TokenTree.from_paths(paths)
     plan = one_pass(tree) if max_tokens is None else TreePartitioner("auto", max_tokens).plan(tree)
     device = next(model.parameters()).device
     batches = TreeBatch.from_plan(plan)
-    scored: list[tuple[Tensor, Tensor]] = []  # tokens that edges predict, log-probs
-    experts: list[tuple[np.ndarray, Tensor]] = []  # tokens, theirs
-
-    def keep(number: int, batch: TreeBatch, out: ModelOutput) -> None:
-        scored.append((batch.edge_token, out.logprobs))
-        if return_routed_experts:
-            # A copy of a token that runs for the sake of others may have been rounded to other experts.
-            counts = plan.partitions[number].scores
-            used = torch.stack(out.routed_experts, dim=1).cpu()
-            experts.append((plan.partitions[number].own[counts], used[torch.from_numpy(counts)]))
-
-    if len(batches) == 1:
-        keep(0, batch := batches[0].to(device), model(batch))
+    if len(batches) == 1:  # with gradients, if they are enabled
+        batch = batches[0].to(device)
+        outputs: Iterable[tuple[TreeBatch, ModelOutput]] = [(batch, model(batch))]
     else:
-        run_partitions(model, batches, device, keep)
-    predicted = np.ones(len(tree.path_index), bool)
-    predicted[tree.path_offsets[:-1]] = False
-    tokens, values = map(torch.cat, zip(*scored, strict=True))
+        outputs = PartitionRunner(model, batches, device).outputs()
+
+    scores: list[tuple[Tensor, Tensor]] = []  # tokens that edges predict, and their log-probs
+    experts: list[tuple[np.ndarray, Tensor]] = []  # tokens, and their experts
+    for partition, (batch, out) in zip(plan.partitions, outputs, strict=True):
+        scores.append((batch.edge_token, out.logprobs))
+        if return_routed_experts:
+            # A token that several partitions run is recorded where its edges are scored: rounding may differ.
+            used = torch.stack(out.routed_experts, dim=1).cpu()
+            experts.append((partition.own[partition.scores], used[torch.from_numpy(partition.scores)]))
+
+    logprobs = _by_path(tree, scores, device)
+    return (logprobs, _experts_by_path(tree, experts)) if return_routed_experts else logprobs
+
+
+def _by_path(tree: TokenTree, scores: list[tuple[Tensor, Tensor]], device: torch.device) -> list[Tensor]:
+    """Gathers the log-probs of each path's edges."""
+    is_predicted = np.ones(len(tree.path_index), bool)
+    is_predicted[tree.path_offsets[:-1]] = False  # the first token of a path
+    tokens, values = map(torch.cat, zip(*scores, strict=True))
     ascending, order = tokens.sort()
-    index = torch.from_numpy(tree.path_index[predicted]).to(device)
-    at = order[torch.searchsorted(ascending, index)]
-    logprobs = list(values[at].split([len(path) - 1 for path in paths]))
-    if not return_routed_experts:
-        return logprobs
-    where = np.argsort(np.concatenate([tokens for tokens, _ in experts]))
-    of_paths = torch.cat([used for _, used in experts])[torch.from_numpy(where[tree.path_index])]
-    return logprobs, list(of_paths.split(list(map(len, paths))))
+    path_tokens = torch.from_numpy(tree.path_index[is_predicted]).to(device)
+    edges = order[torch.searchsorted(ascending, path_tokens)]
+    return list(values[edges].split([len(path) - 1 for path in tree.paths]))
+
+
+def _experts_by_path(tree: TokenTree, experts: list[tuple[np.ndarray, Tensor]]) -> list[Tensor]:
+    """Gathers the experts of each path's tokens."""
+    row = np.argsort(np.concatenate([tokens for tokens, _ in experts]))
+    by_path = torch.cat([used for _, used in experts])[torch.from_numpy(row[tree.path_index])]
+    return list(by_path.split(list(map(len, tree.paths))))

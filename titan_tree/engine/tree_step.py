@@ -1,34 +1,32 @@
 """TreeStep: the forward and backward passes of one optimizer step on one rank.
 
-    trees -> prepare (host): plan, batches -> run (device): forward, loss, backward per batch -> StepResult
+    trees -> prepare (host): partition, pack -> run (device): count, score and train passes -> StepResult
 
-A micro-batch that is larger than memory is cut into partitions, run one inside of another (``gateways``).
-
-No optimizer, no data, no logging: a Trainer, another framework's training loop or a test can own those.
+TreeStep has no optimizer, data or logging: those belong to the Trainer, to another framework's loop, or to
+yours.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.moe import RouterLoss, router_metrics
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.distributed.parallelize import cast_weights
+from titan_tree.distributed.collectives import all_reduce_named
+from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.lockstep import dummy, in_lockstep
-from titan_tree.engine.partitions import run_partitions, score_partitions
-from titan_tree.engine.records import StepCounts, StepInput, StepResult, all_reduce_counts, world_size
-from titan_tree.engine.router_loss import RouterStep, Use
+from titan_tree.engine.lockstep import dummy_batch, in_lockstep
+from titan_tree.engine.records import GlobalSizes, StepCounts, StepInput, StepResult, all_reduce_counts
+from titan_tree.engine.router_loss import StepRouting
+from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.token_tree import TokenTree
@@ -37,26 +35,26 @@ logger = logging.getLogger(__name__)
 
 
 class TreeStep:
-    """Accumulates into ``parameter.grad`` the gradient of the loss over a global batch of trees.
+    """Accumulates the gradient of the loss over a global batch of trees into ``parameter.grad``.
 
-    With FSDP2 ranks whose schedules differ must not communicate within them. Without partitions all ranks
-    run the same sequence, a rank with fewer micro-batches dummies that add exactly nothing. With partitions
-    all parameters are gathered in the first forward, and gradients summed over ranks in the last backward.
-    Ranks that share out experts communicate in every forward and backward: they run in lockstep.
+    With FSDP2, ranks that run different passes must not communicate within them. Without partitions, all
+    ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches, whose loss is
+    zero. With partitions, FSDP2 gathers all parameters in the first forward pass and sums gradients in the
+    last backward pass. Expert-parallel ranks communicate in every pass, so their schedules are made equal
+    (lockstep.py).
 
     Args:
-        model: one of titan_tree's, plain or parallelized.
-        loss: see ``TreeLoss``.
+        model: a titan_tree model, plain or parallelized.
+        loss: the loss, see ``TreeLoss``.
         device: where the model is.
-        partitioner: cuts micro-batches into partitions; None: each runs in one forward, whatever its size.
-        activations: where those of partitions that wait for others are kept; None: on the device.
-        reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch only (keeps an
-            unsharded fp32 gradient on each rank), or after "every" one, which partitions cannot.
-        reshard_after_forward: what FSDP2 does where there are no partitions.
-        router_loss: of a model with experts; None: none.
+        partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
+        activations: where suspended partitions keep their activations. None keeps them on the device.
+        reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch (keeps an
+            unsharded fp32 gradient on each rank) or after "every" one (not possible with partitions).
+        reshard_after_forward: FSDP2's setting for steps without partitions.
+        router_loss: the router losses of a model with experts. None adds none.
     Raises:
-        UserError: a router_loss of a model without experts; activations that may move where ranks share out
-            experts.
+        UserError: for a router_loss without experts, or if expert-parallel ranks would offload activations.
     """
 
     def __init__(
@@ -71,243 +69,170 @@ class TreeStep:
         router_loss: RouterLoss | None = None,
     ) -> None:
         self.router_loss = router_loss or RouterLoss()
-        if self.router_loss and not model.has_experts:
+        if self.router_loss and model.experts is None:
             raise UserError(
-                "router_loss: expected a model with experts, such as qwen3_moe; this one has none: set "
-                "balance and z to 0"
+                "router_loss: expected a model with experts, such as qwen3_moe, but this model has none; set "
+                "router_loss.balance and router_loss.z to 0"
             )
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.expert_group is not None and self.activations.may_offload():
+        if model.experts and model.experts.group and self.activations.may_offload():
             raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel (ranks "
-                "must run alike, and experts' weights would move too); set it, or unset partition.device_gb"
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel: "
+                "offloading would make the schedules of ranks differ; set one of them, or unset "
+                "partition.device_gb"
             )
         self.reduce_gradients = reduce_gradients
-        self.reshard_after_forward = reshard_after_forward
-        self._warned = False
+        self._gradient_sync = GradientSync(model, reshard_after_forward)
+        self._has_warned = False
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
-        """Everything that the host does for a step; communicates nothing, so any thread may run ahead."""
+        """Partitions and packs the trees of each micro-batch on the host.
+
+        It communicates with no other rank, so a thread may run it ahead of the step.
+        """
         plan = one_pass if self.partitioner is None else self.partitioner.plan
         plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
-        every = [batch for partitions in batches for batch in partitions]
+        all_batches = [batch for partitions in batches for batch in partitions]
         recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
         counts = StepCounts(
             normalizer=self.loss.normalizer(paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
             num_trees=sum(len(trees) for trees in micro_batches),
             num_paths=len(paths),
-            logical_tokens=sum(batch.n_logical for batch in every),
+            logical_tokens=sum(batch.n_logical for batch in all_batches),
             distinct_tokens=sum(len(plan.tree) for plan in plans),
-            executed_tokens=sum(map(len, every)),
-            scored_edges=sum(len(batch.edge_label) for batch in every),
-            forwards=len(every),
-            gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in every),
-            flops=sum(self.model.training_flops(batch) for batch in every),
+            executed_tokens=sum(map(len, all_batches)),
+            scored_edges=sum(len(batch.edge_label) for batch in all_batches),
+            forwards=len(all_batches),
+            gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in all_batches),
+            flops=sum(self.model.training_flops(batch) for batch in all_batches),
             replayed_rows=sum(records.num_rows for records in recorded),
             disagreeing_rows=sum(records.num_disagreeing for records in recorded),
         )
-        whole = [
+        unpartitioned = [
             TreeBatch.from_trees([plan.tree], edges="loss")
             if len(plan) > 1 and self.loss.needs_whole_paths
             else None
             for plan in plans
         ]
-        if self.device.type == "cuda":  # so that ``run`` copies without waiting
+        if self.device.type == "cuda":  # from pinned memory, ``run`` copies without waiting
             batches = [[batch.pin_memory() for batch in partitions] for partitions in batches]
-            whole = [None if batch is None else batch.pin_memory() for batch in whole]
+            unpartitioned = [None if batch is None else batch.pin_memory() for batch in unpartitioned]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
-        return StepInput(batches, whole, counts, chain_peak)
+        return StepInput(batches, unpartitioned, counts, chain_peak)
 
     def run(self, step: StepInput) -> StepResult:
-        """Forward and backward of all micro-batches. Gradients add to those that are there.
+        """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
 
-        Raises UserError where the loss counts no token of the global batch, and where a GPU's memory does
-        not suffice; gradients are not to be used then.
+        Raises:
+            UserError: if the loss counts no token of the global batch, or if the GPU runs out of memory.
+                Discard the gradients in that case.
         """
-        counts, num_micro_batches, num_partitions, chain_peak = all_reduce_counts(step)
-        self._check(counts, num_partitions)
-        total = _Total(self.loss, counts.normalizer, torch.zeros((), device=self.device))
-        nested = num_partitions > 1
+        sizes = all_reduce_counts(step)
+        self._check(sizes)
+        micro_batches = self._schedule(step, sizes)
+        run = self._make_run(step, sizes, micro_batches)
+        count = StepRouting.needs_count(self.router_loss, sizes.is_partitioned, sizes.max_micro_batches)
+        if count:
+            run.extra_forward_tokens += step.counts.executed_tokens
+        self._gradient_sync.hold(sizes.is_partitioned)
+        with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
+            run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
+        dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
+        return self._result(run, sizes, dummy_forwards)
+
+    def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
+        """This rank's micro-batches, with the dummy batches that FSDP2 and expert parallelism require."""
+        experts = self.model.experts
+        if experts and experts.group:
+            return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group)
+        num_missing = sizes.max_micro_batches - len(step.micro_batches)
+        if sizes.is_partitioned:  # ranks may differ, but each needs one pass for the collectives of FSDP2
+            num_missing = 0 if step.micro_batches else 1
+        return [*step.micro_batches, *([dummy_batch()] for _ in range(num_missing))]
+
+    def _make_run(self, step: StepInput, sizes: GlobalSizes, micro_batches: list[list[TreeBatch]]) -> StepRun:
+        counts = sizes.counts
         routing = None
-        if self.model.has_experts:
-            routing = RouterStep(self.router_loss, counts.logical_tokens, self.device)
-        out_of_memory = ""
-        try:
-            with cast_weights(self.model):
-                self._run_micro_batches(step, nested, num_micro_batches, total, routing)
-        except torch.OutOfMemoryError as error:
-            out_of_memory = str(error).splitlines()[0]
-        if out_of_memory:  # outside of the handler, whose exception holds the partitions' tensors
-            budget = "data.max_tokens or partition.max_chain_tokens" if nested else "data.max_tokens"
-            raise UserError(
-                f"the GPU's memory does not hold the activations of {chain_peak:,} tokens; lower {budget}, "
-                f"or set training.activation_checkpoint ({out_of_memory})"
-            )
-        costs = {
-            name: torch.full_like(total.loss, getattr(total, name))
-            for name in ("extra_forward_tokens", "dummy_forwards")
-        }
-        if routing is not None:
-            total.loss += routing.loss
-        loss, sums = self._over_ranks(total.loss, total.sums | costs)
-        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
-        metrics = {name: value / token_weight for name, value in sums.items()}
-        routed = None if routing is None else routing.total()
-        of_router = {} if routed is None else router_metrics(routed, counts.logical_tokens)
-        return StepResult(
-            loss, metrics, routed, of_router, counts, extra, dummies, chain_peak, num_micro_batches
+        if self.model.experts:
+            routing = StepRouting(self.router_loss, micro_batches, counts.logical_tokens, self.device)
+        return StepRun(
+            self.model,
+            micro_batches,
+            step.unpartitioned,
+            LossTotals(self.loss, counts.normalizer, torch.zeros((), device=self.device)),
+            routing,
+            self.activations,
+            self._gradient_sync,
+            is_partitioned=sizes.is_partitioned,
+            sums_every_backward=self.reduce_gradients == "every",
         )
 
-    def _run_micro_batches(
-        self, step: StepInput, nested: bool, most: int, total: _Total, routing: RouterStep | None
-    ) -> None:
-        """nested: some rank has partitions. most: micro-batches of the rank with the most."""
-        if self.model.expert_group is not None:
-            micro_batches = in_lockstep(step.micro_batches, most, self.model.expert_group)
-        else:
-            micro_batches = list(step.micro_batches)
-            num_runs = max(len(micro_batches), 1) if nested else most
-            micro_batches += [[dummy()]] * (num_runs - len(micro_batches))
-        total.dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
-        self._hold_parameters(nested)
-        if routing is not None and routing.must_count(nested, most):
-            routing.count(self.model, micro_batches)
-            total.extra_forward_tokens += step.counts.executed_tokens
-        for i, batches in enumerate(micro_batches):
-            last = i == len(micro_batches) - 1
-            if not nested:
-                self._sum_gradients(last or self.reduce_gradients == "every")
-            whole = step.whole[i] if i < len(step.whole) else None
-            use: Use = total.add
-            if whole is not None:
-                use = self._surrogate(batches, whole, total)
-            elif self.loss.needs_whole_paths and len(batches) > 1:  # in lockstep with a rank that has one
-                with torch.no_grad():
-                    total.extra_forward_tokens += sum(map(len, batches))
-                    run_partitions(self.model, batches, self.device, _ignore, entropy=self.loss.needs_entropy)
-            if routing is not None:
-                use = routing.added_to(use, i, batches)
-            again = run_partitions(
-                self.model,
-                batches,
-                self.device,
-                use,
-                entropy=self.loss.needs_entropy,
-                before_last=self._release_parameters if nested and last else None,
-                activations=self.activations,
-            )
-            total.extra_forward_tokens += again  # not around the call: the surrogate adds its own
+    def _result(self, run: StepRun, sizes: GlobalSizes, dummy_forwards: int) -> StepResult:
+        """Reduces loss, metrics and costs over ranks."""
+        loss, counts = run.totals.loss, sizes.counts
+        costs = {"extra_forward_tokens": run.extra_forward_tokens, "dummy_forwards": dummy_forwards}
+        cost_tensors = {name: torch.full_like(loss, value) for name, value in costs.items()}
+        if run.routing is not None:
+            loss = loss + run.routing.loss
+        loss, sums = all_reduce_named(loss, run.totals.sums | cost_tensors)
+        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
+        routing = None if run.routing is None else run.routing.total()
+        return StepResult(
+            loss=loss,
+            loss_metrics={name: value / token_weight for name, value in sums.items()},
+            routing=routing,
+            router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
+            counts=counts,
+            extra_forward_tokens=extra,
+            dummy_forwards=dummies,
+            chain_peak=sizes.chain_peak,
+            num_micro_batches=sizes.max_micro_batches,
+        )
 
-    def _surrogate(self, batches: Sequence[TreeBatch], whole: TreeBatch, total: _Total) -> Use:
-        """Losses of partitions whose gradients add up to that of a loss of whole paths.
-
-        All partitions are scored without gradients; the loss is differentiated with respect to these
-        log-probs; a partition's loss is its log-probs weighted by these derivatives: the same first-order
-        gradient, and one more forward.
-        """
-        total.extra_forward_tokens += sum(map(len, batches))
-        scores = score_partitions(self.model, batches, self.device, self.loss.needs_entropy)[1:]
-        named = zip(("logprobs", "entropy"), scores, strict=True)
-        values = {name: score.requires_grad_() for name, score in named if score is not None}
-        whole = whole.to(self.device, non_blocking=True)
-        loss = total.of(values["logprobs"], whole, values.get("entropy"))
-        derivatives = dict(zip(values, torch.autograd.grad(loss, list(values.values())), strict=True))
-
-        def weighted(number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
-            if batch.is_dummy:
-                return out.logprobs.sum() * 0.0
-            at = torch.searchsorted(whole.edge_token, batch.edge_token)
-            terms = [(d[at] * getattr(out, name)).sum() for name, d in derivatives.items()]
-            return torch.stack(terms).sum()
-
-        return weighted
-
-    def _check(self, counts: StepCounts, num_partitions: int) -> None:
+    def _check(self, sizes: GlobalSizes) -> None:
+        counts = sizes.counts
         if counts.loss_weight <= 0:
             raise UserError(
-                "the loss counts no token of this step's global batch (all loss masks or weights are 0); "
-                "check the data, or raise data.global_batch_groups"
+                "the loss counts no token of this step's global batch, because all loss masks or weights "
+                "are 0; check the data, or raise data.global_batch_groups"
             )
-        if num_partitions > 1 and isinstance(self.model, FSDPModule) and self.reduce_gradients != "last":
+        if sizes.is_partitioned and isinstance(self.model, FSDPModule) and self.reduce_gradients != "last":
             raise UserError(
-                f"parallel.reduce_gradients: expected 'last' where a tree is cut into partitions ("
-                f"{num_partitions} of one micro-batch), got {self.reduce_gradients!r}; set it, or raise "
-                "data.max_tokens"
+                "parallel.reduce_gradients: expected 'last' if trees are partitioned (one micro-batch has "
+                f"{sizes.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
+                "raise data.max_tokens"
             )
-        if counts.duplicates > 0.01 and not self._warned:
+        if counts.duplicates > 0.01 and not self._has_warned:
             logger.warning(
-                "partitions run %.1f %% of the tokens again (%s instead of %s); partition.strategy = "
-                "'redundancy_free' runs each once",
+                "partitions repeat %.1f %% of the tokens (%s instead of %s); partition.strategy = "
+                "'redundancy_free' runs each token once",
                 100 * counts.duplicates,
                 f"{counts.executed_tokens:,}",
                 f"{counts.distinct_tokens:,}",
             )
-            self._warned = True
-
-    def _sum_gradients(self, sync: bool) -> None:
-        """Whether FSDP2 sums gradients over ranks in the backwards to come."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(sync)
-
-    def _hold_parameters(self, hold: bool) -> None:
-        """Whether FSDP2 keeps what it gathers, and sums nothing, until ``_release_parameters``."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(not hold)
-            self.model.set_reshard_after_backward(not hold)
-            self.model.set_is_last_backward(not hold)
-            for block in self.model.get_submodule("layers").children():
-                assert isinstance(block, FSDPModule)
-                block.set_reshard_after_forward(self.reshard_after_forward and not hold)
-
-    def _release_parameters(self) -> None:
-        """The backward to come is the rank's last: sum gradients in it, and free what was gathered."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(True)
-            self.model.set_reshard_after_backward(True)
-            self.model.set_is_last_backward(True)
-
-    def _over_ranks(self, loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Totals of all ranks, in one all-reduce. A rank that ran dummies only does not know the names."""
-        if world_size() == 1:
-            return loss, sums
-        names: list[list[str]] = [[]] * world_size()
-        dist.all_gather_object(names, list(sums))
-        union = sorted({name for own in names for name in own})
-        zero = torch.zeros_like(loss)
-        total = torch.stack([loss, *(sums.get(name, zero).float() for name in union)])
-        dist.all_reduce(total)
-        return total[0], dict(zip(union, total[1:], strict=True))
+            self._has_warned = True
 
 
-@dataclass
-class _Total:
-    """The loss and its metrics, summed over partitions and micro-batches."""
-
-    function: TreeLoss
-    normalizer: float
-    loss: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    extra_forward_tokens: int = 0
-    dummy_forwards: int = 0
-
-    def add(self, number: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
-        """The loss to differentiate: 0 of a batch that scores nothing, but takes part in collectives."""
-        if batch.is_dummy or not len(batch.edge_label):
-            return out.logprobs.sum() * 0.0
-        return self.of(out.logprobs, batch, out.entropy)
-
-    def of(self, logprobs: Tensor, batch: TreeBatch, entropy: Tensor | None) -> Tensor:
-        loss, own = self.function(logprobs, batch, self.normalizer, entropy)
-        self.loss += loss.detach()
-        for name, value in own.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        return loss
-
-
-def _ignore(number: int, batch: TreeBatch, out: ModelOutput) -> None:
-    """Of a forward that others need."""
+@contextmanager
+def _out_of_memory_as_user_error(sizes: GlobalSizes) -> Iterator[None]:
+    """Turns an out-of-memory error into a UserError that says which setting to lower."""
+    message = ""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = str(error).splitlines()[0]
+    if (
+        message
+    ):  # raised outside of the handler: the caught exception would keep the partitions' tensors alive
+        budget = (
+            "data.max_tokens or partition.max_chain_tokens" if sizes.is_partitioned else "data.max_tokens"
+        )
+        raise UserError(
+            f"the GPU is out of memory with the activations of {sizes.chain_peak:,} tokens; lower {budget}, "
+            f"or set training.activation_checkpoint ({message})"
+        )

@@ -36,10 +36,10 @@ def step_values(report: StepReport) -> dict[str, float]:
         UserError: two values have the same name.
     """
     values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
-    of_loss = report.result.metrics | report.result.router_metrics
+    loss_metrics = report.result.loss_metrics | report.result.router_metrics
     for name in METRICS:
         _add(values, METRICS[name](report), f"metric {name!r}")
-    _add(values, {name: value.item() for name, value in of_loss.items()}, "loss")
+    _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
     return values
 
 

@@ -1,134 +1,94 @@
-"""What the layers of our models are made of.
+"""Block: one decoder layer, made of a mixer and an MLP or a mixture of experts.
 
-Activations are [N, d], one row per distinct token of a packed forest, with no batch dimension and no padding;
-rotary angles follow a token's depth in its path; a layer mixes a token with its ancestors only.
+Activations are [N, d], one row per distinct token of a packed forest, without a batch dimension or padding.
+A layer mixes a token with its ancestors only.
 
-N tokens, d hidden size, D head dim, R of its dims rotated.
+A tree that is cut into partitions runs in several forwards. Each forward *exports* rows, such as keys and
+values, that its child partitions need. Child partitions receive them as their *gateway*.
+
+N tokens, d hidden size, k experts of a token.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.models.decoder_config import DecoderConfig
+from titan_tree.models.layers import MLP, RMSNorm
+from titan_tree.models.rope import Rope
 from titan_tree.tree.layout import TreeLayout
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding (RoFormer, arXiv:2104.09864) of N tokens, in the half-split layout of NeoX and Qwen.
-
-    Of a head's dims the first R are rotated. Not a tuple: FSDP2's mixed precision would cast the tensors of a
-    tuple to bf16.
-    """
-
-    cos: Tensor  # [N, 1, R / 2] fp32
-    sin: Tensor  # [N, 1, R / 2] fp32
-
-    @staticmethod
-    def at(positions: Tensor, rotary_dim: int, theta: float) -> Rope:
-        """The angles ``position * theta ** (-2i / R)`` for positions [N]."""
-        exponent = torch.arange(0, rotary_dim, 2, device=positions.device).float() / rotary_dim
-        angle = positions[:, None, None].float() * (1.0 / theta**exponent)
-        return Rope(angle.cos(), angle.sin())
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [N, heads, D] rotated, computed in fp32 at least, in x's dtype."""
-        size = self.cos.shape[-1]
-        low, high = x[..., : 2 * size].to(at_least_fp32(x)).split(size, dim=-1)
-        rotated = torch.cat([low * self.cos - high * self.sin, high * self.cos + low * self.sin], dim=-1)
-        if 2 * size == x.shape[-1]:
-            return rotated.to(x.dtype)
-        return torch.cat([rotated.to(x.dtype), x[..., 2 * size :]], dim=-1)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension in fp32 at least, cast back to x's dtype, then times the weight.
-
-    Of this and of ``Linear`` the weights may be wider than x, as master weights are; x's dtype counts.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(at_least_fp32(x))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * (wide * scale).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """x @ weight.T in x's dtype."""
-
-    def __init__(self, size_in: int, size_out: int) -> None:
-        super().__init__(size_in, size_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-class MLP(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202)."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size)
-        self.up_proj = Linear(hidden_size, intermediate_size)
-        self.down_proj = Linear(intermediate_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Mixer(nn.Module, ABC):
-    """What mixes a token with its ancestors: attention, or a recurrence."""
+    """The part of a layer that mixes a token with its ancestors: attention or a recurrence."""
 
-    # What it leaves for later forwards, tensor by tensor: the stack of the bank (data/partition.py,
-    # GatewayRows) that has its rows.
+    # One entry per exported tensor: the stream of the gateway cache, "keys" or "states", that stores its
+    # rows.
     cache_streams: ClassVar[tuple[str, ...]]
+    # Attribute names of linears that must not run in float8, because they need more precision.
+    high_precision: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(
         self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """[N, d], and of a partition its exports, a tensor for each of ``cache_streams``.
+        """Mixes every token with its ancestors.
 
-        gateway: of a partition what earlier forwards exported, likewise; () where nothing is cut.
+        Args:
+            x: [N, d].
+            rope: rotary embedding of the N tokens.
+            layout: layout of the tokens, from ``Decoder.prepare``.
+            gateway: in a partition, one tensor per entry of ``cache_streams`` with the rows that earlier
+                partitions exported; otherwise ().
+        Returns:
+            [N, d], and in a partition the exports, one tensor per entry of ``cache_streams``; otherwise ().
         """
 
     @abstractmethod
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        """PAD empty rows for each of ``cache_streams``; activations like x, whose device is that of all."""
+        """Returns PAD zero rows per entry of ``cache_streams``, on the device and for the dtype of x."""
 
     @abstractmethod
     def flops(self, num_tokens: int, num_pairs: int) -> int:
-        """Operations, forward and backward, besides those of matrices; ``num_pairs`` of a token and one that
-        it sees."""
+        """Returns the operations of a forward and backward pass, without those of weight matrices.
+
+        Args:
+            num_tokens: N.
+            num_pairs: pairs of a token and a token that it sees, itself included.
+        """
+
+
+class LayerOutput(NamedTuple):
+    """What a ``Block`` returns. FSDP2 hooks its backward on tensors found in tuples, hence a tuple."""
+
+    hidden: Tensor  # [N, d], the next layer's input
+    exports: tuple[Tensor, ...]  # see ``Mixer.forward``
+    routing: Routing | None = None  # sums over tokens, if the layer has experts
+    routed_experts: Tensor | None = None  # [N, k] int16, the experts of each token, if the layer has experts
 
 
 class Block(nn.Module):
     """Pre-norm decoder layer: the unit of FSDP, activation checkpointing and compilation.
 
     Args:
-        name: of the mixer, which the published models call by what it is.
+        config: sizes of the model.
+        norm: class of both norms.
+        mixer_name: attribute name of the mixer, as in the published model's parameter names.
+        mixer: attention or a recurrence.
+        mlp: the feed-forward layer, dense or a mixture of experts.
     """
 
     def __init__(
-        self, config: DecoderConfig, norm: type[RMSNorm], name: str, mixer: Mixer, mlp: MLP | MoE
+        self, config: DecoderConfig, norm: type[RMSNorm], mixer_name: str, mixer: Mixer, mlp: MLP | MoE
     ) -> None:
         super().__init__()
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.mixer_name = name
-        self.add_module(name, mixer)
+        self.mixer_name = mixer_name
+        self.add_module(mixer_name, mixer)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
@@ -143,20 +103,18 @@ class Block(nn.Module):
         layout: TreeLayout,
         gateway: tuple[Tensor, ...] = (),
         forced_experts: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Routing, Tensor] | None]:
-        """x [N, d] of the next layer, exports (see ``Mixer.forward``), and the sums and experts of a MoE.
+    ) -> LayerOutput:
+        """Runs the layer on x [N, d].
 
-        forced_experts: see ``MoE.forward``.
+        Args:
+            x, rope, layout, gateway: see ``Mixer.forward``.
+            forced_experts: see ``MoE.forward``; None for a dense layer.
         """
         mixed, exports = self.mixer(self.input_layernorm(x), rope, layout, gateway)
         x = x + mixed
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MLP):
-            return x + self.mlp(normed), exports, None
+            return LayerOutput(x + self.mlp(normed), exports)
         assert layout.num_paths is not None
         out, routing, experts = self.mlp(normed, layout.num_paths, forced_experts)
-        return x + out, exports, (routing, experts)
-
-
-def at_least_fp32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+        return LayerOutput(x + out, exports, routing, experts)

@@ -1,51 +1,44 @@
-"""Sizes of a decoder, and how they stand in a Hugging Face ``config.json``."""
+"""DecoderConfig: the sizes of a decoder, and how they are written in a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
 from titan_tree.errors import UserError
 
 INIT_STD = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ABC):
-    """Sizes that every decoder has, by Hugging Face's names. Raises UserError for sizes that cannot be."""
+class DecoderConfig(Checked, ABC):
+    """Sizes that every decoder has, by Hugging Face's names.
 
-    family: ClassVar[str]  # the published models, as messages call them
+    Every field declares its check, so a config that exists is valid. Construction raises UserError for
+    impossible sizes.
+    """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 128
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    max_position_embeddings: int = 40_960
-    tie_word_embeddings: bool = False
+    family: ClassVar[str]  # name of the published models, for error messages
+    # Fields that a config.json may omit, because transformers has the same defaults.
+    hf_optional: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "tie_word_embeddings")
+
+    vocab_size: int = required(positive_int)
+    hidden_size: int = required(positive_int)
+    num_hidden_layers: int = required(positive_int)
+    num_attention_heads: int = required(positive_int)
+    num_key_value_heads: int = required(positive_int)
+    head_dim: int = setting(128, positive_int)
+    rms_norm_eps: float = setting(1e-6, positive_number)
+    rope_theta: float = setting(1e6, positive_number)
+    max_position_embeddings: int = setting(40_960, positive_int)
+    tie_word_embeddings: bool = setting(False, boolean)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool":
-                ok, expected = isinstance(value, bool), "true or false"
-            elif field.type == "list[int]":
-                is_list = isinstance(value, list)
-                ok = is_list and all(type(item) is int and item >= 0 for item in value)
-                expected = "a list of integers >= 0"
-            else:
-                kinds = (int,) if field.type == "int" else (int, float)
-                number = isinstance(value, kinds) and not isinstance(value, bool)
-                ok, expected = number and 0 < value < math.inf, f"{field.type} > 0"
-            if not ok:
-                raise UserError(f"{field.name}: expected {expected}, got {value!r}")
+        super().__post_init__()
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads "
@@ -56,31 +49,36 @@ class DecoderConfig(ABC):
 
     @property
     def rotary_dim(self) -> int:
-        """The first dims of a head, which are rotated."""
+        """Number of a head's dims, from the first, that the rotary embedding rotates."""
         return self.head_dim
 
     @classmethod
     @abstractmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
-        """From a ``config.json``, old or new spelling of RoPE's fields.
+        """Reads a ``config.json`` with the old or the new spelling of RoPE's fields.
 
-        Raises UserError, naming ``where``, for missing sizes and for whatever this model does not compute.
+        Args:
+            hf: content of the file.
+            where: its path, for error messages.
+        Raises:
+            UserError: a size is missing, or the config asks for something that this model does not compute.
         """
 
     @abstractmethod
     def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that transformers loads as the same model."""
+        """Returns the ``config.json`` that transformers loads as the same model."""
 
     @classmethod
     def _expect(cls, hf: Mapping[str, Any], where: str, field: str, ok: bool, expected: str) -> None:
+        """Raises UserError unless ``ok``."""
         if not ok:
             raise UserError(
-                f"{where}: {field}: {cls.family} here supports {expected} only, got {hf.get(field)}"
+                f"{where}: {field}: titan_tree's {cls.family} supports {expected} only, got {hf.get(field)}"
             )
 
     @classmethod
-    def _read(cls, hf: Mapping[str, Any], where: str, optional: Sequence[str], **given: float | None) -> Self:
-        """The fields in ``hf`` and, before these, those ``given``. optional: may be missing."""
+    def _read(cls, hf: Mapping[str, Any], where: str, **given: float | None) -> Self:
+        """Makes a config of the fields in ``hf``. Values in ``given`` take precedence, except None."""
         for field, ok, expected in (
             ("attention_bias", not hf.get("attention_bias"), "false"),
             ("attention_dropout", not hf.get("attention_dropout"), "0"),
@@ -89,31 +87,33 @@ class DecoderConfig(ABC):
         ):
             cls._expect(hf, where, field, ok, expected)
         fields = [field.name for field in dataclasses.fields(cls)]
-        sizes = {name: hf[name] for name in fields if hf.get(name) is not None}
-        sizes |= {name: value for name, value in given.items() if value is not None}
-        missing = [name for name in fields if name not in (*sizes, *optional)]
+        values = {name: hf[name] for name in fields if hf.get(name) is not None}
+        values |= {name: value for name, value in given.items() if value is not None}
+        missing = [name for name in fields if name not in (*values, *cls.hf_optional)]
         if missing:
             raise UserError(
-                f"{where}: missing {', '.join(missing)}; is it the config.json of a {cls.family}?"
+                f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.family} model"
             )
         try:
-            return cls(**sizes)
+            return cls(**values)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
     def _read_rope(cls, hf: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields of RoPE, which must be of type default.
+        """Returns RoPE's fields, and refuses every type but the default.
 
-        They are in "rope_parameters" since transformers 5; before, in the open beside "rope_scaling".
+        transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
+        level, beside "rope_scaling".
         """
-        open_fields = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-        rope = hf.get("rope_parameters") or open_fields
+        top_level = {name: hf.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        rope = hf.get("rope_parameters") or top_level
         scaling = hf.get("rope_scaling") or {}
         for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
             cls._expect(hf, where, field, isinstance(spelling, dict), "a table")
             if spelling.get("rope_type", spelling.get("type", "default")) != "default":
                 raise UserError(
-                    f"{where}: {cls.family} here supports RoPE of type default only, got {dict(spelling)}"
+                    f"{where}: titan_tree's {cls.family} supports RoPE of type default only, got "
+                    f"{dict(spelling)}"
                 )
         return {**scaling, **rope}

@@ -1,7 +1,6 @@
-"""Qwen3 (dense), arXiv:2505.09388, on token trees. Parameter names are those of Hugging Face's
-Qwen3ForCausalLM without the prefix ``model.``.
+"""Qwen3 (dense, arXiv:2505.09388) on token trees.
 
-N tokens, d hidden size, H query heads, K key-value heads, D head dim.
+Parameter names are those of Hugging Face's Qwen3ForCausalLM without the prefix ``model.``.
 """
 
 from __future__ import annotations
@@ -10,46 +9,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor
-
 from titan_tree.components.moe import MoE
-from titan_tree.components.tree_attention import TreeAttention
+from titan_tree.config.checks import positive_int, required
 from titan_tree.errors import UserError
-from titan_tree.models.block import MLP, Block, Linear, Mixer, RMSNorm, Rope
+from titan_tree.models.attention import Attention
+from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import PAD
+from titan_tree.models.layers import MLP, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """Sizes of a Qwen3, by Hugging Face's names."""
+    """Sizes of a Qwen3 model, by Hugging Face's names."""
 
     family = "Qwen3"
 
-    intermediate_size: int
+    intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
         rope = cls._read_rope(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UserError(f"{where}: Qwen3 here supports RoPE of all dims only, got {rope}")
+            raise UserError(f"{where}: titan_tree's {cls.family} supports RoPE of all dims only, got {rope}")
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
         cls._expect(hf, where, "layer_types", full, "full_attention")
-        optional = ("rms_norm_eps", "tie_word_embeddings")  # our defaults are transformers'
-        config = cls._read(hf, where, optional, rope_theta=rope.get("rope_theta"))
-        # Without "layer_types", layers from max_window_layers on have a window where it is switched on.
+        config = cls._read(hf, where, rope_theta=rope.get("rope_theta"))
+        # Without "layer_types", layers from max_window_layers on have a sliding window if it is switched on.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
-        whole = hf.get("max_window_layers", 28) >= config.num_hidden_layers
+        unused = hf.get("max_window_layers", 28) >= config.num_hidden_layers
         expected = "full attention (use_sliding_window false)"
-        cls._expect(hf, where, "max_window_layers", types is not None or not windowed or whole, expected)
+        cls._expect(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The ``config.json`` that transformers loads as the same model, with both spellings of RoPE."""
+        """Returns the ``config.json`` for transformers, with both spellings of RoPE."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -80,7 +75,7 @@ def _published(hidden: int, intermediate: int, layers: int, heads: int, *, tied:
 
 
 FLAVORS = {
-    # A few hundred thousand parameters, for the byte-level demo and for tests on a CPU.
+    # A few hundred thousand parameters: for the byte-level demo and for tests on a CPU.
     "debug": Qwen3Config(
         vocab_size=512,
         hidden_size=128,
@@ -100,68 +95,20 @@ FLAVORS = {
 }
 
 
-class Attention(Mixer):
-    """Grouped-query attention with RMSNorm on each head's queries and keys.
-
-    Exports are keys and values [X, 2, Hkv, D].
-    """
-
-    cache_streams = ("keys",)
-
-    def __init__(
-        self, config: DecoderConfig, attention: TreeAttention, norm: type[RMSNorm] = RMSNorm
-    ) -> None:
-        super().__init__()
-        d, D = config.hidden_size, config.head_dim
-        self.config, self.attention = config, attention
-        self.q_proj = Linear(d, config.num_attention_heads * D)
-        self.k_proj = Linear(d, config.num_key_value_heads * D)
-        self.v_proj = Linear(d, config.num_key_value_heads * D)
-        self.o_proj = Linear(config.num_attention_heads * D, d)
-        self.q_norm = norm(D, config.rms_norm_eps)
-        self.k_norm = norm(D, config.rms_norm_eps)
-
-    def forward(
-        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        q = self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
-        out, exports = self.attend(q, x, rope, layout, gateway)
-        return self.o_proj(out.flatten(-2)), exports
-
-    def attend(
-        self, q: Tensor, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Heads' outputs [N, H, D] for queries q [N, H, D] of x, before their norm; and the exports."""
-        k, v = (proj(x).unflatten(-1, (-1, self.config.head_dim)) for proj in (self.k_proj, self.v_proj))
-        q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
-        exports: tuple[Tensor, ...] = ()
-        if layout.exports is not None:
-            exports = (torch.stack([part.index_select(0, layout.exports) for part in (k, v)], dim=1),)
-        (context,) = gateway or (None,)
-        return self.attention(q, k, v, layout, context), exports
-
-    def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x.new_zeros(PAD, 2, self.config.num_key_value_heads, self.config.head_dim),)
-
-    def flops(self, num_tokens: int, num_pairs: int) -> int:
-        """12 H D per pair: scores and values, forward once and backward twice."""
-        return 12 * self.config.num_attention_heads * self.config.head_dim * num_pairs
-
-
 class Qwen3(Decoder):
-    """Qwen3, dense."""
+    """Qwen3, dense: grouped-query attention with RMSNorm on queries and keys, and SwiGLU MLPs."""
 
     Config: ClassVar[type[Qwen3Config]] = Qwen3Config
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3": "Qwen3ForCausalLM"}
     flavors: ClassVar[Mapping[str, Qwen3Config]] = FLAVORS
-
     norm_class = RMSNorm
     config: Qwen3Config
 
     def make_block(self, index: int) -> Block:
         mlp = self.make_mlp(index)
-        return Block(self.config, RMSNorm, "self_attn", Attention(self.config, self.attention), mlp)
+        attention = Attention(self.config, self.attention, qk_norm=RMSNorm)
+        return Block(self.config, RMSNorm, "self_attn", attention, mlp)
 
     def make_mlp(self, index: int) -> MLP | MoE:
-        """That of the layer ``index``."""
+        """Makes the feed-forward part of the layer ``index``."""
         return MLP(self.config.hidden_size, self.config.intermediate_size)

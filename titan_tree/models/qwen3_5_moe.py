@@ -1,4 +1,6 @@
-"""Qwen3.5-MoE (text model) on token trees: a Qwen3.5 with experts, of them a shared one, in every layer.
+"""Qwen3.5-MoE (text model) on token trees: a Qwen3.5 with a mixture of experts in every layer.
+
+Each mixture has routed experts and one shared expert for all tokens.
 
 Parameter names are those of Hugging Face's Qwen3_5MoeForCausalLM without the prefix ``model.``.
 """
@@ -10,21 +12,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
-from titan_tree.models.block import MLP
+from titan_tree.config.checks import positive_int, required
+from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3_5 import Hybrid, HybridConfig
 from titan_tree.models.qwen3_moe import check_experts, one_spelling_of_experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoeConfig(HybridConfig):
-    """Sizes of a Qwen3.5-MoE, by Hugging Face's names."""
+    """Sizes of a Qwen3.5-MoE model, by Hugging Face's names."""
 
     family = "Qwen3.5-MoE"
 
-    moe_intermediate_size: int
-    shared_expert_intermediate_size: int
-    num_experts: int
-    num_experts_per_tok: int
+    moe_intermediate_size: int = required(positive_int)
+    shared_expert_intermediate_size: int = required(positive_int)
+    num_experts: int = required(positive_int)
+    num_experts_per_tok: int = required(positive_int)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,15 +69,15 @@ def _published(
 
 
 class Qwen35Moe(Hybrid):
-    """Qwen3.5 with mixtures of experts."""
+    """Qwen3.5 with mixtures of experts as MLPs."""
 
     Config = Qwen35MoeConfig
     hf_architectures: ClassVar[dict[str, str]] = {
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",  # with vision, which is not loaded
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",  # vision is not loaded
     }
     flavors: ClassVar[dict[str, Qwen35MoeConfig]] = {
-        # About a million parameters, for the byte-level demo and for tests on a CPU.
+        # About a million parameters: for the byte-level demo and for tests on a CPU.
         "debug": Qwen35MoeConfig(
             vocab_size=512,
             hidden_size=128,

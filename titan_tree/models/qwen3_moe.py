@@ -1,4 +1,4 @@
-"""Qwen3-MoE, arXiv:2505.09388, on token trees: a Qwen3 with experts in its layers.
+"""Qwen3-MoE (arXiv:2505.09388) on token trees: a Qwen3 with mixtures of experts as MLPs.
 
 Parameter names are those of Hugging Face's Qwen3MoeForCausalLM without the prefix ``model.``.
 """
@@ -6,27 +6,32 @@ Parameter names are those of Hugging Face's Qwen3MoeForCausalLM without the pref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.components.moe import MoE
+from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
-from titan_tree.models.block import MLP
+from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """Sizes of a Qwen3-MoE, by Hugging Face's names; ``intermediate_size`` of layers without experts."""
+    """Sizes of a Qwen3-MoE model, by Hugging Face's names.
+
+    ``intermediate_size`` is that of layers without experts.
+    """
 
     family = "Qwen3-MoE"
+    hf_optional = (*Qwen3Config.hf_optional, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
-    moe_intermediate_size: int
-    num_experts: int
-    num_experts_per_tok: int
-    norm_topk_prob: bool = False  # the chosen experts' probabilities are divided by their sum
-    decoder_sparse_step: int = 1  # every so many layers one has experts
-    mlp_only_layers: list[int] = field(default_factory=list)  # and these have none
+    moe_intermediate_size: int = required(positive_int)
+    num_experts: int = required(positive_int)
+    num_experts_per_tok: int = required(positive_int)
+    norm_topk_prob: bool = setting(False, boolean)  # divide the chosen probabilities by their sum
+    decoder_sparse_step: int = setting(1, positive_int)  # every n-th layer has experts
+    mlp_only_layers: list[int] = setting([], list_of(natural_int))  # layers without experts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,12 +40,10 @@ class Qwen3MoeConfig(Qwen3Config):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
         hf = one_spelling_of_experts(hf, where)
-        defaults = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        given = {name: value for name, value in hf.items() if value is not None}
-        # Here the window is all layers'.
+        # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         cls._expect(hf, where, "use_sliding_window", not windowed, "false")
-        return super().from_hf(defaults | given, where)
+        return super().from_hf({name: value for name, value in hf.items() if value is not None}, where)
 
     def to_hf(self) -> dict[str, Any]:
         return {
@@ -50,20 +53,25 @@ class Qwen3MoeConfig(Qwen3Config):
         }
 
     def has_experts(self, index: int) -> bool:
-        """Whether the layer ``index`` has."""
+        """Returns whether the layer ``index`` has experts."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 
 def check_experts(num_experts: int, per_token: int) -> None:
+    """Raises UserError if a token would have more experts than there are."""
     if per_token > num_experts:
         raise UserError(f"num_experts_per_tok: expected at most num_experts ({num_experts}), got {per_token}")
 
 
 def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A ``config.json`` with "num_experts", which transformers may have saved as "num_local_experts"."""
+    """Returns the ``config.json`` with "num_experts", which transformers may save as "num_local_experts".
+
+    Raises:
+        UserError: both are there and differ.
+    """
     number, local = (hf.get(name) for name in ("num_experts", "num_local_experts"))
     if None not in (number, local) and number != local:
-        raise UserError(f"{where}: num_experts is {number}, but num_local_experts {local}; remove one")
+        raise UserError(f"{where}: num_experts is {number}, but num_local_experts is {local}; remove one")
     return {**hf, "num_experts": local if number is None else number}
 
 
@@ -85,13 +93,13 @@ def _published(
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3 with mixtures of experts."""
+    """Qwen3 with mixtures of experts as MLPs, in all layers or some."""
 
     Config = Qwen3MoeConfig
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
     publishes_single_experts = True
     flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = {
-        # About a million parameters, for the byte-level demo and for tests on a CPU.
+        # About a million parameters: for the byte-level demo and for tests on a CPU.
         "debug": Qwen3MoeConfig(
             vocab_size=512,
             hidden_size=128,

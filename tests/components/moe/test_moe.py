@@ -1,4 +1,4 @@
-"""Mixture of experts: against a loop over tokens, and the losses of the router against their definitions."""
+"""A mixture of experts against a loop over tokens, and the router losses against their definitions."""
 
 import copy
 
@@ -7,68 +7,38 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from tests.support.moe import moe_by_token, small_moe
 from titan_tree.components.moe import MoE, RouterLoss, Routing, router_metrics
 from titan_tree.components.moe import experts as module
 from titan_tree.components.moe.experts import grouped_linear, grouped_mm, linear_by_expert
 from titan_tree.errors import UserError
 
 
-class Shared(torch.nn.Linear):
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size, bias=False)
-
-
-def moe(norm_topk_prob=True, shared=True, top_k=2, num_experts=5, dtype=torch.float64):
-    made = MoE(8, 16, num_experts, top_k, norm_topk_prob, Shared(8) if shared else None)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(0, 0.5)
-    return made.to(dtype)
-
-
-def by_token(moe, x):
-    """The definition, one token and one expert at a time."""
-    rows = []
-    for row in x:
-        probability = (moe.gate.weight @ row).softmax(0)
-        chosen = probability.sort(descending=True).indices[: moe.top_k]
-        total = probability[chosen].sum() if moe.norm_topk_prob else 1.0
-        out = torch.zeros_like(row)
-        for e in chosen:
-            gate, up = (moe.experts.gate_up_proj[e] @ row).chunk(2)
-            out = out + probability[e] / total * (moe.experts.down_proj[e] @ (F.silu(gate) * up))
-        if moe.shared_expert is not None:
-            gate = torch.sigmoid(moe.shared_expert_gate.weight @ row)
-            out = out + gate * moe.shared_expert(row)
-        rows.append(out)
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (2, 2), (23, 3), (9, 5)])
 def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
-    """In float64, values and all gradients; one token leaves experts idle."""
-    made = moe(norm_topk_prob, shared, top_k)
+    """In float64, values and all gradients. With one token, some experts are idle."""
+    made = small_moe(norm_topk_prob, shared, top_k)
     x = torch.randn(num_tokens, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
     inputs = [x, *made.parameters()]
-    want = by_token(made, x)
+    want = moe_by_token(made, x)
     got, *_ = made(x, torch.ones(num_tokens))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     theirs = torch.autograd.grad((want * upstream).sum(), inputs, materialize_grads=True, allow_unused=True)
-    ours = torch.autograd.grad((got * upstream).sum(), inputs)  # of idle experts too: zeros, not None
+    ours = torch.autograd.grad((got * upstream).sum(), inputs)  # zeros for idle experts, not None
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
 
 
 def test_routing_counts_tokens_and_paths():
-    made = moe(top_k=2)
+    made = small_moe(top_k=2)
     x = torch.randn(11, 8, dtype=torch.float64)
     num_paths = torch.tensor([3.0, 1, 0, 2, 1, 1, 4, 0, 1, 1, 2])
     routing = made(x, num_paths)[1]
     logits = x @ made.gate.weight.t()
-    # Every token as often as paths run through it.
+    # Repeat every token once per path through it.
     flat = logits.repeat_interleave(num_paths.long(), dim=0)
     chosen = F.one_hot(flat.topk(2).indices, 5).sum((0, 1)).double()
     tokens = F.one_hot(logits[num_paths > 0].topk(2).indices, 5).sum((0, 1)).double()
@@ -77,8 +47,8 @@ def test_routing_counts_tokens_and_paths():
 
 
 def test_gradients_of_the_routed_sums():
-    """Numerically, of everything a router's loss is made of."""
-    made = moe()
+    """Numerically, for every sum that a router loss reads."""
+    made = small_moe()
     x = torch.randn(4, 8, dtype=torch.float64)
     weight = made.gate.weight.detach().clone().requires_grad_()
 
@@ -89,7 +59,7 @@ def test_gradients_of_the_routed_sums():
     assert torch.autograd.gradcheck(sums, (weight, x.requires_grad_()))
 
 
-def test_operator_is_sound():
+def test_the_operator_passes_opcheck():
     x, weight = torch.randn(7, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
     torch.library.opcheck(linear_by_expert, (x, weight, ends))
@@ -97,7 +67,7 @@ def test_operator_is_sound():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grouped_kernel_equals_expert_by_expert(dtype):
-    """What runs on a GPU, on a CPU: the same rows, and zero gradients of an idle expert."""
+    """The GPU's product, run on a CPU, gives the same rows and zero gradients for an idle expert."""
     x, weight = torch.randn(20, 32, dtype=dtype), torch.randn(4, 48, 32, dtype=dtype)
     ends, upstream = torch.tensor([5, 5, 13, 20], dtype=torch.int32), torch.randn(20, 48, dtype=dtype)
     results = []
@@ -111,7 +81,7 @@ def test_grouped_kernel_equals_expert_by_expert(dtype):
     assert not results[0][2][1].any()
 
 
-def test_grouped_kernel_is_for_bf16_on_a_gpu_alone(monkeypatch):
+def test_the_grouped_kernel_runs_for_bf16_on_a_gpu_only(monkeypatch):
     calls = []
     monkeypatch.setattr(module, "grouped_mm", lambda *_: calls.append("grouped"))
     monkeypatch.setattr(module, "linear_by_expert", lambda *_: calls.append("by expert"))
@@ -125,12 +95,12 @@ def test_grouped_kernel_is_for_bf16_on_a_gpu_alone(monkeypatch):
     for x in (OnGPU(torch.bfloat16), OnGPU(torch.float32), torch.empty(1), torch.empty(1).bfloat16()):
         grouped_linear(x, None, None)
     assert calls == ["grouped", "by expert", "by expert", "by expert"]
-    with pytest.raises(UserError, match="multiples of 8 in bfloat16 on a GPU, got 8 and 12"):
+    with pytest.raises(UserError, match=r"multiples of 8 in bfloat16 .* got a matrix with sides 8 and 12"):
         grouped_mm(torch.empty(3, 8), torch.empty(2, 12, 8), None)
 
 
-def test_bf16_is_as_exact_as_its_rounding():
-    exact = moe(dtype=torch.float64)
+def test_bf16_errors_are_at_the_level_of_its_rounding():
+    exact = small_moe(dtype=torch.float64)
     x = torch.randn(50, 8, dtype=torch.float64)
     low = copy.deepcopy(exact).bfloat16()
     rounded = copy.deepcopy(low).double()  # the same weights, so the same experts
@@ -140,8 +110,8 @@ def test_bf16_is_as_exact_as_its_rounding():
     assert (got.double() - want).norm() < 1e-2 * want.norm()
 
 
-def test_same_bits_every_time():
-    made = moe(dtype=torch.float32)
+def test_every_run_gives_the_same_bits():
+    made = small_moe(dtype=torch.float32)
     x = torch.randn(40, 8, requires_grad=True)
     runs = []
     for _ in range(2):
@@ -152,8 +122,8 @@ def test_same_bits_every_time():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_graph_for_all_sizes(backend):
-    made = moe(dtype=torch.float32)
+def test_one_compiled_graph_serves_all_sizes(backend):
+    made = small_moe(dtype=torch.float32)
     compiled = copy.deepcopy(made)
     torch._dynamo.reset()
     counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -170,17 +140,17 @@ def test_one_graph_for_all_sizes(backend):
     assert counted.frame_count == 1
 
 
-# The losses of the router.
+# Router losses.
 
 
 def random_routing(num_tokens, num_paths, seed=0, num_layers=3, num_experts=6, top_k=2):
-    """(logits of each layer, their routing)"""
+    """Returns the logits of each layer, and their routing."""
     generator = torch.Generator().manual_seed(seed)
     logits = [torch.randn(num_tokens, num_experts, generator=generator).double() for _ in range(num_layers)]
     layers = []
     for layer in logits:
         layer.requires_grad_()
-        made = MoE(num_experts, 8, num_experts, top_k, True).double()  # its router passes x on
+        made = MoE(num_experts, 8, num_experts, top_k, True).double()  # its router returns x as logits
         with torch.no_grad():
             made.gate.weight.copy_(torch.eye(num_experts))
             for weight in made.experts.parameters():
@@ -189,8 +159,8 @@ def random_routing(num_tokens, num_paths, seed=0, num_layers=3, num_experts=6, t
     return logits, Routing(*map(torch.stack, zip(*layers, strict=True)))
 
 
-def test_balance_is_that_of_a_batch_of_the_paths():
-    """By transformers' definition, on a batch in which every token stands once per path."""
+def test_the_balance_loss_equals_that_of_a_batch_of_the_paths():
+    """By transformers' definition, on a batch in which every token occurs once per path."""
     num_paths = torch.tensor([4.0, 1, 3, 1, 2, 0, 1, 1])
     logits, routing = random_routing(8, num_paths)
     flat = tuple(layer.repeat_interleave(num_paths.long(), 0) for layer in logits)
@@ -202,13 +172,13 @@ def test_balance_is_that_of_a_batch_of_the_paths():
     ours, theirs = (torch.autograd.grad(loss, logits) for loss in (got, 0.5 * want))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
-    # Every distinct token once is another number.
+    # Counting every distinct token once gives a different number.
     _, once = random_routing(8, torch.ones(8))
     unweighted = RouterLoss(balance=0.5)(once, once.chosen.sum(0), 8, 8)
     assert abs(unweighted.item() - got.item()) > 1e-2 * got.item()
 
 
-def test_z_is_a_mean_over_paths_and_layers():
+def test_the_z_loss_is_a_mean_over_paths_and_layers():
     num_paths = torch.tensor([2.0, 1, 0, 3])
     logits, routing = random_routing(4, num_paths)
     flat = torch.cat([layer.repeat_interleave(num_paths.long(), 0) for layer in logits])

@@ -1,4 +1,4 @@
-"""RouterBias: what it chooses and how it moves, in trees and flat, over resumes, and into snapshots."""
+"""RouterBias: its choices and updates, in trees and flat, after a resume, and in snapshots."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.components.moe.test_moe import by_token, moe
+from tests.support.moe import moe_by_token, small_moe
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
 from titan_tree.components.moe import RouterBias, Routing
 from titan_tree.components.tree_loss import TreeLoss
@@ -26,18 +26,18 @@ BIASED = {"model__name": "qwen3_moe", "router_bias__rate": 3e-4}
 
 
 def biases(trainer):
-    return {name: bias.clone() for name, bias in trainer.model.router_biases.items()}
+    return {name: bias.clone() for name, bias in trainer.model.experts.router_biases().items()}
 
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_it_chooses_but_does_not_weigh():
-    """Against the loop over tokens, to which a bias is an infinite one: chosen always, weighed as ever."""
-    made = moe(top_k=2, shared=False)
+def test_a_bias_changes_choices_but_not_weights():
+    """Large biases force experts 1 and 3, whose weights still come from the probabilities alone."""
+    made = small_moe(top_k=2, shared=False)
     x = torch.randn(23, 8, dtype=torch.float64)
-    plain = by_token(made, x)
+    plain = moe_by_token(made, x)
     made.e_score_correction_bias = torch.tensor([0.0, 9, 0, 9, 0])
     got, routing, experts = made(x, torch.ones(23))
     assert routing.tokens.tolist() == [0, 23, 0, 23, 0]
@@ -55,7 +55,7 @@ def test_it_chooses_but_does_not_weigh():
     torch.testing.assert_close(made(x, torch.ones(23))[0], plain, rtol=1e-12, atol=1e-12)
 
 
-def test_it_moves_against_the_load():
+def test_a_bias_moves_against_the_load():
     routing = Routing(
         tokens=torch.tensor([[1.0, 1, 4], [2, 2, 2]]),
         chosen=torch.tensor([[9.0, 1, 5], [6, 6, 0]]),
@@ -83,11 +83,11 @@ def test_wrong_options_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("counts", ["paths", "tokens"])
-def test_it_balances_a_router(counts):
-    """A fresh one gives some expert nearly twice the mean. Weights stay: what falls is due to the biases."""
+def test_biases_balance_a_router(counts):
+    """A fresh router gives some expert nearly twice the mean load. Only the biases change."""
     torch.manual_seed(0)
     model = build_model("qwen3_moe", "debug")
-    model.add_router_biases()
+    model.experts.add_router_biases()
     prompt = torch.randint(512, (60,))
     paths = [TokenPath(torch.cat([prompt, torch.randint(512, (90,))]).numpy()) for _ in range(4)]
     step, bias, loads = TreeStep(model, TreeLoss()), RouterBias(1e-3, counts), []
@@ -98,14 +98,14 @@ def test_it_balances_a_router(counts):
         loads.append((chosen.amax(1) / chosen.mean(1)).mean().item())
         if counts == "tokens":
             assert result.router_metrics["expert_load"].item() == loads[-1]
-        bias.update(model.router_biases.values(), result.routing)
+        bias.update(model.experts.router_biases().values(), result.routing)
     assert loads[0] > 1.7
     assert max(loads[-5:]) < 1.15
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"])
-def test_in_a_tree_it_moves_as_flat_unless_it_counts_distinct_tokens(tmp_path, model):
-    """To the bit, in several micro-batches, in partitions, and where forwards run again."""
+def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp_path, model):
+    """Bit for bit, with several micro-batches, partitions, and recomputed forwards."""
     kinds = {
         "tree": {},
         "flat": {"data__layout": "flat"},
@@ -124,10 +124,10 @@ def test_in_a_tree_it_moves_as_flat_unless_it_counts_distinct_tokens(tmp_path, m
     assert not same(ended["tokens"], ended["tree"])
 
 
-def test_a_refused_step_moves_nothing(tmp_path):
+def test_a_refused_step_moves_no_bias(tmp_path):
     config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
     trainer = Trainer(config)
-    inputs = trainer._inputs()
+    inputs = trainer.inputs()
     trainer.train_step(inputs)
     before = biases(trainer)
     assert all(bias.any() for bias in before.values())
@@ -138,7 +138,7 @@ def test_a_refused_step_moves_nothing(tmp_path):
     dist.destroy_process_group()
 
 
-def test_resumed_equals_uninterrupted(tmp_path):
+def test_a_resumed_run_has_the_biases_of_an_uninterrupted_one(tmp_path):
     config = tiny_config(tmp_path, **BIASED, checkpoint__interval=2)
     want = biases(train(config))
     expected = read_metrics(config)
@@ -147,7 +147,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
     assert len(resumed.history) == 2
     assert read_metrics(config) == expected
     assert same(biases(resumed), want)
-    # A rate of 0 goes on with the biases as they are; none at all is another model.
+    # A rate of 0 keeps the biases as they are. Without a rate, the model differs from the checkpoint's.
     shutil.rmtree(Path(config.folder) / "checkpoints" / "step-4")
     halfway = biases(train(tiny_config(tmp_path, **BIASED, checkpoint__interval=2, training__steps=2)))
     frozen = train(tiny_config(tmp_path, **BIASED | {"router_bias__rate": 0.0}, checkpoint__interval=2))
@@ -156,35 +156,35 @@ def test_resumed_equals_uninterrupted(tmp_path):
         train(tiny_config(tmp_path, model__name="qwen3_moe", checkpoint__interval=2))
 
 
-def test_without_a_rate_there_is_none(tmp_path):
+def test_without_a_rate_there_are_no_biases(tmp_path):
     trainer = train(tiny_config(tmp_path / "a", model__name="qwen3_moe", checkpoint__interval=2))
     assert not any("bias" in name for name in trainer.model.state_dict())
     assert "router_bias" not in json.loads((trainer.checkpoints.folder / "model.json").read_text())
-    with pytest.raises(UserError, match="router_bias: expected a model with experts"):
+    with pytest.raises(UserError, match=r"router_bias.rate: expected a model with experts"):
         train(tiny_config(tmp_path / "b", router_bias__rate=0.0))
 
 
 def with_biases(dtype=torch.float32):
     model = build_model("qwen3_moe", "debug", num_hidden_layers=2, decoder_sparse_step=2).to(dtype)
-    model.add_router_biases()
-    for bias in model.router_biases.values():
+    model.experts.add_router_biases()
+    for bias in model.experts.router_biases().values():
         bias.copy_(torch.linspace(-0.1, 1 / 3, 8))
     return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_snapshots_have_them_beside_the_weights(tmp_path, caplog, dtype):
-    """In fp32 whatever the weights are; transformers loads the snapshot, without them."""
+def test_snapshots_store_biases_beside_the_weights(tmp_path, caplog, dtype):
+    """In fp32 whatever the weights' dtype. transformers loads the snapshot without them."""
     model = with_biases(dtype)
     save_pretrained(model, tmp_path / "out")
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "router_biases.json, which titan_tree alone reads: other programs choose" in record.message
+    assert "only titan_tree reads the router biases in router_biases.json; other programs" in record.message
     again = load_pretrained(tmp_path / "out", dtype=dtype)
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
-    assert {bias.dtype for bias in again.router_biases.values()} == {torch.float32}
-    assert list(again.router_biases) == ["layers.1.mlp.e_score_correction_bias"]
+    assert {bias.dtype for bias in again.experts.router_biases().values()} == {torch.float32}
+    assert list(again.experts.router_biases()) == ["layers.1.mlp.e_score_correction_bias"]
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert torch.equal(hf.model.layers[1].mlp.gate.weight, model.layers[1].mlp.gate.weight)
 
@@ -201,7 +201,7 @@ def test_snapshots_have_them_beside_the_weights(tmp_path, caplog, dtype):
         (lambda stored: stored.update({next(iter(stored)): ["a"] * 8}), "expected a list of 8 numbers, got"),
     ],
 )
-def test_broken_files_are_refused(tmp_path, change, message):
+def test_damaged_bias_files_are_refused(tmp_path, change, message):
     save_pretrained(with_biases(), tmp_path / "out")
     path = tmp_path / "out" / "router_biases.json"
     stored = json.loads(path.read_text())
@@ -212,7 +212,7 @@ def test_broken_files_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("rate", ["null", "0.01"])
-def test_a_run_starts_from_a_snapshots_biases_and_exports_its_own(tmp_path, rate):
+def test_a_run_loads_the_biases_of_a_snapshot_and_exports_its_own(tmp_path, rate):
     first = train(tiny_config(tmp_path / "a", **BIASED, checkpoint__export_hf=True))
     config = tiny_config(
         tmp_path / "b",
@@ -225,4 +225,4 @@ def test_a_run_starts_from_a_snapshots_biases_and_exports_its_own(tmp_path, rate
     second = train(config)
     assert same(biases(second), biases(first)) == (rate == "null")
     exported = load_pretrained(Path(config.folder) / "hf", dtype=torch.bfloat16)
-    assert same(exported.router_biases, biases(second))
+    assert same(exported.experts.router_biases(), biases(second))

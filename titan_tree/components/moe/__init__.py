@@ -1,12 +1,20 @@
-"""Mixture of experts (Shazeer et al., arXiv:1701.06538; Switch Transformer, arXiv:2101.03961) on token trees.
+"""Mixture of experts (arXiv:1701.06538; Switch Transformer, arXiv:2101.03961) on token trees.
 
-A token is routed by itself, so on a tree every distinct token is routed once, and no expert ever refuses one.
-What depends on the tree are sums over tokens, ``Routing``, in which a token counts once per path through it.
+The router decides for each token independently, so every distinct token of a tree is routed once. No expert
+ever drops a token. Only sums over tokens depend on the tree (``Routing``): there, a token counts once per
+path through it.
 
-N tokens, k experts of each, E experts, d hidden size, m intermediate size of an expert.
+    __init__   MoE: router, routed experts and shared expert
+    experts    the products of the routed experts' weights
+    balance    Routing, and the router losses that balance experts
+    bias       RouterBias, which balances experts without a loss
+
+N tokens, k experts of a token, E experts, d hidden size, m intermediate size of an expert.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,31 +24,47 @@ from titan_tree.components.moe.balance import RouterLoss, Routing, router_metric
 from titan_tree.components.moe.bias import RouterBias
 from titan_tree.components.moe.experts import Dispatcher, expert_mlps
 
-__all__ = ["BIAS", "Experts", "MoE", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
+__all__ = ["BIAS", "Experts", "MoE", "MoEOutput", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
 
 BIAS = "e_score_correction_bias"
 
 
 class Experts(nn.Module):
-    """The weights of E SwiGLU networks without biases, by Hugging Face's names."""
+    """The weights of E SwiGLU networks without biases, by Hugging Face's names.
+
+    Attributes:
+        dispatcher: with expert parallelism, exchanges token copies with the ranks that hold their experts.
+        local_weights: with expert parallelism, both weights of this rank's experts as plain tensors.
+    """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        # Rows of each expert's gate first, then those of its up-projection.
+        # For each expert the rows of its gate projection, then those of its up-projection.
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
-        # Where other ranks hold part of the experts: what takes tokens there, and the weights that are here.
         self.dispatcher: Dispatcher | None = None
-        self.here: tuple[Tensor, Tensor] | None = None
+        self.local_weights: tuple[Tensor, Tensor] | None = None
+
+
+class MoEOutput(NamedTuple):
+    """What a ``MoE`` returns."""
+
+    hidden: Tensor  # [N, d], in the input's dtype
+    routing: Routing  # sums over the tokens
+    experts: Tensor  # [N, k] int16, the experts of each token
 
 
 class MoE(nn.Module):
-    """Each token's sum over its k likeliest experts, and a shared expert for all tokens behind a sigmoid.
+    """Sums the outputs of each token's k most probable experts, and of an optional shared expert.
 
-    The router computes in fp32 whatever x's dtype. Weights may be wider than x, whose dtype counts.
+    The router computes in fp32, or wider if x is. Weights may have more precision than x, whose dtype decides
+    that of the experts' computation. The shared expert serves all tokens, behind a sigmoid gate.
 
     Args:
-        top_k: experts of a token, k.
+        hidden_size: d.
+        intermediate_size: m.
+        num_experts: E.
+        top_k: k.
         norm_topk_prob: divide the chosen experts' probabilities by their sum.
         shared_expert: a module from [N, d] to [N, d], or None.
     """
@@ -58,22 +82,21 @@ class MoE(nn.Module):
         self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.experts = Experts(num_experts, hidden_size, intermediate_size)
-        # [E] fp32, added to the probabilities for the choice alone, see RouterBias; named as in DeepSeek-V3.
+        # [E] fp32, added to the probabilities for the choice only (RouterBias). DeepSeek-V3 uses this name.
         self.e_score_correction_bias: Tensor | None
         self.register_buffer(BIAS, None)
         self.shared_expert = shared_expert
         if shared_expert is not None:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def forward(
-        self, x: Tensor, num_paths: Tensor, forced_experts: Tensor | None = None
-    ) -> tuple[Tensor, Routing, Tensor]:
-        """[N, d] in x's dtype, sums over its tokens, and the experts that these had, [N, k] int16.
+    def forward(self, x: Tensor, num_paths: Tensor, forced_experts: Tensor | None = None) -> MoEOutput:
+        """Routes N tokens to their experts and sums the outputs.
 
         Args:
             x: [N, d].
-            num_paths: [N] fp32, of paths that run through each token and are to count.
-            forced_experts: [N, k] int16, experts instead of the likeliest, all different in a row, or all -1.
+            num_paths: [N] fp32, the number of paths through each token that count in ``Routing``.
+            forced_experts: [N, k] int16, experts to use instead of the most probable ones. A row has k
+                different experts, or only -1 where the router chooses.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))
@@ -90,7 +113,7 @@ class MoE(nn.Module):
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
 
         experts = self.experts
-        gate_up, down = experts.here or (experts.gate_up_proj, experts.down_proj)
+        gate_up, down = experts.local_weights or (experts.gate_up_proj, experts.down_proj)
         out = expert_mlps(
             x,
             gate_up.to(x.dtype),
@@ -111,10 +134,10 @@ class MoE(nn.Module):
             probability=(probability * paths).sum(0),
             squared_lse=(logits.logsumexp(-1).square() * paths[:, 0]).sum(),
         )
-        return out, routing, expert.to(torch.int16)
+        return MoEOutput(out, routing, expert.to(torch.int16))
 
     @property
     def active_parameters(self) -> int:
-        """Of the routed experts' weights those that a token is multiplied with."""
+        """Parameters of routed experts that one token is multiplied with."""
         total = sum(weight.numel() for weight in self.experts.parameters())
         return total * self.top_k // self.gate.out_features

@@ -1,23 +1,31 @@
-"""Routing: what a layer tells of its router. RouterLoss: what keeps routers from using few experts only, and
-their logits from growing.
+"""Routing: what a layer reports about its router. RouterLoss: two auxiliary losses for routers.
 
-Of a *pool* of tokens in L layers, each token counted once per path through it:
+The losses keep routers from using few experts only, and their logits from growing. They are defined on a
+*balancing scope*: the tokens that are balanced together, in L layers, each token counted once per path
+through it.
 
     balance   E sum_e f_e P_e     f_e: share of the tokens that chose expert e; P_e: its mean probability
     z         mean of logsumexp(logits)^2
 
-f and P are means over all layers' tokens together, as in transformers' ``load_balancing_loss_func``; f has
-no gradient. Balance: Switch Transformer (arXiv:2101.03961); z: ST-MoE (arXiv:2202.08906). A pool is a
-micro-batch, or all of the global batch (arXiv:2501.11873). As a product of two means the balance of several
-pools is not that of all together; only the global batch's is the same however trees are packed, cut, or
-flattened to paths. Several pools are averaged, weighted by their tokens on paths.
+f and P are means over the tokens of all layers together, as in transformers' ``load_balancing_loss_func``. f
+has no gradient. The balance loss is from Switch Transformer (arXiv:2101.03961), z from ST-MoE
+(arXiv:2202.08906).
+
+The scope is a micro-batch or the global batch (arXiv:2501.11873). The balance loss is a product of two means,
+so its average over several scopes differs from its value on all of them together. Only the global batch gives
+the same loss however trees are packed, partitioned, or flattened to paths. With several scopes, the losses
+are averaged, weighted by the scopes' tokens on paths.
+
+E experts, L layers with experts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from titan_tree.errors import UserError
@@ -26,21 +34,31 @@ Scope = Literal["global_batch", "micro_batch"]
 
 
 class Routing(NamedTuple):
-    """Sums over a layer's tokens, fp32 at least; of a model each with a first dim for its L such layers.
+    """Sums over a layer's tokens, in fp32 or wider. For a whole model, each has a leading dim L.
 
-    All but ``tokens`` count a token as often as paths run through it, as a batch of the paths would.
+    All but ``tokens`` count a token once per path through it, as a batch of the paths would.
     """
 
-    tokens: Tensor  # [E] distinct tokens that each expert has
-    chosen: Tensor  # [E] the same, on paths
+    tokens: Tensor  # [E] distinct tokens routed to each expert
+    chosen: Tensor  # [E] tokens on paths routed to each expert
     probability: Tensor  # [E] the router's probabilities
-    squared_lse: Tensor  # [] squares of the log-sum-exp of the router's logits
+    squared_lse: Tensor  # [] squared log-sum-exp of the router's logits
+
+    @staticmethod
+    def stack(layers: Sequence[Routing]) -> Routing:
+        """Returns the sums of L layers as those of a whole model."""
+        return Routing(*map(torch.stack, zip(*layers, strict=True)))
 
 
 class RouterLoss:
-    """Coefficients and the pool; 0 switches a loss off.
+    """The two router losses with their coefficients.
 
-    Raises UserError for a coefficient that is negative or not finite, and for an unknown scope.
+    Args:
+        balance: coefficient of the balance loss; 0 switches it off.
+        z: coefficient of the z-loss; 0 switches it off.
+        scope: the balancing scope.
+    Raises:
+        UserError: a coefficient is negative or not finite, or the scope is unknown.
     """
 
     def __init__(self, balance: float = 0.0, z: float = 0.0, scope: Scope = "global_batch") -> None:
@@ -53,31 +71,35 @@ class RouterLoss:
         self.balance, self.z, self.scope = balance, z, scope
 
     def __bool__(self) -> bool:
-        """Whether there is anything to add to the loss."""
+        """True if a coefficient is not 0."""
         return self.balance > 0 or self.z > 0
 
-    def __call__(self, routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int) -> Tensor:
-        """A forward's share of the global batch's loss, 0-dim. Shares of all forwards add up.
+    def __call__(self, routing: Routing, chosen: Tensor, scope_tokens: int, all_tokens: int) -> Tensor:
+        """Returns one forward's part of the global batch's loss, 0-dim. The parts of all forwards add up.
 
         Args:
-            routing: of the forward, of all its layers.
-            chosen: [E] of the pool, ``Routing.chosen`` summed over its forwards and layers.
-            pool_tokens: tokens on paths in the pool, > 0.
-            all_tokens: the same of the global batch.
+            routing: sums over the forward's tokens, for all layers.
+            chosen: [E], ``Routing.chosen`` summed over all forwards and layers of the balancing scope.
+            scope_tokens: tokens on paths in the balancing scope, > 0.
+            all_tokens: tokens on paths in the global batch.
         """
         loss = routing.squared_lse.new_zeros(())
         if self.balance:
-            loss = loss + self.balance * _balance(routing, chosen, pool_tokens, all_tokens)
+            loss = loss + self.balance * _balance(routing, chosen, scope_tokens, all_tokens)
         if self.z:
             loss = loss + self.z * _z(routing, all_tokens)
         return loss
 
 
 def router_metrics(routing: Routing, all_tokens: int) -> dict[str, Tensor]:
-    """Of a global batch, 0-dim, given the sum of its forwards' ``routing``.
+    """Returns the router metrics of a global batch, 0-dim each.
 
-    Both terms of ``RouterLoss`` without coefficients; and "expert_load", the most distinct tokens that one of
-    a layer's experts has over their mean, mean over layers: 1 is balanced.
+    They are both terms of ``RouterLoss`` without coefficients, and "expert_load". The latter is the maximum
+    number of distinct tokens per expert over the mean, averaged over layers; 1 is perfectly balanced.
+
+    Args:
+        routing: summed over the forwards of the global batch, for all layers.
+        all_tokens: tokens on paths in the global batch.
     """
     return {
         "router_balance": _balance(routing, routing.chosen.sum(0), all_tokens, all_tokens),
@@ -86,9 +108,9 @@ def router_metrics(routing: Routing, all_tokens: int) -> dict[str, Tensor]:
     }
 
 
-def _balance(routing: Routing, chosen: Tensor, pool_tokens: int, all_tokens: int) -> Tensor:
+def _balance(routing: Routing, chosen: Tensor, scope_tokens: int, all_tokens: int) -> Tensor:
     num_layers, num_experts = routing.probability.shape
-    share = chosen / (num_layers * pool_tokens)
+    share = chosen / (num_layers * scope_tokens)
     return num_experts * (share * routing.probability.sum(0)).sum() / (num_layers * all_tokens)
 
 

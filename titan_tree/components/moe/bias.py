@@ -1,11 +1,13 @@
-"""RouterBias: balances experts without a loss, and so without gradients that know nothing of the data.
+"""RouterBias: balances experts without a loss, and therefore without changing any gradient.
 
-    choice = the k experts of the largest p_e + b_e;   weights are made of p alone
+    choice = the k experts with the largest p_e + b_e;   the weights come from p alone
     after a step:  b_e += rate * sign(mean load - load_e)
 
-Of each layer on its own; a load is the number of tokens that an expert had in the global batch. From
-arXiv:2408.15664 and DeepSeek-V3, arXiv:2412.19437. There p is a sigmoid; in the models here it is a softmax,
-about 1 / E each, so that the same rate moves choices faster.
+Each layer has its own biases. An expert's load is the number of tokens routed to it in the global batch. The
+method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid. In the models here
+it is a softmax, with probabilities near 1 / E, so the same rate changes choices faster.
+
+E experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ Counts = Literal["paths", "tokens"]
 
 
 class RouterBias:
-    """How biases move.
+    """Updates router biases after each optimizer step.
 
     Args:
-        rate: of a step; 0 leaves them as they are.
-        counts: loads of distinct "tokens", as the hardware has them, or on "paths", where a token counts once
-            per path: those of a batch of the paths.
+        rate: size of an update; 0 keeps the biases as they are.
+        counts: how the load counts a token: "paths" once per path, as in a batch of the paths; "tokens" once,
+            as on the hardware.
     Raises:
-        UserError: a rate that is negative or not finite; unknown counts.
+        UserError: the rate is negative or not finite, or ``counts`` is unknown.
     """
 
     def __init__(self, rate: float, counts: Counts = "paths") -> None:
@@ -44,7 +46,12 @@ class RouterBias:
 
     @torch.no_grad()
     def update(self, biases: Iterable[Tensor], routing: Routing) -> None:
-        """In place. biases: [E] fp32 of each layer. routing: of the global batch, the same on all ranks."""
+        """Updates the biases in place.
+
+        Args:
+            biases: [E] fp32 for each layer with experts.
+            routing: sums over the global batch, the same on all ranks.
+        """
         load = routing.chosen if self.counts == "paths" else routing.tokens
         steps = self.rate * (load.mean(1, keepdim=True) - load).sign()
         for bias, step in zip(biases, steps, strict=True):

@@ -1,10 +1,10 @@
-"""Routed experts: tokens sorted by expert, two grouped matrix products, and back to where they were.
+"""Routed experts: sort token copies by expert, two grouped matrix products, and sum each token's copies.
 
-The routing of ``N`` tokens is a permutation of their S = N k copies that puts the copies of each expert in a
-row. Permuting and summing copies are each other's transpose, so neither direction needs atomic additions:
-forward and backward are deterministic, no copy is ever dropped, and nothing waits for the device.
+Routing makes S = N k copies of N tokens and sorts them by expert. Making copies and summing them are each
+other's transpose, so neither direction needs atomic additions. Forward and backward are deterministic, drop
+no copy, and never wait for the device.
 
-N tokens, k experts of each, S = N k copies, E experts, d hidden size, m intermediate size of an expert.
+N tokens, k experts of a token, S = N k copies, E experts, d hidden size, m intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from titan_tree.errors import UserError
 
 
 class Dispatcher(Protocol):
-    """Takes copies of tokens to the ranks that hold their experts, and back.
+    """Sends token copies to the ranks that hold their experts, and returns the results.
 
-    Handed in (distributed/exchange.py): nothing here knows of ranks.
+    distributed/exchange.py implements it, so that this package does not depend on ranks.
     """
 
     def __call__(
@@ -34,10 +34,14 @@ class Dispatcher(Protocol):
         scale: Tensor,
         num_copies: Tensor,
     ) -> Tensor:
-        """[S, d]: what ``mlps`` makes of copies [S, d] with scale [S, 1] on the ranks of their experts.
+        """Returns [S, d], the outputs of the experts for all copies.
 
-        mlps: gets copies, scale and ends [e] of what has arrived for the e experts here, in a row by expert.
-        num_copies: [E] of the S copies for each expert, in whose order they stand.
+        Args:
+            mlps: computes this rank's e experts on the copies that it received. Its arguments are copies and
+                scale, sorted by expert, and the exclusive end [e] of each expert's rows.
+            copies: [S, d], sorted by expert.
+            scale: [S, 1], the weight of each copy.
+            num_copies: [E], copies per expert.
         """
 
 
@@ -50,18 +54,22 @@ def expert_mlps(
     num_copies: Tensor,
     dispatcher: Dispatcher | None = None,
 ) -> Tensor:
-    """Sum over each token's experts of weight times SwiGLU, [N, d] in x's dtype.
+    """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
 
-    The weight multiplies an expert's hidden layer, which is narrower than its output: the same sum.
+    The weight multiplies an expert's hidden layer instead of its output. The sum is the same, and the hidden
+    layer is narrower.
 
     Args:
-        x: [N, d]. gate_up: [E, 2 m, d], rows of the gate first. down: [E, d, m]. All of x's dtype.
-        expert: [N, k] int64, all different in a row.
-        weight: [N, k], any dtype; the product with the hidden layer is rounded to x's.
-        num_copies: [E] int64: how often each expert stands in ``expert``.
-        dispatcher: where other ranks hold part of the experts; the weights are then of the e that are here.
+        x: [N, d].
+        gate_up: [E, 2 m, d] in x's dtype, for each expert the rows of the gate first.
+        down: [E, d, m] in x's dtype.
+        expert: [N, k] int64, different experts in each row.
+        weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
+        num_copies: [E] int64, how often each expert occurs in ``expert``.
+        dispatcher: with expert parallelism, sends copies to other ranks; ``gate_up`` and ``down`` then hold
+            only this rank's experts.
     Raises:
-        UserError: in bf16 on a GPU, sizes that are no multiples of 8.
+        UserError: in bf16 on a GPU, d or m is not a multiple of 8.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = order.argsort()
@@ -81,7 +89,7 @@ def expert_mlps(
 
 
 class _Spread(torch.autograd.Function):
-    """[N, d] -> [N k, d]: k copies of every row, permuted. ``_Gather`` is the transpose."""
+    """[N, d] -> [N k, d]: makes k copies of every row and permutes them. ``_Gather`` is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -97,7 +105,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[N k, d] -> [N, d]: the sum of every row's k copies."""
+    """[N k, d] -> [N, d]: sums the k copies of every row."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -113,8 +121,11 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """[N k, d] -> [N, d], summed in fp32 at least, one copy of all rows after another: no gathered copy is
-    ever stored, and compiled it is one pass over memory."""
+    """[N k, d] -> [N, d]: sums the k copies of every row in fp32 or wider.
+
+    It adds one copy of all rows at a time, so no gathered [N, k, d] is stored. Compiled, it is one pass over
+    memory.
+    """
     total: Tensor | None = None
     for rows in inverse.view(-1, k).unbind(1):
         one = copies[rows].to(torch.promote_types(copies.dtype, torch.float32))
@@ -124,11 +135,16 @@ def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[S, n]: rows ends[e - 1] to ends[e] of x [S, c] times weight[e].T, for weight [E, n, c].
+    """Returns [S, n]: rows ends[e - 1] to ends[e] of x times weight[e].T, for every expert e.
 
-    Experts without rows have zero gradients, not none. In bf16 on a GPU this is PyTorch's grouped matrix
-    product. It takes no float64 and compiles in no float32, so everything else, on a CPU and for
-    comparisons on a GPU, multiplies expert by expert; on a GPU that waits for ``ends``.
+    The gradient of an expert without rows is zero. In bf16 on a GPU, this is PyTorch's grouped matrix
+    product, which does not support float64 and does not compile in float32. Everything else multiplies expert
+    by expert, which waits for ``ends`` on a GPU.
+
+    Args:
+        x: [S, c], sorted by expert.
+        weight: [E, n, c].
+        ends: [E] int32, the exclusive end of each expert's rows.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         return grouped_mm(x, weight, ends)
@@ -136,16 +152,16 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """``grouped_linear`` in one kernel, whose rows must be multiples of 16 bytes."""
+    """Computes ``grouped_linear`` in one kernel, which needs rows of a multiple of 16 bytes."""
     if x.shape[1] % 8 or weight.shape[1] % 8:
         raise UserError(
             "experts: expected hidden_size and moe_intermediate_size to be multiples of 8 in bfloat16 on a "
-            f"GPU, got {weight.shape[2]} and {weight.shape[1]} for the sides of a matrix"
+            f"GPU, got a matrix with sides {weight.shape[2]} and {weight.shape[1]}"
         )
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
 
-# Operators, because torch.compile would make one graph per distribution of tokens over experts.
+# These are operators, because torch.compile would trace one graph per distribution of tokens over experts.
 
 
 @torch.library.custom_op("titan_tree::linear_by_expert", mutates_args=())

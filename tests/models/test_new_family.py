@@ -1,0 +1,83 @@
+"""A new family takes one class made of existing parts, and one registry entry."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+
+from tests.support.oracle import assert_same, flat, in_one_pass, per_path, random_groups, tree_model
+from titan_tree.config.checks import positive_int, required
+from titan_tree.errors import UserError
+from titan_tree.models.attention import Attention
+from titan_tree.models.block import Block
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder_config import DecoderConfig
+from titan_tree.models.hf import load_pretrained
+from titan_tree.models.layers import MLP, RMSNorm
+from titan_tree.models.registry import build_model
+from titan_tree.registry import MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    family = "Llama"
+
+    intermediate_size: int = required(positive_int)
+
+    @classmethod
+    def from_hf(cls, hf, where):
+        return cls._read(hf, where, rope_theta=cls._read_rope(hf, where).get("rope_theta"))
+
+    def to_hf(self):
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **vars(self)}
+
+
+class Llama(Decoder):
+    """Llama: no norm on queries and keys."""
+
+    Config = LlamaConfig
+    hf_architectures = {"llama": "LlamaForCausalLM"}  # noqa: RUF012
+    flavors = {}  # noqa: RUF012
+    norm_class = RMSNorm
+
+    def make_block(self, index):
+        c = self.config
+        mlp = MLP(c.hidden_size, c.intermediate_size)
+        return Block(c, RMSNorm, "self_attn", Attention(c, self.attention), mlp)
+
+
+@pytest.fixture
+def hf(monkeypatch: pytest.MonkeyPatch) -> transformers.LlamaForCausalLM:
+    """A small random Llama of transformers, with the family above registered for the test."""
+    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "llama": Llama})
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config).float()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_family_of_parts_equals_transformers_on_every_path(hf, seed):
+    groups = random_groups(seed)
+    assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)))
+
+
+def test_snapshots_of_a_new_family_load(hf, tmp_path):
+    hf.save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path, dtype=torch.float32)
+    assert isinstance(model, Llama)
+    assert torch.equal(model.embed_tokens.weight, hf.model.embed_tokens.weight)
+
+
+def test_a_named_gdn_backend_is_refused_by_models_without_gated_delta_net():
+    with pytest.raises(UserError, match="gdn: expected backend 'auto' for a Qwen3 model"):
+        build_model("qwen3", "debug", gdn="triton")
+    assert build_model("qwen3_5", "debug", gdn="reference").gdn.backend == "reference"

@@ -1,0 +1,56 @@
+"""Collective operations over all ranks. Every rank makes the same calls in the same order.
+
+A single rank gets its arguments back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    """Returns the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """Returns the sum of ``values`` over all ranks and leaves ``values`` unchanged."""
+    return _all_reduce(values, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(values: Tensor) -> Tensor:
+    """Returns the elementwise maximum of ``values`` over all ranks and leaves ``values`` unchanged."""
+    return _all_reduce(values, dist.ReduceOp.MAX)
+
+
+def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if world_size() == 1:
+        return values
+    reduced = values.clone()
+    dist.all_reduce(reduced, operation)
+    return reduced
+
+
+def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums the loss and named values over all ranks in one all-reduce.
+
+    Ranks may pass different names: a rank that ran only dummy batches does not know the metrics of the loss.
+    A name that a rank does not pass counts as 0 there.
+
+    Args:
+        loss: 0-dim fp32.
+        sums: 0-dim tensors of any dtype.
+    Returns:
+        The summed loss, and the sums in fp32, in alphabetical order of the names of all ranks.
+    """
+    if world_size() == 1:
+        return loss, sums
+    names_by_rank: list[list[str]] = [[]] * world_size()
+    dist.all_gather_object(names_by_rank, list(sums))
+    names = sorted({name for names in names_by_rank for name in names})
+    zero = torch.zeros_like(loss)
+    total = torch.stack([loss, *(sums.get(name, zero).float() for name in names)])
+    dist.all_reduce(total)
+    return total[0], dict(zip(names, total[1:], strict=True))

@@ -1,0 +1,104 @@
+"""When FSDP2 gathers weights and sums gradients within an optimizer step, and weights cast once per step.
+
+FSDP2 gathers the weights of a block before each forward and sums gradients over ranks in each backward. That
+requires every rank to run the same sequence of passes. ``GradientSync`` relaxes this for two cases:
+
+- Micro-batches: gradients accumulate on each rank, and only the last backward sums them over ranks.
+- Partitions: ranks run different numbers of forwards. Weights are gathered in the first forward and held
+  until the last backward, so that no pass in between communicates.
+
+A single rank trains a plain model without FSDP2. ``GradientSync`` then does nothing, and ``cast_weights``
+does FSDP2's mixed precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_tree.models.decoder import Decoder
+
+
+class GradientSync:
+    """Controls the communication of FSDP2 within an optimizer step. Does nothing for a plain model.
+
+    Args:
+        model: plain, or sharded by ``parallelize``.
+        reshard_after_forward: whether a block frees its gathered weights after a forward when weights are
+            not held; the argument of ``parallelize``.
+    """
+
+    def __init__(self, model: Decoder, reshard_after_forward: bool) -> None:
+        self.model, self.reshard_after_forward = model, reshard_after_forward
+
+    def sum_in_backward(self, enabled: bool) -> None:
+        """Sets whether the following backwards sum gradients over ranks or only accumulate them."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(enabled)
+
+    def hold(self, enabled: bool = True) -> None:
+        """Keeps gathered weights, and sums no gradients, until ``release``.
+
+        ``hold(False)`` restores the usual schedule. Call one of both at the start of each step, because a
+        step that failed may have left weights held.
+        """
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(not enabled)
+            self.model.set_reshard_after_backward(not enabled)
+            self.model.set_is_last_backward(not enabled)
+            for block in self.model.get_submodule("layers").children():
+                assert isinstance(block, FSDPModule)
+                block.set_reshard_after_forward(self.reshard_after_forward and not enabled)
+
+    def release(self) -> None:
+        """Makes the next backward, this rank's last in the step, sum gradients and free gathered weights."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(True)
+            self.model.set_reshard_after_backward(True)
+            self.model.set_is_last_backward(True)
+
+
+@contextmanager
+def cast_weights(model: Decoder) -> Iterator[None]:
+    """Replaces weights by copies in the dtype of the computation while the context is open.
+
+    Each weight is cast once per step instead of once per forward, and no autograd graph stores casts. As soon
+    as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
+    Models under FSDP2 stay unchanged: FSDP2 does the same when it gathers weights.
+    """
+    dtype = model.compute_dtype
+    if dtype is None or isinstance(model, FSDPModule):
+        yield
+        return
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if weight.dtype != dtype:
+                    replaced.append((module, name, weight))
+                    setattr(module, name, _copy(weight, dtype))
+        yield
+    finally:
+        for module, name, weight in replaced:
+            setattr(module, name, weight)
+
+
+def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Returns a copy in ``dtype`` whose gradients are added to ``weight.grad``."""
+
+    def add_gradient(copy: Tensor) -> None:
+        assert copy.grad is not None
+        if weight.grad is None:
+            weight.grad = copy.grad.to(weight.dtype)
+        else:
+            weight.grad += copy.grad
+        copy.grad = None
+
+    copy = nn.Parameter(weight.detach().to(dtype), weight.requires_grad)
+    if copy.requires_grad:
+        copy.register_post_accumulate_grad_hook(add_gradient)
+    return copy

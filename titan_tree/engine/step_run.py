@@ -1,0 +1,159 @@
+"""The passes of one optimizer step on one rank.
+
+    count   counts which experts each micro-batch chooses, for a balancing loss over several forward passes
+    score   computes the log-probs of a partitioned micro-batch, for a loss of whole paths
+    train   runs the forward passes, the loss and the backward passes
+
+A step is the list that ``plan_passes`` returns. Each pass runs all partitions of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.distributed.gradient_sync import GradientSync
+from titan_tree.engine.activations import Activations
+from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.router_loss import StepRouting
+from titan_tree.engine.whole_path_loss import Scores, WholePathLoss, collect_scores
+from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.tree.batch import TreeBatch
+
+
+class Pass(NamedTuple):
+    """One sweep over the partitions of one micro-batch."""
+
+    kind: Literal["count", "score", "train"]
+    micro_batch: int
+    is_last: bool  # of its kind
+
+
+def plan_passes(micro_batches: Sequence[Sequence[TreeBatch]], *, count: bool, score: bool) -> list[Pass]:
+    """Returns the passes of a step in order.
+
+    Expert-parallel ranks need the same list, and get it from micro-batches of the same shape (lockstep.py).
+
+    Args:
+        count: whether the router loss needs count passes.
+        score: whether the loss needs whole paths, and so a score pass for every partitioned micro-batch.
+    """
+    last = len(micro_batches) - 1
+    passes = [Pass("count", i, i == last) for i in range(len(micro_batches)) if count]
+    for i, batches in enumerate(micro_batches):
+        if score and len(batches) > 1:
+            passes.append(Pass("score", i, i == last))
+        passes.append(Pass("train", i, i == last))
+    return passes
+
+
+@dataclass
+class LossTotals:
+    """The loss and its metrics, summed over partitions and micro-batches of this rank."""
+
+    function: TreeLoss
+    normalizer: float
+    loss: Tensor  # 0-dim fp32
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, and their weight: see TreeLoss
+
+    def add(self, scores: Scores, batch: TreeBatch) -> Tensor:
+        """Computes the loss of ``scores`` (fields of ModelOutput), adds it to the totals, and returns it."""
+        loss, sums = self.function(scores["logprobs"], batch, self.normalizer, scores.get("entropy"))
+        self.loss += loss.detach()
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        return loss
+
+
+@dataclass
+class StepRun:
+    """Runs the passes of one step and holds what they pass on to each other."""
+
+    model: Decoder
+    micro_batches: Sequence[Sequence[TreeBatch]]
+    unpartitioned: Sequence[TreeBatch | None]  # see StepInput; may be shorter than micro_batches
+    totals: LossTotals
+    routing: StepRouting | None  # None for a model without experts
+    activations: Activations
+    gradient_sync: GradientSync
+    is_partitioned: bool  # on any rank
+    sums_every_backward: bool = (
+        False  # over ranks, where nothing is partitioned; else only the last backward does
+    )
+    extra_forward_tokens: int = 0  # of score passes and recomputed activations
+    _whole_path_losses: dict[int, WholePathLoss] = field(default_factory=dict)
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Runs ``passes`` in order."""
+        for kind, i, is_last in passes:
+            if kind == "count":
+                self.count(i, is_last)
+            elif kind == "score":
+                self.score(i)
+            else:
+                self.train(i, is_last)
+
+    def count(self, i: int, is_last: bool) -> None:
+        """Counts the choices of micro-batch ``i``, without the vocabulary projection."""
+        assert self.routing is not None
+        batches = [batch.without_edges() for batch in self.micro_batches[i]]
+        self.routing.count(self._runner(batches, entropy=False).outputs(), is_last)
+
+    def score(self, i: int) -> None:
+        """Scores micro-batch ``i`` and differentiates its loss with respect to the log-probs."""
+        batches = self.micro_batches[i]
+        outputs = self._runner(batches).outputs()
+        self.extra_forward_tokens += sum(map(len, batches))
+        unpartitioned = self.unpartitioned[i] if i < len(self.unpartitioned) else None
+        if (
+            unpartitioned is None
+        ):  # only another rank's micro-batch is partitioned: run the same forward passes
+            for _ in outputs:
+                pass
+            return
+        scores = collect_scores(outputs)
+        unpartitioned = unpartitioned.to(self.activations.device, non_blocking=True)
+        self._whole_path_losses[i] = WholePathLoss(scores, unpartitioned, self.totals.add)
+
+    def train(self, i: int, is_last: bool) -> None:
+        """Runs forward and backward passes of micro-batch ``i``."""
+        if not self.is_partitioned:
+            self.gradient_sync.sum_in_backward(is_last or self.sums_every_backward)
+        runner = self._runner(self.micro_batches[i])
+        release = self.gradient_sync.release if self.is_partitioned and is_last else None
+        runner.train(lambda batch, out: self._loss(i, batch, out), before_last_backward=release)
+        self.extra_forward_tokens += runner.recomputed_tokens
+        self._whole_path_losses.pop(i, None)
+
+    def _loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+        """The loss of one forward pass of micro-batch ``i``, router losses included."""
+        if self.routing is not None:
+            assert out.routing is not None
+            self.routing.add(out.routing)
+        loss = self._tree_loss(i, batch, out)
+        if self.routing is not None and out.routing is not None and self.routing.router_loss:
+            loss = loss + self.routing.compute_loss(i, out.routing)
+        return loss
+
+    def _tree_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+        if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
+            return whole_path_loss(batch, out)
+        if batch.is_dummy or not len(batch.edge_label):
+            return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives
+        scores = {"logprobs": out.logprobs}
+        if out.entropy is not None:
+            scores["entropy"] = out.entropy
+        return self.totals.add(scores, batch)
+
+    def _runner(self, batches: Sequence[TreeBatch], entropy: bool | None = None) -> PartitionRunner:
+        return PartitionRunner(
+            self.model,
+            batches,
+            self.activations.device,
+            entropy=self.totals.function.needs_entropy if entropy is None else entropy,
+            activations=self.activations,
+        )

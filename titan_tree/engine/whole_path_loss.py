@@ -1,0 +1,55 @@
+"""Losses of whole paths over partitions: score, differentiate, reweight.
+
+In such a loss, a token's term depends on other tokens of its path (GSPO's sequence ratio), and a partition
+holds only parts of the paths. A score pass therefore computes the log-probs of all edges without gradients.
+The loss of the whole micro-batch is differentiated with respect to these log-probs. In the train pass, a
+partition's loss is the sum of its log-probs times these derivatives. The gradient is the same to first order;
+the cost is one more forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from titan_tree.models.decoder import ModelOutput
+from titan_tree.tree.batch import TreeBatch
+
+Scores = dict[str, Tensor]  # fields of ModelOutput, "logprobs" and on request "entropy", [E] each
+
+
+def collect_scores(outputs: Iterable[tuple[TreeBatch, ModelOutput]]) -> Scores:
+    """Joins the scores of all partitions, [E] in nats, in ascending order of ``TreeBatch.edge_token``."""
+    scored = [(batch.edge_token, out) for batch, out in outputs if not batch.is_dummy]
+    order = torch.cat([tokens for tokens, _ in scored]).argsort()
+    columns = {name: [getattr(out, name) for _, out in scored] for name in ("logprobs", "entropy")}
+    return {name: torch.cat(values)[order] for name, values in columns.items() if values[0] is not None}
+
+
+class WholePathLoss:
+    """The loss of one partitioned micro-batch, as a weighted sum of the log-probs of its edges.
+
+    Args:
+        scores: of all edges, from ``collect_scores``.
+        unpartitioned: the micro-batch as a single batch, on the same device.
+        loss_function: maps scores and batch to the loss.
+    """
+
+    def __init__(
+        self, scores: Scores, unpartitioned: TreeBatch, loss_function: Callable[[Scores, TreeBatch], Tensor]
+    ) -> None:
+        scores = {name: score.requires_grad_() for name, score in scores.items()}
+        loss = loss_function(scores, unpartitioned)
+        gradients = torch.autograd.grad(loss, list(scores.values()))
+        self._derivatives = dict(zip(scores, gradients, strict=True))
+        self._edge_token = unpartitioned.edge_token
+
+    def __call__(self, batch: TreeBatch, out: ModelOutput) -> Tensor:
+        """Returns a 0-dim tensor. Its gradients, summed over all partitions, are those of the loss."""
+        if batch.is_dummy:
+            return out.logprobs.sum() * 0.0
+        index = torch.searchsorted(self._edge_token, batch.edge_token)
+        terms = [(d[index] * getattr(out, name)).sum() for name, d in self._derivatives.items()]
+        return torch.stack(terms).sum()

@@ -1,0 +1,78 @@
+"""Attention: grouped-query attention over the ancestors of each token, as families compose it.
+
+N tokens, d hidden size, H query heads, K key-value heads, D head dim, X exported tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titan_tree.components.tree_attention import TreeAttention
+from titan_tree.models.block import Mixer
+from titan_tree.models.decoder_config import DecoderConfig
+from titan_tree.models.layers import Linear, RMSNorm
+from titan_tree.models.rope import Rope
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+
+
+class Attention(Mixer):
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions.
+
+    It exports keys and values, [X, 2, K, D].
+
+    Args:
+        config: sizes of the model.
+        attention: the kernels, shared by all layers.
+        qk_norm: class of a norm on each head's queries and keys; None: no such norm.
+        output_gate: multiply each head's output by a sigmoid gate. ``q_proj`` then holds, for each head, the
+            rows of its query and then the rows of its gate.
+    """
+
+    cache_streams = ("keys",)
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: TreeAttention,
+        *,
+        qk_norm: type[RMSNorm] | None = None,
+        output_gate: bool = False,
+    ) -> None:
+        super().__init__()
+        d, D = config.hidden_size, config.head_dim
+        self.config, self.attention, self.output_gate = config, attention, output_gate
+        self.q_proj = Linear(d, config.num_attention_heads * D * (1 + output_gate))
+        self.k_proj = Linear(d, config.num_key_value_heads * D)
+        self.v_proj = Linear(d, config.num_key_value_heads * D)
+        self.o_proj = Linear(config.num_attention_heads * D, d)
+        norms = [nn.Identity() if qk_norm is None else qk_norm(D, config.rms_norm_eps) for _ in range(2)]
+        self.q_norm, self.k_norm = norms
+
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        D = self.config.head_dim
+        q, gate = self.q_proj(x), None
+        if self.output_gate:
+            q, gate = q.unflatten(-1, (-1, 2 * D)).chunk(2, dim=-1)
+        else:
+            q = q.unflatten(-1, (-1, D))
+        k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (self.k_proj, self.v_proj))
+        q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
+        exports: tuple[Tensor, ...] = ()
+        if layout.exports is not None:
+            exports = (torch.stack([part.index_select(0, layout.exports) for part in (k, v)], dim=1),)
+        (context,) = gateway or (None,)
+        out = self.attention(q, k, v, layout, context)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return self.o_proj(out.flatten(-2)), exports
+
+    def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x.new_zeros(PAD, 2, self.config.num_key_value_heads, self.config.head_dim),)
+
+    def flops(self, num_tokens: int, num_pairs: int) -> int:
+        """Returns 12 H D per pair: scores and values, once in the forward and twice in the backward."""
+        return 12 * self.config.num_attention_heads * self.config.head_dim * num_pairs

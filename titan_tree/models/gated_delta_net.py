@@ -1,0 +1,127 @@
+"""GatedDeltaNet: linear attention with a state that passes from token to token along each path.
+
+N tokens, d hidden size, H key heads, G value heads, K and V dims of a key and a value head, W width of the
+convolution, S exported states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
+from titan_tree.config.checks import positive_int, setting
+from titan_tree.errors import UserError
+from titan_tree.models.block import Mixer
+from titan_tree.models.decoder_config import DecoderConfig
+from titan_tree.models.layers import Linear, RMSNorm, at_least_fp32
+from titan_tree.models.rope import Rope
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig(DecoderConfig):
+    """Sizes of a decoder with Gated DeltaNet layers, by Hugging Face's names."""
+
+    hf_optional = (*DecoderConfig.hf_optional, "linear_conv_kernel_dim")
+
+    linear_num_key_heads: int = setting(16, positive_int)
+    linear_num_value_heads: int = setting(32, positive_int)
+    linear_key_head_dim: int = setting(128, positive_int)
+    linear_value_head_dim: int = setting(128, positive_int)
+    linear_conv_kernel_dim: int = setting(4, positive_int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise UserError(
+                f"linear_num_key_heads: expected a divisor of linear_num_value_heads "
+                f"({self.linear_num_value_heads}), got {self.linear_num_key_heads}"
+            )
+
+    @property
+    def key_dim(self) -> int:
+        """Size of one token's keys in all heads, H K, which is also that of its queries."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one token's values in all heads, G V."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+
+class Conv(nn.Module):
+    """The weight [C, 1, W] of a depthwise convolution over C channels."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet (arXiv:2412.06464) behind a short causal convolution.
+
+    It exports states [S, G, K, V] and the convolution's last inputs [S, W - 1, 2 H K + G V].
+
+    Args:
+        config: sizes of the model.
+        gdn: the kernels, shared by all layers.
+    """
+
+    cache_streams = ("states", "states")
+    # The gates have one output per head. Float8 would save nothing and blur the decays of long paths.
+    high_precision = ("in_proj_a", "in_proj_b")
+
+    def __init__(self, config: GatedDeltaNetConfig, gdn: TreeGDN) -> None:
+        super().__init__()
+        d, heads = config.hidden_size, config.linear_num_value_heads
+        self.config, self.gdn = config, gdn
+        self.in_proj_qkv = Linear(d, 2 * config.key_dim + config.value_dim)
+        self.in_proj_z = Linear(d, config.value_dim)
+        self.in_proj_b = Linear(d, heads)
+        self.in_proj_a = Linear(d, heads)
+        self.conv1d = Conv(2 * config.key_dim + config.value_dim, config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.out_proj = Linear(config.value_dim, d)
+
+    def forward(
+        self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        c = self.config
+        states, tails = gateway or (None, None)
+        qkv, new_tails = tree_causal_conv1d(
+            self.in_proj_qkv(x), self.conv1d.weight[:, 0], layout, tails, layout.conv_plan
+        )
+        q, k, v = qkv.split([c.key_dim, c.key_dim, c.value_dim], dim=-1)
+        q, k = (part.unflatten(-1, (-1, c.linear_key_head_dim)) for part in (q, k))
+        v, z = (part.unflatten(-1, (-1, c.linear_value_head_dim)) for part in (v, self.in_proj_z(x)))
+        wide = at_least_fp32(x)
+        beta = torch.sigmoid(self.in_proj_b(x))
+        step = F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide))
+        g = -self.A_log.to(wide).exp() * step
+        out, new_states = self.gdn(q, k, v, g, beta, layout, states)
+        gated = (self.norm(out) * F.silu(z.to(wide))).to(x.dtype)
+        out = self.out_proj(gated.flatten(-2))
+        if new_states is None or new_tails is None:
+            return out, ()
+        return out, (new_states, new_tails)
+
+    def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
+        c = self.config
+        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        tail = c.linear_conv_kernel_dim - 1, 2 * c.key_dim + c.value_dim
+        return x.new_zeros(PAD, *state, dtype=at_least_fp32(x)), x.new_zeros(PAD, *tail)
+
+    def flops(self, num_tokens: int, num_pairs: int) -> int:
+        """Returns 18 K V per token and value head.
+
+        A key and a query read the state, and one update writes it; each once in the forward and twice in the
+        backward.
+        """
+        return 18 * num_tokens * self.config.value_dim * self.config.linear_key_head_dim

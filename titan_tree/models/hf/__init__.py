@@ -1,0 +1,12 @@
+"""Hugging Face snapshots: local folders with a config.json and safetensors files.
+
+files    the files of a snapshot, opened and checked
+names    how the tensors of a snapshot correspond to the parameters of a model
+load     snapshot -> model
+save     model -> snapshot
+"""
+
+from titan_tree.models.hf.load import load_pretrained, load_router_biases, model_from_config, read_weights
+from titan_tree.models.hf.save import save_pretrained
+
+__all__ = ["load_pretrained", "load_router_biases", "model_from_config", "read_weights", "save_pretrained"]

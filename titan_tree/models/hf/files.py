@@ -1,0 +1,64 @@
+"""The files of a Hugging Face snapshot, opened and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from titan_tree.errors import UserError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# titan_tree's own file, for what the published formats have no place for. It is not a safetensors file,
+# because inference engines read all of those.
+ROUTER_BIASES = "router_biases.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file of a snapshot. Raises UserError if there is none."""
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; expected a local Hugging Face snapshot") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a snapshot. Raises UserError if one of them is missing."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX}: expected a table weight_map from tensor to file")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: named in {INDEX}, but missing; complete the download")
+    return files
+
+
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises UserError if it is damaged."""
+    try:
+        shard = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error}); download it again") from None
+    with shard as opened:
+        yield opened

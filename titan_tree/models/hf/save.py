@@ -1,0 +1,180 @@
+"""Saves models as Hugging Face snapshots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf.files import (
+    CONFIG,
+    INDEX,
+    ROUTER_BIASES,
+    WEIGHTS,
+    open_weights,
+    read_json,
+    weight_files,
+    write_json,
+)
+from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, split_experts
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 5 * 10**9
+COPIED_FILES = (  # from a model's source to its export
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def save_pretrained(
+    model: Decoder,
+    folder: str | Path,
+    state_dict: Mapping[str, Tensor] | None = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Saves ``model`` as a snapshot that transformers loads back bit for bit.
+
+    The published formats have no place for router biases (``RouterBias``). They go to a file of their own,
+    which only ``load_pretrained`` reads; a warning says so.
+
+    Files are written to a temporary folder beside ``folder``, which is renamed when all are written. A failed
+    save therefore leaves nothing behind.
+
+    Args:
+        folder: must be empty or not exist.
+        state_dict: the weights, by the model's names; needed if the model's own are sharded.
+        source: the snapshot that the model was loaded from. Copied from it are tokenizer and processor files,
+            the weights that were not loaded (vision, prediction of several tokens), and the fields of
+            config.json that the model does not know, such as special token ids.
+        max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
+    Raises:
+        UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already; name a new folder or remove it")
+    weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
+    assert weights.keys() == model.state_dict().keys(), "state_dict is not this model's"
+    # The model's own biases, because those in ``weights`` may have been cast to a narrower dtype.
+    biases = model.experts.router_biases() if model.experts else {}
+    weights = {name: weight for name, weight in weights.items() if name not in biases}
+    assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
+    dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
+    assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
+    config, prefix = {**model.config.to_hf(), "dtype": dtypes[0]}, PREFIX
+    others: dict[str, Tensor] = {}
+    files: list[Path] = []
+    if source is not None:
+        files = [file for name in COPIED_FILES if (file := Path(source) / name).is_file()]
+        if (Path(source) / CONFIG).is_file():
+            config, prefix = _merged_config(model, config, Path(source) / CONFIG)
+            others = _weights_not_loaded(Path(source))
+        elif not files:
+            raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
+
+    with _all_or_nothing(folder) as temporary:
+        parts = split_experts(weights) if model.publishes_single_experts else weights
+        named = {hf_name(name, prefix): weight for name, weight in parts.items()}
+        _write_weights(named | others, temporary, max_shard_bytes)
+        write_json(temporary / CONFIG, config)
+        if biases:
+            write_json(temporary / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
+            logger.warning(
+                "%s: only titan_tree reads the router biases in %s; other programs will choose other experts",
+                folder,
+                ROUTER_BIASES,
+            )
+        for file in files:
+            shutil.copyfile(file, temporary / file.name)
+
+
+def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """Returns the source's config.json with the model's ``own`` sizes, and the prefix of the weights' names.
+
+    If the source is a model with vision, the text model takes its place in it.
+    """
+    source = read_json(path)
+    if source.get("model_type") not in model.hf_architectures:
+        raise UserError(
+            f"{path}: model_type: expected one of {', '.join(model.hf_architectures)}, as the model is, got "
+            f"{source.get('model_type')}"
+        )
+    text = source.get("text_config")
+    before = source if text is None else text
+    own = own | {"rope_parameters": (before.get("rope_parameters") or {}) | own["rope_parameters"]}
+    dropped = {"quantization_config", "torch_dtype", "partial_rotary_factor", "full_attention_interval"}
+    sizes = {*vars(model.config), *dropped, "rope_parameters", "rope_scaling", "layer_types"}
+    identity = {"dtype", "architectures", "model_type"}
+    config = own | {name: value for name, value in before.items() if name not in sizes | identity}
+    if text is None:
+        return config, PREFIX
+    kept = {name: value for name, value in source.items() if name not in dropped}
+    return kept | {"text_config": config, "dtype": own["dtype"]}, TEXT_PREFIX
+
+
+def _weights_not_loaded(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights of a snapshot that loading skips; {} if the snapshot has no weights."""
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        return {}
+    others: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        with open_weights(file) as shard:
+            names = [name for name in shard.keys() if name.startswith(NOT_LOADED)]  # noqa: SIM118
+            others |= {name: shard.get_tensor(name) for name in names}
+    return others
+
+
+def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for tensor in weights.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for file, shard in zip(names, shards, strict=True):
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
+        save_file(contiguous, folder / file, metadata={"format": "pt"})
+
+
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside ``folder``: renamed to ``folder`` on success, removed on failure."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: writing failed, nothing was kept: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
