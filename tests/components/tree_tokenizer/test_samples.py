@@ -375,6 +375,7 @@ def qwen() -> TreeTokenizer:
     return TreeTokenizer.from_tiktoken(REAL_DATA / "qwen.tiktoken.gz")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 @pytest.mark.parametrize(
     ("name", "per_task", "options", "n_flat", "n_tree", "percent"), ROWS.values(), ids=ROWS
