@@ -1,13 +1,16 @@
-"""One config trained twice, as token trees and path by path: equal losses, and what the trees save.
+"""Trains one configuration twice, as token trees and path by path, and compares losses and speed.
 
     python scripts/compare_layouts.py CONFIG --steps 50 [key=value ...]
+    python scripts/compare_layouts.py train_configs/demo.toml --steps 6        # on a CPU, some minutes
 
-Both runs see the same groups in the same order from the same initial weights. data.layout = "flat" is the
-baseline that computes every path alone, packed into micro-batches of data.max_tokens without padding; all
-else is equal. The bound on the speed-up is N_flat / N_tree; times leave out the first ``--warmup`` steps and
-mean something on a GPU only: the CPU's reference attention costs data.max_tokens squared.
+Both runs see the same groups in the same order and start from the same weights. The baseline, data.layout =
+"flat", computes every path alone, packed into micro-batches of data.max_tokens without padding. The losses of
+both runs should agree to rounding. The speed-up is at most N_flat / N_tree, total over distinct tokens.
 
-Writes losses.csv, and losses.png where matplotlib is installed, into FOLDER beside the folders of both runs.
+Times leave out the first ``--warmup`` steps. They are meaningful on a GPU only, because the cost of the CPU's
+reference attention is quadratic in data.max_tokens.
+
+Writes losses.csv into FOLDER, beside the folders of both runs, and losses.png if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def main() -> None:
 
 
 def train(layout: str, args: argparse.Namespace) -> Rows:
-    """The rows of metrics.csv of a run with ``layout``, in processes of its own."""
+    """Trains with ``layout`` in a process of its own and returns the rows of the run's metrics.csv."""
     folder = args.folder / layout
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
     command = [
@@ -42,12 +45,8 @@ def train(layout: str, args: argparse.Namespace) -> Rows:
         f"data.layout={layout}",
         f"folder={folder}",
         f"training.steps={args.steps}",
-        *(
-            "checkpoint.interval=0",
-            "checkpoint.resume=false",
-            "metrics.loggers=[console,csv]",
-            "metrics.log_interval=1",
-        ),
+        *("checkpoint.interval=0", "checkpoint.resume=false"),
+        *("metrics.loggers=[console,csv]", "metrics.log_interval=1"),
     ]
     if status := subprocess.run(command, check=False).returncode:
         sys.exit(status)
@@ -56,12 +55,13 @@ def train(layout: str, args: argparse.Namespace) -> Rows:
 
 
 def relative_differences(rows: dict[str, Rows]) -> list[float]:
-    """|tree - flat| / |flat| of the loss, per step."""
+    """Returns |tree - flat| / |flat| of the loss for each step."""
     pairs = zip(*(rows[layout] for layout in LAYOUTS), strict=True)
     return [abs(tree["loss"] - flat["loss"]) / abs(flat["loss"]) for tree, flat in pairs]
 
 
 def write_losses(rows: dict[str, Rows], path: Path) -> None:
+    """Writes the losses of both runs and their relative difference, one line per step."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", *LAYOUTS, "relative difference"])
@@ -72,10 +72,11 @@ def write_losses(rows: dict[str, Rows], path: Path) -> None:
 
 
 def plot_losses(rows: dict[str, Rows], path: Path) -> None:
+    """Draws the losses of both runs, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"{path}: not drawn: matplotlib is not installed")
+        print(f"{path} was not drawn, because matplotlib is not installed")
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -87,7 +88,7 @@ def plot_losses(rows: dict[str, Rows], path: Path) -> None:
 
 
 def summary(rows: dict[str, Rows], warmup: int) -> str:
-    """Both runs side by side, and the speed-up beside its bound."""
+    """Returns a table of both runs, and the speed-up with its bound."""
     lines = [f"{'':24}{'tree':>14}{'flat':>14}"]
     seconds, executed = {}, {}
     for layout in LAYOUTS:
@@ -109,9 +110,9 @@ def summary(rows: dict[str, Rows], warmup: int) -> str:
     speed_up, bound = seconds["flat"] / seconds["tree"], executed["flat"] / executed["tree"]
     differences = relative_differences(rows)
     lines += [
-        f"largest relative difference of the losses: {max(differences):.1e} "
+        f"largest relative difference between the losses: {max(differences):.1e} "
         f"(step {1 + differences.index(max(differences))} of {len(differences)})",
-        f"speed-up {speed_up:.2f}x of at most N_flat / N_tree = {bound:.2f}x ({speed_up / bound:.1%})",
+        f"speed-up: {speed_up:.2f}x, {speed_up / bound:.1%} of the bound N_flat / N_tree = {bound:.2f}x",
     ]
     return "\n".join(lines)
 
@@ -123,8 +124,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3, help="steps left out of the times (default: 3)")
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="GPUs, as of torchrun (default: 1)")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="steps at the start that are not timed (default: 3)"
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, help="number of GPUs, as for torchrun (default: 1)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("outputs/compare_layouts"))
     args = parser.parse_intermixed_args()
     if args.steps <= args.warmup:

@@ -1,12 +1,13 @@
-"""Find or make the Python environment that titan_tree runs in; print its interpreter on stdout.
+"""Finds or creates the Python environment that titan_tree runs in, and prints its interpreter on stdout.
 
     python3 scripts/environment.py [EXTRA]        # EXTRA: test or dev, see pyproject.toml
 
-Can the interpreter that runs this script import a supported torch, then that torch is used and no other is
-installed: directly, where everything else is there too; otherwise from .venv, which sees the packages of
-that interpreter and adds what is missing. Without torch, .venv holds all of constraints.txt.
+If the interpreter that runs this script has a supported torch, that torch is used and no other is installed.
+The interpreter itself is used if it has all other packages too. Otherwise the missing packages are installed
+into .venv, which also sees the packages of that interpreter. Without a supported torch, .venv gets everything
+from constraints.txt.
 
-Called by scripts/setup.sh with Python 3.11 or later, of which it uses the standard library alone.
+scripts/setup.sh calls this script with Python 3.11 or later. It uses the standard library only.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 VENV = ROOT / ".venv"
-MADE_BY = VENV / "made-by-titan_tree"  # names the interpreter below; a .venv without it is left alone
-STATE = ROOT / "build" / "environment.json"  # what the last set-up that came to its end has made
+MADE_BY = (
+    VENV / "made-by-titan_tree"
+)  # contains the base interpreter; a .venv without this file stays untouched
+STATE = ROOT / "build" / "environment.json"  # the result of the last set-up that finished
 
 
 def main(extra: str) -> None:
-    if Path(sys.prefix).resolve() == VENV and MADE_BY.exists():  # .venv is active: speak of what it stands on
+    """Prints the interpreter; sets up its environment if the last set-up does not fit."""
+    if Path(sys.prefix).resolve() == VENV and MADE_BY.exists():  # .venv is active: start from its base
         below = MADE_BY.read_text().strip()
         os.execv(below, [below, __file__, extra])
 
@@ -53,20 +57,28 @@ def main(extra: str) -> None:
 
 
 def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
-    """Make the environment and return its interpreter; SystemExit says what to do where that fails."""
+    """Creates the environment and returns its interpreter.
+
+    Args:
+        extra: of pyproject.toml, or "".
+        needed: the requirements of the project with that extra.
+        keep_venv: whether to add to an existing .venv instead of starting afresh.
+    Raises:
+        SystemExit: the set-up failed; the message says how to fix it.
+    """
     torch = next(r for r in needed if name_of(r) == "torch")
     respected = installed("torch") is not None and satisfied(torch)
     if installed("torch") is not None and not respected:
-        say(f"{sys.executable} has torch {installed('torch')}, not {torch}: .venv gets its own")
+        say(f"{sys.executable} has torch {installed('torch')}, but {torch} is needed: .venv gets its own")
     if respected and all(satisfied(r) for r in needed) and imports_titan_tree():
-        say(f"using {sys.executable} with torch {installed('torch')}, as it is")
+        say(f"using {sys.executable} with torch {installed('torch')}; nothing is installed")
         return sys.executable
 
-    STATE.unlink(missing_ok=True)  # from here on an interruption means: start again
+    STATE.unlink(missing_ok=True)  # if interrupted from here on, the next call starts again
     if VENV.exists() and not MADE_BY.exists() and any(VENV.iterdir()):
         sys.exit(
-            f"error: {VENV} was not made by this script, which leaves it alone: move it away, or activate it "
-            "and run `pip install -e '.[dev]'`"
+            f"error: {VENV} exists but was not created by this script: move it away, or activate it and run "
+            "`pip install -e '.[dev]'`"
         )
     if not keep_venv:
         make_venv(respected)
@@ -74,34 +86,34 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
     if respected:
         constraints = VENV / "constraints.txt"
         constraints.write_text(constraints_beside_installed())
-        say(f"keeping torch {installed('torch')} of {sys.executable}; adding what is missing in .venv")
+        say(f"using torch {installed('torch')} of {sys.executable}; installing missing packages in .venv")
     else:
-        say("installing the packages of constraints.txt in .venv: about a minute plus the download ...")
+        say("installing the packages of constraints.txt in .venv; this takes a minute plus the download ...")
     interpreter = str(VENV / "bin" / "python")
     project = f"{ROOT}[{extra}]" if extra else str(ROOT)
     pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
     if run([*pip, "--progress-bar", "off", "--constraint", str(constraints), "--editable", project]):
         sys.exit(
-            "error: pip could not install the packages (its reason stands above); without network set "
-            "PIP_INDEX_URL or PIP_FIND_LINKS to a mirror, or use a Python that has them already"
+            "error: pip could not install the packages, see its message above. Without a network, set "
+            "PIP_INDEX_URL or PIP_FIND_LINKS to a mirror, or PYTHON to an interpreter with all packages"
         )
     return interpreter
 
 
 def make_venv(respected: bool) -> None:
-    """An empty .venv; with ``respected``, one that sees all packages of this interpreter."""
+    """Creates an empty .venv. With ``respected`` it also sees all packages of this interpreter."""
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
     MADE_BY.write_text(sys.executable)
     if run([sys.executable, "-m", "venv", str(VENV)]):
         shutil.rmtree(VENV)
         sys.exit(
-            "error: this Python cannot make virtual environments (its reason stands above): install its venv "
-            "package, on Debian and Ubuntu `apt-get install python3-venv`"
+            "error: this Python cannot create virtual environments, see its message above. Install its venv "
+            "package; on Debian and Ubuntu: `apt-get install python3-venv`"
         )
     if respected:
-        # --system-site-packages would show the packages of the interpreter that a virtual environment or
-        # user site stands on, not their own.
+        # If this interpreter is a virtual environment itself, --system-site-packages would show the packages
+        # of its base, not its own.
         folders = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
         (site_packages,) = VENV.glob("lib/python*/site-packages")
         lines = [f"import site; site.addsitedir({folder!r})" for folder in folders]
@@ -109,18 +121,19 @@ def make_venv(respected: bool) -> None:
 
 
 def constraints_beside_installed() -> str:
-    """constraints.txt for the packages this interpreter lacks, and torch as it is."""
+    """Returns the lines of constraints.txt that this interpreter lacks, and its own version of torch."""
     lines = [line for line in CONSTRAINTS.read_text().splitlines() if re.match(r"\w", line)]
     missing = [line for line in lines if installed(name_of(line)) is None]
     return "\n".join([*missing, f"torch=={installed('torch')}"]) + "\n"
 
 
 def requirements(extra: str) -> list[str]:
-    """The requirements of pyproject.toml, those of ``extra`` included."""
+    """Returns the requirements in pyproject.toml, including those of ``extra``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = list(project["dependencies"])
     if extra and extra not in project["optional-dependencies"]:
-        sys.exit(f"error: extra {extra!r}: expected one of {', '.join(project['optional-dependencies'])}")
+        known = ", ".join(project["optional-dependencies"])
+        sys.exit(f"error: unknown extra {extra!r}: expected one of {known}")
     for requirement in project["optional-dependencies"].get(extra, []):
         own = re.fullmatch(r"titan_tree\[(\w+)\]", requirement)
         found += requirements(own[1]) if own else [requirement]
@@ -128,11 +141,12 @@ def requirements(extra: str) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
+    """Returns the name in a requirement: "torch" for "torch>=2.11,<2.14"."""
     return re.match(r"[\w.-]+", requirement)[0]
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution that this interpreter sees, or None."""
+    """Returns the version of a distribution that this interpreter sees, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +154,7 @@ def installed(name: str) -> str | None:
 
 
 def satisfied(requirement: str) -> bool:
-    """Is a fitting distribution there? Reads "torch>=2.11,<2.14": the operators pyproject.toml uses."""
+    """Returns whether a fitting version is installed. Knows the operators that pyproject.toml uses."""
     version = installed(name_of(requirement))
     if version is None:
         return False
@@ -150,22 +164,23 @@ def satisfied(requirement: str) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """2.11.0+cu130 -> (2, 11, 0)."""
+    """Returns (2, 11, 0) for "2.11.0+cu130"."""
     return tuple(int(number) for number in re.match(r"\d+(\.\d+)*", version)[0].split("."))
 
 
 def imports_titan_tree() -> bool:
-    """Does the trainer import here, with all that its packages import in turn?"""
+    """Returns whether the trainer, and everything that it imports, can be imported here."""
     command = [sys.executable, "-c", "import titan_tree.trainer"]
     return not subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
 
 
 def run(command: list[str]) -> int:
-    """Exit status; stdout goes to stderr, since ours carries the interpreter."""
+    """Runs a command and returns its exit status. Its stdout goes to stderr: ours is for the interpreter."""
     return subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def say(message: str) -> None:
+    """Prints progress on stderr."""
     print(f"[set-up] {message}", file=sys.stderr, flush=True)
 
 

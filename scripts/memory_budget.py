@@ -1,22 +1,27 @@
-"""What a training step takes of each GPU's memory: for every way to shard, of a model of any size, on a CPU.
+"""Computes the memory that a training step needs on each GPU, for any model and sharding, on a CPU.
 
     python scripts/memory_budget.py --model qwen3_moe --flavor 30B-A3B --ranks 4 --expert-parallel 1 4
 
-Weights, gradients and optimizer states are counted on the meta device. What a layer keeps of a token for its
-backward is measured, not derived: net allocations of one layer's forward in bf16 under each policy of
-activation checkpointing, partitioned as torch.compile does, as the difference of two lengths.
+Weights, gradients and optimizer states are counted on the meta device. The memory that a layer keeps of a
+token for its backward is measured: the net allocations of one layer's forward in bf16, at two lengths,
+under each policy of activation checkpointing, in a graph that is partitioned as torch.compile partitions
+it.
 
-What FSDP2 allocates follows its code (torch.distributed.fsdp._fully_shard), U being all parameters of a rank
-when gathered, S its shards, in a layer and in the root (embedding, norm, head):
+What FSDP2 allocates follows its code (torch.distributed.fsdp._fully_shard). U is the number of parameters
+of a rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:
+embedding, norm and head.
 
-- weights 4 S, states of the optimizer, gradients after the reduction 4 S;
-- gathered in bf16 the root, a layer and the next: 2 bytes each. With partitions all of it, 2 U;
-- gradients that wait for the last micro-batch or partition, 4 U instead of 4 S: the reduction frees them
-  layer by layer, as it makes the others;
-- while a layer's gradients are reduced: in bf16, in fp32 to be sent, and those of the layer before.
+- Weights take 4 S bytes, gradients after their reduction 4 S, optimizer states depend on the optimizer.
+- Gathered weights take 2 bytes per parameter: of the root, a layer and the next one. With partitions of
+  trees they take 2 U, because everything stays gathered.
+- Gradients that wait for the last micro-batch or partition take 4 U instead of 4 S. The reduction frees
+  them layer by layer.
+- While a layer's gradients are reduced, they exist in bf16 and in fp32, and so do those of the layer
+  before.
 
-The sum is of a step with several micro-batches: the first one's activations are there before any gradients.
-Not counted: temporaries of a layer's backward, what ranks exchange for experts, the allocator's gaps, NCCL.
+The sum is for a step with several micro-batches, whose later forwards start when gradients exist already.
+It leaves out temporary tensors of a layer's backward, tokens exchanged for experts, gaps in the allocator,
+and NCCL.
 """
 
 from __future__ import annotations
@@ -24,24 +29,24 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import torch
-from torch import nn
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # lets the attention kernels' checks pass on a CPU
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from titan_tree import TokenPath, TokenTree, TreeBatch, UserError, build_model
 from titan_tree.components.moe import Experts
-from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.distributed import titan
-from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
 from titan_tree.registry import MODELS
-from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
 
 GIB = 2**30
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
@@ -50,28 +55,31 @@ GRADIENTS = ("every", "last", "partitions")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Of ranks, ``expert_parallel`` neighbours share out the experts; all else FSDP2 shards over all."""
+    """How a model is distributed: FSDP2 over all ranks, experts first over ``expert_parallel`` neighbors."""
 
     ranks: int
     expert_parallel: int = 1
 
     def shards(self, model: Decoder) -> Iterator[int]:
-        """Numbers in the first rank's shard of each parameter. FSDP2 splits rows, of experts each one's."""
+        """Yields the size of the first rank's shard of each parameter.
+
+        FSDP2 shards the first dimension: rows of a matrix. Experts that are distributed over ranks are
+        sharded along the second one, which holds the rows of each expert.
+        """
         experts = {p for module in _experts(model) for p in module.parameters()}
         for parameter in model.parameters():
-            shape, ranks = list(parameter.shape), self.ranks
-            rows = 0
+            shape, ranks, dim = list(parameter.shape), self.ranks, 0
             if parameter in experts and self.expert_parallel > 1:
                 shape[0] //= self.expert_parallel
-                ranks, rows = ranks // self.expert_parallel, 1
-            shape[rows] = math.ceil(shape[rows] / ranks)
+                ranks, dim = ranks // self.expert_parallel, 1
+            shape[dim] = math.ceil(shape[dim] / ranks)
             yield math.prod(shape)
 
     def gathered(self, module: nn.Module) -> int:
-        """Parameters of ``module`` that a rank has when FSDP2 has gathered it."""
+        """Returns how many parameters of ``module`` a rank holds after FSDP2 has gathered it."""
         total = sum(p.numel() for p in module.parameters())
-        of_experts = sum(p.numel() for experts in _experts(module) for p in experts.parameters())
-        return total - of_experts * (self.expert_parallel - 1) // self.expert_parallel
+        in_experts = sum(p.numel() for experts in _experts(module) for p in experts.parameters())
+        return total - in_experts * (self.expert_parallel - 1) // self.expert_parallel
 
 
 def _experts(module: nn.Module) -> list[Experts]:
@@ -79,22 +87,26 @@ def _experts(module: nn.Module) -> list[Experts]:
 
 
 def optimizer_bytes(shard: int, optimizer: str) -> float:
-    """Of the two moments of a shard; torchao's rule for those that stay in fp32."""
+    """Returns the bytes of both moments of a shard. torchao keeps those of some shards in fp32."""
     if optimizer == "adamw" or shard < 4096 or shard % 256:
         return 8 * shard
     return 2 * (shard + 4 * shard // 256)
 
 
 def budget(model: Decoder, sharding: Sharding, optimizer: str, gradients: str) -> dict[str, float]:
-    """Bytes of a rank but for activations and vocabulary.
+    """Returns the bytes on one rank, without activations and vocabulary.
 
-    gradients: parallel.reduce_gradients, or "partitions", with which they wait as with "last".
+    Args:
+        model: on the meta device.
+        sharding: how it is distributed.
+        optimizer: see ``optimizer_bytes``.
+        gradients: the value of parallel.reduce_gradients, or "partitions" for steps that cut trees.
     """
     shards = list(sharding.shards(model))
     layers = [sharding.gathered(layer) for layer in model.get_submodule("layers").children()]
     everything = sharding.gathered(model)
     root = everything - sum(layers)
-    if sharding.ranks == 1:  # no FSDP2: all is cast once a step
+    if sharding.ranks == 1:  # no FSDP2: all weights are cast once a step
         gathered, reduced = 2 * everything, 0
     else:
         gathered = 2 * (everything if gradients == "partitions" else root + 2 * max(layers))
@@ -109,9 +121,16 @@ def budget(model: Decoder, sharding: Sharding, optimizer: str, gradients: str) -
 
 
 def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> float:
-    """What one layer keeps of a token, its input included: the mean over a model's kinds of layers."""
+    """Returns the bytes that a layer keeps per token, its input included: the mean over the model's layers.
+
+    Args:
+        name: of the model.
+        flavor: its size.
+        policy: of activation checkpointing.
+        num_tokens: one of the two lengths to measure; the other is twice this.
+    """
     config = MODELS[name].flavors[flavor]
-    period = getattr(config, "full_attention_interval", 1)
+    period = getattr(config, "full_attention_interval", 1)  # layers until their kinds repeat
     with torch.device("meta"):
         model = build_model(name, flavor, "triton", num_hidden_layers=period, vocab_size=256).bfloat16()
     if wrapper := POLICIES[policy]:
@@ -127,32 +146,39 @@ def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> f
 
 
 def _net_allocations(model: Decoder, num_tokens: int) -> int:
-    """Bytes allocated and not freed by the layers' forward on one chain."""
+    """Returns the bytes that the layers' forward on one chain allocates and does not free."""
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * num_tokens)])])
     layout = model.prepare(batch.layout)
     rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    # A CPU cannot run the kernel, but it is all the same here what it writes.
-    kernels = SimpleNamespace(
-        check=lambda q: None, forward=lambda q, *_: (q.clone(), triton_kernels.empty_lse(q))
-    )
-    patched = mock.patch.dict(operator.KERNELS, triton=kernels)
-    gc.collect()  # what earlier calls left must not be freed in this one
-    with patched, torch.profiler.profile(profile_memory=True) as run:
+    library = torch.library.Library("titan_tree", "IMPL")  # what it registers lasts as long as this object
+    library.impl("tree_attention", _allocate_outputs, "CPU")
+    gc.collect()  # what earlier calls left must not be freed while this one is measured
+    with torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
-            x = layer(x, rope, layout).hidden
+            output = layer(x, rope, layout)  # with the experts of each token, which a model keeps too
+            x = output.hidden
         gc.collect()
+    del library
     events = run.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-def activation_bytes(kept: float, whole: float, num_layers: int, num_tokens: int) -> float:
-    """Of all layers what they keep, and of the one whose backward runs all that the forward made."""
-    return num_tokens * (kept * num_layers + whole - kept)
+def _allocate_outputs(*inputs: Any) -> Any:
+    """Stands in for the attention operator, whose kernels need a GPU: only its outputs' sizes matter here."""
+    on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
+    outputs = torch.ops.titan_tree.tree_attention.default(*on_meta)
+    return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), outputs)
+
+
+def activation_bytes(kept: float, everything: float, num_layers: int, num_tokens: int) -> float:
+    """Returns the bytes of activations at the peak: ``kept`` per token of every layer, and ``everything`` of
+    the layer whose backward runs."""
+    return num_tokens * (kept * num_layers + everything - kept)
 
 
 def vocabulary_bytes(model: Decoder, num_tokens: int, policy: str) -> float:
-    """See components/logprobs.py; every token predicts."""
+    """Returns the bytes of components/logprobs.py, if every token predicts another one."""
     kept = 2 * num_tokens * model.config.vocab_size if policy == "none" else 0
     return kept + GIB + 4 * num_tokens * model.config.hidden_size
 
@@ -161,11 +187,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="qwen3_moe", choices=MODELS)
+    parser.add_argument("--model", default="qwen3_moe", choices=list(MODELS))
     parser.add_argument("--flavor", default="30B-A3B")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--expert-parallel", type=int, nargs="+", default=[1])
-    parser.add_argument("--max-tokens", type=int, default=16_384, help="whose activations are alive at once")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="tokens with live activations")
     args = parser.parse_args()
 
     try:
@@ -181,32 +207,40 @@ def main() -> None:
                     f"--expert-parallel: expected divisors of the number of {name}, {number}, got "
                     f"{expert_parallel}"
                 )
-    num_layers = model.config.num_hidden_layers
-    of_experts = sum(p.numel() for experts in _experts(model) for p in experts.parameters())
-    print(f"{args.model} {args.flavor}: {model.num_parameters():,} parameters, {of_experts:,} of experts;")
-    print(f"GiB of each of {args.ranks} ranks")
-    print()
+    in_experts = sum(p.numel() for experts in _experts(model) for p in experts.parameters())
+    print(f"{args.model} {args.flavor}: {model.num_parameters():,} parameters, {in_experts:,} in experts.")
+    print(f"GiB on each of {args.ranks} ranks:\n")
+    print_sharded(model, args)
+    print(f"\nGiB for {args.max_tokens:,} tokens:\n")
+    print_activations(model, args)
+
+
+def print_sharded(model: Decoder, args: argparse.Namespace) -> None:
+    """Prints what does not depend on the number of tokens, as Markdown."""
     columns = ["weights", "states", "gradients", "gathered", "reduced", "sum"]
-    print("| optimizer | experts over | gradients | " + " | ".join(columns) + " |")
+    print("| optimizer | expert_parallel | gradients reduced | " + " | ".join(columns) + " |")
     print("|---|---|---|" + "---|" * len(columns))
-    for optimizer in ("adamw", "adamw8bit"):
+    for optimizer in ("adamw", "adamw8bit"):  # those whose states `optimizer_bytes` knows
         for expert_parallel in args.expert_parallel:
             for gradients in GRADIENTS:
                 parts = budget(model, Sharding(args.ranks, expert_parallel), optimizer, gradients)
                 values = [*parts.values(), sum(parts.values())]
                 cells = " | ".join(f"{value / GIB:.1f}" for value in values)
                 print(f"| {optimizer} | {expert_parallel} | {gradients} | {cells} |")
-    print()
-    print(f"of {args.max_tokens:,} tokens:")
-    print()
-    print("| checkpointing | kept of a token and layer, KiB | activations | vocabulary |")
+
+
+def print_activations(model: Decoder, args: argparse.Namespace) -> None:
+    """Prints what grows with the number of tokens, as Markdown."""
+    print("| checkpointing | KiB kept per token and layer | activations | vocabulary |")
     print("|---|---|---|---|")
-    whole = layer_bytes(args.model, args.flavor, "none")
+    everything = layer_bytes(args.model, args.flavor, "none")
     for policy in POLICIES:
         kept = layer_bytes(args.model, args.flavor, policy)
-        activations = activation_bytes(kept, whole, num_layers, args.max_tokens)
+        activations = activation_bytes(kept, everything, model.config.num_hidden_layers, args.max_tokens)
         vocabulary = vocabulary_bytes(model, args.max_tokens, policy)
-        print(f"| {policy} | {kept / 1024:.1f} | {activations / GIB:.1f} | {vocabulary / GIB:.1f} |")
+        print(
+            f"| {policy} | {kept / 1024:.1f} | {activations / GIB:.1f} | {vocabulary / GIB:.1f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

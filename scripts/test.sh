@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests: ./scripts/test.sh [pytest arguments]. Sets up the environment first, as train.sh does.
+# Run the tests. The first run sets up the Python environment (scripts/setup.sh).
+#
+#   ./scripts/test.sh [pytest arguments]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -7,5 +9,5 @@ python=$("$root/scripts/setup.sh" test)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 cd "$root"
-export OMP_NUM_THREADS=1  # the two workers share the machine
+export OMP_NUM_THREADS=1  # two workers with one thread each
 exec "$python" -m pytest -n 2 "$@"

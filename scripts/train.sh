@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train a model. The first run sets up the Python environment (scripts/setup.sh).
 #
-#   ./scripts/train.sh                            the demo: a tiny model on the sample data, on CPU in two minutes
-#   ./scripts/train.sh CONFIG [key=value ...]     a config, on all GPUs of this machine, else on CPU
+#   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; two minutes on a CPU
+#   ./scripts/train.sh CONFIG [key=value ...]     your configuration, on all GPUs of this machine or on the CPU
 #
-# Several machines: call torchrun yourself, see README.md.
+# For several machines, start torchrun on each of them; see README.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -18,7 +18,7 @@ config=$1
 shift
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if ((gpus > 1)); then
-    # torchrun, by the interpreter chosen above.
+    # This is torchrun, started with the interpreter chosen above.
     exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
         -m titan_tree.train --config "$config" "$@"
 fi

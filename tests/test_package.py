@@ -1,9 +1,11 @@
-"""The package's own namespace: every name is there, and nothing heavy comes before it is used."""
+"""The package as a whole: public names, the direction of imports, and what is imported only when needed."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,60 +13,137 @@ import pytest
 import titan_tree
 
 ROOT = Path(titan_tree.__file__).parent
+REPOSITORY = ROOT.parent
+README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+FILES = [file for file in sorted(ROOT.rglob("*.py")) if file != ROOT / "__init__.py"]
 
 
-def test_every_exported_name_resolves():
+def test_every_public_name_resolves() -> None:
     for name in titan_tree.__all__:
-        assert getattr(titan_tree, name).__name__ == name
         assert name in dir(titan_tree)
+        if name != "__version__":
+            assert getattr(titan_tree, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'titan_tree' has no attribute 'TokenTrie'"):
         titan_tree.TokenTrie  # noqa: B018
 
 
-def test_type_checkers_see_the_same_names_in_the_same_modules():
-    tree = ast.parse((ROOT / "__init__.py").read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    seen = {alias.name: node.module for node in imports for alias in node.names}
-    ours = {name: module for name, module in seen.items() if module.startswith("titan_tree.")}
-    assert ours == {name: f"titan_tree.{home}" for name, home in titan_tree._HOME.items()}
-    assert sorted(ours) == titan_tree.__all__
+def test_the_public_names_include_everything_that_the_documentation_uses() -> None:
+    promised = """TokenPath TokenTree TreeBatch TreeLayout TreePartitioner TreeTokenizer TreeAttention TreeGDN
+        TreeLoss TreeStep TreeDataset Trainer load_config load_pretrained save_pretrained build_model
+        register_loss tree_logprobs UserError PathPairs TreeStats __version__"""
+    assert set(titan_tree.__all__) == set(promised.split())
 
 
-def imported_modules(file):
-    for node in ast.walk(ast.parse(file.read_text())):
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Every module that the code imports, as "module" or "module.name", inside functions too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: expected an absolute import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_imports_point_down_the_list_of_the_design():
-    """docs/design.md: one level per line; a file imports its own level and those below."""
-    levels = re.findall(
-        r"^ {4}((?:\w+(?:\.py|/) +)+)", (ROOT.parent / "docs" / "design.md").read_text(), re.M
-    )
-    level = {re.sub(r"\W.*", "", name): i for i, names in enumerate(levels) for name in names.split()}
-    files = [file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py"]
-    assert level.keys() == {file.relative_to(ROOT).with_suffix("").parts[0] for file in files}
-    for file in files:
-        own = file.relative_to(ROOT)
-        for module in imported_modules(file):
-            package, _, inner = module.partition(".")
-            if package == "titan_tree":
-                assert level[own.with_suffix("").parts[0]] <= level[inner.split(".")[0]], (own, module)
-            assert package != "torchtitan" or own == Path("distributed/titan.py"), own
-            assert package != "torchao", own  # ao.py imports it where it is asked for
-            assert not module.startswith("torch.distributed") or own.parts[0] not in ("data", "components"), (
-                own
-            )
+def levels() -> dict[str, int]:
+    """Level of every top-level module, from the list in docs/design.md; 0 is the highest."""
+    design = (REPOSITORY / "docs" / "design.md").read_text()
+    lines = re.findall(r"^ {4}((?:\w+(?:\.py|/) +)+)", design, re.M)
+    return {re.sub(r"\W.*", "", name): i for i, names in enumerate(lines) for name in names.split()}
 
 
-def test_data_and_inspect_do_without_torch():
-    code = (
+def top(file: Path) -> str:
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def test_the_design_lists_every_module() -> None:
+    assert levels().keys() == {top(file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down_the_list_of_the_design(file: Path) -> None:
+    """A file imports modules of its own level and of those below, also inside functions."""
+    level = levels()
+    for module in imported_modules(ast.parse(file.read_text())):
+        package, _, inner = module.partition(".")
+        if package == "titan_tree":
+            target = inner.split(".")[0]
+            assert target in level, f"{module}: import it from the module that defines it"
+            assert level[top(file)] <= level[target], f"{module} is above {top(file)}"
+
+
+def allowed(package: str) -> set[Path]:
+    """The files that may import a package which the others must not know."""
+    if package == "torchtitan":
+        return {ROOT / "distributed" / "titan.py"}
+    if package == "torchao":
+        return {ROOT / "distributed" / "ao.py"}
+    if package == "omegaconf":
+        return {ROOT / "config" / "toml.py"}
+    assert package == "torch.distributed"
+    level = levels()
+    return {file for file in FILES if level[top(file)] <= level["distributed"]}
+
+
+@pytest.mark.parametrize("package", ["torchtitan", "torchao", "omegaconf", "torch.distributed"])
+def test_only_the_designated_files_import(package: str) -> None:
+    for file in set(FILES) - allowed(package):
+        for module in imported_modules(ast.parse(file.read_text())):
+            is_type = module == "torch.distributed.ProcessGroup"
+            assert is_type or not f"{module}.".startswith(f"{package}."), f"{file}: {module}"
+
+
+@pytest.mark.parametrize("folder", ["tree", "components", "models"])
+def test_structures_components_and_models_take_plain_arguments_instead_of_config_tables(folder: str) -> None:
+    for file in (ROOT / folder).rglob("*.py"):
+        modules = [
+            m for m in imported_modules(ast.parse(file.read_text())) if m.startswith("titan_tree.config")
+        ]
+        assert all(module.startswith("titan_tree.config.checks.") for module in modules), f"{file}: {modules}"
+
+
+def run_python(code: str) -> None:
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_data_and_inspect_import_neither_torch_nor_omegaconf() -> None:
+    run_python(
         "import sys, titan_tree, titan_tree.cli, titan_tree.data.dataset, titan_tree.data.report\n"
-        "titan_tree.TokenTree, titan_tree.TreeTokenizer, titan_tree.UserError\n"
+        "titan_tree.TokenTree, titan_tree.TreeTokenizer, titan_tree.TreeDataset, titan_tree.UserError\n"
         "assert titan_tree.cli.main(['inspect', 'demo', '--limit', '1']) == 0\n"
         "assert not {'torch', 'triton', 'omegaconf', 'transformers'} & set(sys.modules)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+
+
+def test_registering_extensions_does_not_import_torch() -> None:
+    run_python(
+        "import sys, titan_tree.metrics, titan_tree.registry as registry\n"
+        "for name, value in vars(registry).items():\n"
+        "    if isinstance(value, registry.Registry):\n"
+        "        value.register('mine', object()), list(value)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # without a cache mypy reads all of torch
+def test_mypy_accepts_the_code_in_the_readme_and_knows_every_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    files = {f"readme_{number}.py": code for number, code in enumerate(README_BLOCKS)}
+    names = [name for name in titan_tree.__all__ if name != "__version__"]
+    files["names.py"] = f"from titan_tree import __version__, {', '.join(names)}\n"
+    files["wrong.py"] = "from titan_tree import TokenTree\n\nTokenTree.from_path(1)\n"
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml"]
+    run = subprocess.run(
+        [*command, *(str(tmp_path / name) for name in files)],
+        cwd=REPOSITORY,
+        env=os.environ | {"MYPYPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in run.stdout.splitlines() if str(tmp_path) in line]
+    assert len(README_BLOCKS) >= 1
+    assert len(errors) == 1, run.stdout + run.stderr
+    assert 'wrong.py:3: error: "type[TokenTree]" has no attribute "from_path"' in errors[0]

@@ -1,11 +1,11 @@
-"""From configuration to components: the one place that knows both."""
+"""From configuration to components: the only module that knows both."""
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,44 +17,39 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import (
+    Config,
     DataConfig,
     LossConfig,
-    LRSchedulerConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
-    PartitionConfig,
     ProfilerConfig,
     RouterBiasConfig,
-    RouterLossConfig,
     TrainingConfig,
 )
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
 from titan_tree.models.registry import build_model
+from titan_tree.registry import OPTIMIZERS
+from titan_tree.tree.paths import ModelLimits
 
 
 def build_parallel_model(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
 ) -> Decoder:
-    """The model with fp32 weights, sharded over ``mesh``.
+    """Returns the model, parallelized over ``mesh``, with fp32 weights of a snapshot or random ones.
 
-    Weights, a snapshot's or random ones, go tensor by tensor to every rank's shards, so no rank ever holds
-    the model. Every rank draws all of a random tensor from a seed of its own: the same for any ranks.
+    No rank ever holds the whole model: the model is created on the meta device and sharded, then weights are
+    read or drawn one at a time.
     """
     with torch.device("meta"):
-        if not model.hf_path:
-            assert model.flavor is not None
-            built = build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
-        elif model.overrides:
-            raise UserError("model.overrides: a snapshot's configuration stands; overrides are for flavors")
-        else:
-            built = model_from_config(model.hf_path, model.attention, model.gdn)
+        built = _model_without_weights(model)
     parallelize(
         built,
         mesh,
@@ -66,23 +61,43 @@ def build_parallel_model(
         expert_parallel=parallel.expert_parallel,
     )
     built.to_empty(device=mesh.device_type)
-    parameters = built.state_dict()
-    weights = (
-        read_weights(model.hf_path, built) if model.hf_path else random_weights(built, mesh, training.seed)
-    )
+    if model.hf_path:
+        _fill(built, read_weights(model.hf_path, built), mesh)
+        load_router_biases(built, model.hf_path)
+    else:
+        _fill(built, _random_weights(built, mesh, training.seed), mesh)
+    return built
+
+
+def _model_without_weights(model: ModelConfig) -> Decoder:
+    if not model.hf_path:
+        assert model.flavor is not None
+        return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
+    if model.overrides:
+        raise UserError(
+            "model.overrides: expected none with model.hf_path, which has a configuration of its own; "
+            "remove them, or set model.flavor instead of model.hf_path"
+        )
+    return model_from_config(model.hf_path, model.attention, model.gdn)
+
+
+def _fill(model: Decoder, weights: Iterator[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
+    """Copies whole weights, which are the same on every rank, into the parameters or this rank's shards."""
+    parameters = model.state_dict()
     for name, tensor in weights:
         parameter = parameters[name]
         value = tensor.to(mesh.device_type, torch.float32)
         if isinstance(parameter, DTensor):
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(value)
-    if model.hf_path:
-        load_router_biases(built, model.hf_path)
-    return built
 
 
-def random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, random values) of every parameter of ``model``, which may be sharded, one at a time."""
+def _random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, whole random tensor) for every parameter.
+
+    Each tensor has a seed of its own and is drawn whole on every rank, so that the weights do not depend on
+    the number of ranks.
+    """
     for name, parameter in model.state_dict().items():
         generator = torch.Generator(mesh.device_type).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         value = torch.empty(parameter.shape, device=mesh.device_type)
@@ -90,49 +105,62 @@ def random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tupl
         yield name, value
 
 
-def build_optimizers(config: OptimizerConfig, model: Decoder) -> titan.OptimizersContainer:
-    """AdamW, without weight decay on vectors: weights of norms, and DeltaNet's decays.
+def check_optimizer(config: Config) -> None:
+    """Raises UserError if the optimizer's package is missing or it does not support async_save.
 
-    Experts are a group of their own: what one fused kernel updates must be sharded alike.
+    The trainer calls this before it reads weights, which can take minutes.
     """
-    vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
-    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    decays = {f"^({vectors})$": 0.0}
-    if model.experts is not None:
-        decays[r"\.experts\."] = config.weight_decay
-    decays[".*"] = config.weight_decay
-    groups = [
-        titan.ParamGroupConfig(
-            pattern=pattern,
-            optimizer_name={"adamw": "AdamW", "adamw8bit": "AdamW8bit"}[config.name],
-            optimizer_kwargs=options | {"weight_decay": decay},
+    spec = OPTIMIZERS[config.optimizer.name]
+    spec.load()
+    if config.checkpoint.async_save and not spec.async_save:
+        raise UserError(
+            f'checkpoint.async_save: expected false with optimizer.name = "{config.optimizer.name}", got true'
         )
-        for pattern, decay in decays.items()
-    ]
-    implementation = "fused" if config.name == "adamw" else "for-loop"
-    return titan.Optimizers(
-        titan.Optimizers.Config(param_groups=groups, implementation=implementation), model_parts=[model]
+
+
+def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
+    """Returns what a run must have in common with the checkpoints that it resumes from."""
+    described = {"name": config.model.name, "optimizer": config.optimizer.name, **vars(model.config)}
+    if model.experts and model.experts.router_biases():
+        described["router_bias"] = True
+    # The ranks that share an expert shard its rows, which are the second dimension of its weights.
+    sharing = mesh.size() // config.parallel.expert_parallel
+    if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < mesh.size():
+        described["ranks_that_share_an_expert"] = sharing
+    return described
+
+
+def build_tree_step(config: Config, model: Decoder, loss: TreeLoss, device: torch.device) -> TreeStep:
+    """Returns the forward and backward passes of an optimizer step; trees that are too large are cut."""
+    partition, router = config.partition, config.router_loss
+    partitioner = None
+    if partition.strategy != "none":
+        partitioner = TreePartitioner(partition.strategy, config.data.max_tokens, partition.max_chain_tokens)
+    device_bytes, host_bytes = (
+        None if gigabytes is None else 1e9 * gigabytes
+        for gigabytes in (partition.device_gb, partition.host_gb)
     )
-
-
-def build_lr_schedulers(
-    config: LRSchedulerConfig, optimizers: titan.OptimizersContainer, steps: int
-) -> titan.LRSchedulersContainer:
-    return titan.LRSchedulersContainer.Config(
-        warmup_steps=config.warmup_steps, decay_type=config.decay_type, min_lr_factor=config.min_lr_factor
-    ).build(optimizers=optimizers, training_steps=steps)
+    return TreeStep(
+        model,
+        loss,
+        device,
+        partitioner,
+        Activations(device, partition.activations, device_bytes, host_bytes),
+        config.parallel.reduce_gradients,
+        config.parallel.reshard_after_forward,
+        RouterLoss(router.balance, router.z, router.scope),
+    )
 
 
 def build_loss(config: LossConfig) -> TreeLoss:
     return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
 
 
-def build_router_loss(config: RouterLossConfig) -> RouterLoss:
-    return RouterLoss(config.balance, config.z, config.scope)
-
-
 def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | None:
-    """None: biases, if the model has some, stay as they are. Else adds them where there are none."""
+    """Returns what updates the router biases, and adds biases to layers without them.
+
+    Returns None if no rate is configured; biases of the model then stay unchanged.
+    """
     if config.rate is None:
         return None
     if model.experts is None:
@@ -144,20 +172,6 @@ def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | 
     return RouterBias(config.rate, config.counts)
 
 
-def build_partitioner(config: PartitionConfig, max_tokens: int) -> TreePartitioner | None:
-    """None: every micro-batch is one forward."""
-    if config.strategy == "none":
-        return None
-    return TreePartitioner(config.strategy, max_tokens, config.max_chain_tokens)
-
-
-def build_activations(config: PartitionConfig, device: torch.device) -> Activations:
-    device_bytes, host_bytes = (
-        None if gigabytes is None else 1e9 * gigabytes for gigabytes in (config.device_gb, config.host_gb)
-    )
-    return Activations(device, config.activations, device_bytes, host_bytes)
-
-
 def build_dataset(
     config: DataConfig,
     tokenizer: TreeTokenizer | None,
@@ -167,35 +181,25 @@ def build_dataset(
 ) -> TreeDataset:
     if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
+    experts = model.experts.sizes if model.experts else None
+    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
+    reader = SampleReader(config, tokenizer, limits)
     return TreeDataset(
-        config.files,
-        tokenizer,
-        merge=config.merge,
-        layout=config.layout,
-        advantage=config.advantage,
-        replay=config.replay,
-        global_batch_groups=config.global_batch_groups,
-        max_tokens=config.max_tokens,
-        allow_larger=allow_larger,
-        max_positions=model.config.max_position_embeddings,
-        vocab_size=model.config.vocab_size,
-        experts=model.experts.sizes if model.experts else None,
-        shuffle_buffer=config.shuffle_buffer,
-        seed=config.seed,
-        rank=mesh.get_rank(),
-        world_size=mesh.size(),
-        sample_options=config.sample,
+        config, reader, allow_larger=allow_larger, rank=mesh.get_rank(), world_size=mesh.size()
     )
 
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:
-    """None where neither is there: files of token ids need no tokenizer, the reader refuses any others."""
+    """Returns the tokenizer of the configuration, else that of the snapshot.
+
+    Returns None if there is neither: files of token ids need no tokenizer, and the reader refuses others.
+    """
     name = config.tokenizer or tokenizer_folder(hf_path)
     return None if name is None else TreeTokenizer.load(name, config.template)
 
 
 def tokenizer_folder(hf_path: str | None) -> str | None:
-    """The snapshot, if it brings a tokenizer."""
+    """Returns the snapshot's folder if it contains a tokenizer."""
     return hf_path if hf_path and (Path(hf_path) / "tokenizer.json").is_file() else None
 
 

@@ -1,7 +1,9 @@
-"""Checkpoints of a run: complete or absent, resumed exactly, never mistaken for another model's.
+"""Saves a run's state, resumes it exactly, and exports its weights.
 
-<folder>/model.json     the architecture that the checkpoints are of, and the optimizer
-<folder>/step-100/      one torch.distributed.checkpoint; complete once it has a .metadata file
+A checkpoint is complete or ignored, and a run never resumes from a checkpoint of another model.
+
+<folder>/model.json     the architecture of the model, and the optimizer
+<folder>/step-100/      one torch.distributed.checkpoint; complete once it contains a .metadata file
 """
 
 from __future__ import annotations
@@ -17,26 +19,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from titan_tree.config import CheckpointConfig
 from titan_tree.distributed.titan import CheckpointManager, LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf import save_pretrained
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Progress:
-    """How far a run has come: all that a resume needs besides model, optimizer and scheduler.
+    """The state that a resume needs besides model, optimizer and scheduler.
 
-    Random generators are not part of it: the trainer seeds them anew in every step.
+    It contains no random generators, because the trainer seeds them in every step.
     """
 
     step: int = 0  # optimizer steps done
-    data: dict[str, Any] = field(default_factory=dict)  # the dataset's state after them
+    data: dict[str, Any] = field(default_factory=dict)  # state of the dataset after these steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "data": json.dumps(self.data)}
@@ -49,9 +55,9 @@ class Checkpoints:
     """Saves and resumes a run's state. Collective: every rank makes the same calls.
 
     Args:
-        folder: of the checkpoints; made when the first one is written.
-        architecture: the model's configuration and the optimizer's name, JSON; a checkpoint of others is
-            refused.
+        folder: of the checkpoints; created when the first one is written.
+        architecture: the configuration of the model, and the optimizer, as JSON values. A run only resumes
+            from checkpoints with the same architecture.
     """
 
     def __init__(
@@ -68,11 +74,11 @@ class Checkpoints:
         self.config, self.folder, self.progress = config, folder, progress
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
         self.architecture = json.loads(json.dumps(architecture))
-        self.saving: int | None = None  # the step whose checkpoint may still be in the writing
+        self.saving: int | None = None  # step of a checkpoint that is being written
         self.manager = CheckpointManager.Config(
             enable=config.interval > 0,
             folder=folder.name,
-            interval=1,  # called only when a checkpoint is due
+            interval=1,  # ``save`` calls it only when a checkpoint is due
             keep_latest_k=config.keep,
             async_mode="async" if config.async_save else "disabled",
             initial_load_model_only=False,
@@ -87,36 +93,41 @@ class Checkpoints:
         )
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint, if there is one. Removes what a crash left half-written."""
+        """Loads the newest complete checkpoint, if there is one, and removes incomplete ones.
+
+        Raises:
+            UserError: checkpoints exist although ``resume`` is false, or belong to another architecture.
+        """
         if self.config.interval == 0:
             return
         complete, incomplete = self._scan()
         if dist.get_rank() == 0:
             for step in incomplete:
-                logger.info("removed %s: its writing was cut off", self._path(step))
+                logger.info("removed %s: it is incomplete, because its run was interrupted", self._path(step))
                 shutil.rmtree(self._path(step))
         dist.barrier()
         if not complete:
             return
         if not self.config.resume:
             raise UserError(
-                f"{self.folder}: holds checkpoints up to step {complete[-1]}, but checkpoint.resume is "
-                "false; choose another folder, or remove them"
+                f"{self.folder}: contains checkpoints up to step {complete[-1]}, but checkpoint.resume is "
+                "false; choose another folder, or remove the checkpoints"
             )
         self._check_architecture()
         hyperparameters = self._hyperparameters()
         with warnings.catch_warnings():
-            # Torch warns of what torchtitan's scheduler does when it is loaded.
+            # torchtitan's scheduler triggers this warning whenever it is loaded.
             warnings.filterwarnings("ignore", message="To get the last learning rate")
             self.manager.load()
         self._set_hyperparameters(hyperparameters)
         logger.info("resumed from %s", self._path(self.progress.step))
 
     def save(self, last: bool = False) -> None:
-        """Write a checkpoint of the current step if one is due, or if it is the ``last``.
+        """Writes a checkpoint of the current step if one is due, or if it is the ``last``.
 
-        Raises UserError where the disk refuses (this checkpoint's or, asynchronously, the one before);
-        what was half-written is removed, earlier checkpoints stay.
+        Raises:
+            UserError: writing to the disk failed, for this checkpoint or for an asynchronous one before it.
+                The incomplete checkpoint is removed; earlier ones stay.
         """
         step = self.progress.step
         if self.config.interval == 0 or not (last or step % self.config.interval == 0):
@@ -130,22 +141,23 @@ class Checkpoints:
             self.saving = None
 
     def wait(self) -> None:
-        """Until no checkpoint is in the writing."""
+        """Waits until an asynchronous checkpoint is complete."""
         with self._removed_on_failure():
             self.manager.maybe_wait_for_saving()
         self.saving = None
 
     def newest(self) -> Path | None:
+        """Returns the folder of the newest complete checkpoint."""
         complete, _ = self._scan()
         return self._path(complete[-1]) if complete else None
 
     def close(self) -> None:
-        """After the last save."""
+        """Waits for the last checkpoint and stops the threads that write checkpoints."""
         self.wait()
         self.manager.close()
 
     def _scan(self) -> tuple[list[int], list[int]]:
-        """Steps of complete checkpoints, ascending, and of incomplete ones."""
+        """Returns the steps of complete checkpoints, ascending, and of incomplete ones."""
         found = [re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*")]
         steps = sorted(int(match[1]) for match in found if match)
         complete = [step for step in steps if (self._path(step) / ".metadata").is_file()]
@@ -156,18 +168,19 @@ class Checkpoints:
 
     @contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
+        """Removes the checkpoint that is being written if the context raises."""
         try:
             yield
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
             assert self.saving is not None
             path = self._path(self.saving)
             if dist.get_rank() == 0:
                 shutil.rmtree(path, ignore_errors=True)
-            if (cause := _refused_by_disk(error)) is None:
+            if (cause := _failed_write(error)) is None:
                 raise
             raise UserError(
-                f"{path}: writing the checkpoint failed: {cause}; is the disk full? It is removed, earlier "
-                "ones are intact; make room, then start the same command again to resume"
+                f"{path}: writing the checkpoint failed: {cause}; it was removed, earlier ones are intact; "
+                "if the disk is full, free some space, then run the same command again to resume"
             ) from error
 
     def _write_architecture(self) -> None:
@@ -180,11 +193,12 @@ class Checkpoints:
     def _check_architecture(self) -> None:
         path = self.folder / "model.json"
         try:
-            # Those written before there was a choice do not name the optimizer.
+            # Checkpoints from before optimizer.name existed do not name the optimizer.
             saved = {"optimizer": "adamw"} | json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{path}: expected the architecture of the checkpoints beside it: {error}"
+                f"{path}: expected the architecture of this folder's checkpoints, but cannot read it: "
+                f"{error}; restore the file, or choose another folder"
             ) from None
         wrong = [
             f"{key} = {saved.get(key)} (now {self.architecture.get(key)})"
@@ -193,8 +207,8 @@ class Checkpoints:
         ]
         if wrong:
             raise UserError(
-                f"{self.folder}: its checkpoints are of another model or optimizer: {', '.join(wrong)}; "
-                "set it back, or choose another folder"
+                f"{self.folder}: contains checkpoints of another model or optimizer: {', '.join(wrong)}; "
+                "restore these settings, or choose another folder"
             )
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -203,15 +217,37 @@ class Checkpoints:
         return [{name: group[name] for name in names} for group in groups]
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
-        """A checkpoint brings its own learning rate and so on; the configuration has the last word."""
+        """Overrides the learning rates and other hyperparameters of the checkpoint by the configuration's."""
         rates = [rate for scheduler in self.lr_schedulers for rate in scheduler.get_last_lr()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, own, lr in zip(groups, hyperparameters, rates, strict=True):
             group.update(own, lr=lr)
 
 
-def _refused_by_disk(error: BaseException) -> BaseException | None:
-    """The failure of a rank to write, if that is what ``error`` says; None: it is something else, our bug."""
+def export_hf(model: Decoder, folder: Path, dtype: torch.dtype, source: str | None) -> None:
+    """Writes the weights as a Hugging Face snapshot and replaces an earlier one. Collective.
+
+    Args:
+        model: may be sharded.
+        dtype: of the written weights.
+        source: folder of the snapshot that the weights started from, if there is one; its tokenizer and
+            other files are copied.
+    """
+    weights: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if dist.get_rank() == 0:
+            weights[name] = full.to("cpu", dtype)
+    if dist.get_rank() == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        save_pretrained(model, folder, weights, source=source)
+        logger.info("Hugging Face snapshot: %s", folder)
+    dist.barrier()
+
+
+def _failed_write(error: BaseException) -> BaseException | None:
+    """Returns the failed write that caused ``error``, or None if the cause is something else: our bug."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [failure for failure, _ in error.failures.values()]

@@ -1,47 +1,54 @@
-"""TreeGDN and its convolution on token trees, in milliseconds, beside what there is for sequences.
+"""Times TreeGDN and its convolution on token trees, in milliseconds, beside implementations for sequences.
 
-    python scripts/benchmark_gdn.py --csv gdn.csv
-    python scripts/benchmark_gdn.py --tree agent --heads 16 64
+    python scripts/benchmark/gdn.py --csv gdn.csv
+    python scripts/benchmark/gdn.py --tree agent --heads 16 64
+    python scripts/benchmark/gdn.py --tokens 256 --rounds 1 --heads 2 2 --head-dim 16     # runs on a CPU
 
-The core of a Gated DeltaNet layer, without its projections: from q, k, v, the decays and beta to the output,
-through the module, autograd and the operator. Times are medians over rounds in one process, in which the
-contenders take turns, on random data. What the host makes once per batch for all layers is timed apart. With
-them, the memory that a forward keeps for its backward besides inputs and output.
+The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to
+the output, through the module, autograd and the operator. All contenders take turns in one process on
+random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
+timed apart. "kept" is the memory that a forward keeps for its backward, besides inputs and output.
 
-Peers: "per path", which is flat training: every path that is no other's prefix, each on its own, by our
-kernels. Where flash-linear-attention is installed: its kernels on one chain of as many tokens, and on the
-tree level by level, the nodes of a depth at once, from their parents' last states. On Hopper it refuses to
-run backward with versions of Triton that compile it to wrong gradients: here it runs, for its time alone.
-Needs a GPU.
+Peers: "per path" is flat training: every path that is no prefix of another path, computed alone by the same
+kernels. Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many tokens,
+and on the tree level by level: all nodes of one depth at once, from their parents' last states. On Hopper
+FLA refuses to run backward with versions of Triton that compile wrong gradients. This script runs it there
+to measure its time only.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
-from benchmark_attention import Row, time_ms, write_csv
+from common import (
+    VOCABULARY,
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    autograd_ms,
+    default_device,
+    environment,
+    print_table,
+    run_rounds,
+    time_ms,
+    wall_s,
+)
 from torch import Tensor
-from trees import SHAPES, random_tree
+from trees import SHAPES, flat_sample, random_tree
 
+from titan_tree import TokenPath, TokenTree, TreeBatch
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
-from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import one_pass, predecessors
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
 
 try:
     from fla.ops.common import chunk_o
@@ -49,140 +56,127 @@ try:
 
     FLA_NOTE = ""
     if chunk_o.IS_NVIDIA_HOPPER and not chunk_o.TRITON_ABOVE_3_7_1:
-        chunk_o.TRITON_ABOVE_3_7_1 = True  # else it refuses, see above
+        chunk_o.TRITON_ABOVE_3_7_1 = True  # otherwise FLA refuses, see above
         FLA_NOTE = "its gradients are wrong with this Triton"
 except ImportError:
     chunk_gated_delta_rule = None
 
-VOCABULARY = 151_936
-MAX_FLAT_TOKENS = 2**17  # of "per path" in one call
+DEVICE = default_device()
+MAX_FLAT_TOKENS = 2**17  # tokens of "per path" in one call
 WIDTH = 4  # of the convolution
-
-
-@dataclass
-class Contender:
-    """What is timed on ``n`` tokens, whose time stands for ``scale`` times as much work."""
-
-    run: Callable[..., Tensor]
-    n: int
-    scale: float = 1.0
-    note: str = ""
-    times: list[tuple[float, float]] = field(default_factory=list)  # forward, forward and backward; ms
-    kept: int = 0  # bytes from forward to backward, besides inputs and output
+COLUMNS = ["what", "forward_ms", "forward_backward_ms", "kept_mib", "note"]
+Run = Callable[..., Tensor]
 
 
 def main() -> None:
     args = parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: the kernels need a CUDA GPU")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"bfloat16, {args.heads[0]} key and {args.heads[1]} value heads of {args.head_dim} dims")
+    setting = environment(DEVICE) | {"heads": "/".join(map(str, args.heads)), "head_dim": args.head_dim}
     for shape in args.tree:
         tree = random_tree(shape, args.tokens or SHAPES[shape], VOCABULARY)
-        rows = benchmark(shape, tree, args)
-        print_rows(rows)
-        if args.csv:
-            write_csv(args.csv, rows)
+        rows = [setting | row for row in benchmark(shape, tree, args)]
+        print(
+            f"{shape}: {len(tree):,} tokens, {tree.stats.n_nodes:,} nodes, POR {tree.stats.por:.1%}; "
+            f"chunks and chains take the host {rows[0]['plan_host_ms']} ms"
+        )
+        print_table(rows, COLUMNS)
+        append_csv(args.csv, rows)
 
 
 def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row]:
-    layout = TreeBatch.from_trees([tree]).layout.to("cuda")
-    contenders = {"tree": Contender(rule_on(layout), len(tree)), **peers(shape, tree)}
-    convolutions = {"tree convolution": Contender(convolution_on(layout), len(tree))}
+    """Returns one row per contender for one tree."""
+    layout = TreeBatch.from_trees([tree]).layout.to(DEVICE)
+    rule = partial(rule_inputs, args=args)
+    convolution = partial(convolution_inputs, args=args)
+    contenders = [contender("tree", rule_on(layout), partial(rule, len(tree)))]
+    contenders += peers(shape, tree, rule)
+    contenders.append(contender("tree convolution", convolution_on(layout), partial(convolution, len(tree))))
     if shape == "chain":
-        convolutions["conv1d and silu"] = Contender(plain_convolution, len(tree))
-    for _ in range(args.rounds):
-        for group, inputs in ((contenders, rule_inputs), (convolutions, convolution_inputs)):
-            for contender in group.values():
-                contender.times.append(measure(contender, inputs(contender.n, args)))
+        contenders.append(contender("conv1d and silu", plain_convolution, partial(convolution, len(tree))))
+    run_rounds(contenders, args.rounds)
     host_ms = median(plan_ms(tree) for _ in range(7))
-    rows = []
-    for name, contender in (contenders | convolutions).items():
-        forward, both = (contender.scale * median(ms) for ms in zip(*contender.times, strict=True))
-        rows.append({
-            "date": time.strftime("%Y-%m-%d"),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "heads": "/".join(map(str, args.heads)),
-            "head_dim": args.head_dim,
+    return [
+        {
             "tree": shape,
             "tokens": len(tree),
             "nodes": tree.stats.n_nodes,
             "por": round(tree.stats.por, 4),
-            "what": name,
-            "forward_ms": round(forward, 3),
-            "forward_backward_ms": round(both, 3),
-            "kept_mib": round(contender.kept * contender.scale / 2**20),
+            "what": each.name,
+            "forward_ms": round(each.median("forward"), 3),
+            "forward_backward_ms": round(each.median("both"), 3),
+            "kept_mib": round(each.median("kept") / 2**20),
             "plan_host_ms": round(host_ms, 2),
-            "note": contender.note,
-        })  # fmt: skip
-    return rows
+            "note": each.note,
+        }
+        for each in contenders
+    ]
 
 
 def plan_ms(tree: TokenTree) -> float:
-    """Milliseconds of the host for what the rule alone needs of a batch."""
+    """Returns the host's milliseconds for what the delta rule needs of a batch: chunks and chains."""
     (partition,) = one_pass(tree).partitions
-    started = time.perf_counter()
-    make_chains(make_chunks(predecessors(tree, partition), np.empty(0, np.int64)))
-    return 1e3 * (time.perf_counter() - started)
+    return 1e3 * wall_s(
+        lambda: make_chains(make_chunks(predecessors(tree, partition), np.empty(0, np.int64)))
+    )
 
 
-def rule_on(layout: TreeLayout) -> Callable[..., Tensor]:
+def rule_on(layout: TreeLayout) -> Run:
+    """Returns the gated delta rule on a tree."""
     gdn = TreeGDN()
     return lambda *inputs: gdn(*inputs, layout)[0]
 
 
-def convolution_on(layout: TreeLayout) -> Callable[..., Tensor]:
+def convolution_on(layout: TreeLayout) -> Run:
+    """Returns the causal convolution with SiLU on a tree."""
     plan = prepare_conv(layout, WIDTH)
     return lambda x, weight: tree_causal_conv1d(x, weight, layout, plan=plan)[0]
 
 
 def plain_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """As sequences have it, in torch."""
+    """Computes the causal convolution with SiLU on one sequence, in plain torch."""
     padded = F.conv1d(x.t()[None], weight[:, None], padding=WIDTH - 1, groups=len(weight))
     return F.silu(padded[0, :, : len(x)]).t()
 
 
-def peers(shape: str, tree: TokenTree) -> dict[str, Contender]:
-    contenders = {"per path": per_path(tree)} if shape != "chain" else {}
-    if chunk_gated_delta_rule is not None:
-        contenders["FLA, one chain"] = Contender(fla_chain, len(tree), note=FLA_NOTE)
+def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]]) -> list[Contender]:
+    """Returns what the delta rule on a tree is compared with."""
+    contenders = []
+    if shape != "chain":
+        lengths, sample = flat_sample(tree, MAX_FLAT_TOKENS)
+        paths = [TokenTree.from_paths([TokenPath(np.zeros(length, np.int32))]) for length in sample]
+        layout = TreeBatch.from_trees(paths).layout.to(DEVICE)
+        per_path = contender("per path", rule_on(layout), partial(inputs, int(sample.sum())))
+        per_path.scale = float(lengths.sum() / sample.sum())
+        per_path.note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
+        if len(sample) < len(lengths):
+            per_path.note += f"; timed on {len(sample)} of them"
+        contenders.append(per_path)
+    if chunk_gated_delta_rule is not None and DEVICE.type == "cuda":
+        own = partial(inputs, len(tree))
+        contenders.append(contender("FLA, one chain", fla_chain, own, FLA_NOTE))
         if shape != "chain":
-            contenders["FLA, level by level"] = Contender(level_by_level(tree), len(tree), note=FLA_NOTE)
+            contenders.append(contender("FLA, level by level", level_by_level(tree), own, FLA_NOTE))
     return contenders
 
 
-def per_path(tree: TokenTree) -> Contender:
-    is_leaf = tree.node_offsets[1:] == tree.node_subtree_end
-    lengths = np.diff(tree.path_offsets)[is_leaf[tree.path_node]]
-    np.random.default_rng(0).shuffle(lengths)
-    few = lengths[: max(1, int((lengths.cumsum() <= MAX_FLAT_TOKENS).sum()))]
-    paths = [TokenTree.from_paths([TokenPath(np.zeros(length, np.int32))]) for length in few]
-    note = f"{len(lengths)} paths, {lengths.sum():,} tokens"
-    if len(few) < len(lengths):
-        note += f"; timed on {len(few)} of them"
-    layout = TreeBatch.from_trees(paths).layout.to("cuda")
-    return Contender(rule_on(layout), int(few.sum()), scale=float(lengths.sum() / few.sum()), note=note)
-
-
 def fla_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Computes the gated delta rule on one sequence by FLA."""
     inputs = (x[None] for x in (q, k, v, g, beta))
     return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0][0]
 
 
-def level_by_level(tree: TokenTree) -> Callable[..., Tensor]:
+def level_by_level(tree: TokenTree) -> Run:
+    """Returns the gated delta rule on a tree by FLA: one call per depth of nodes."""
     depth = np.zeros(len(tree.node_parent), int)
     for node, parent in enumerate(tree.node_parent):
         depth[node] = depth[parent] + 1 if parent >= 0 else 0
     levels = []
-    place = np.zeros_like(depth)  # of a node on its level
+    rank = np.zeros_like(depth)  # index of a node among the nodes of its depth
     for level in range(depth.max() + 1):
         nodes = np.flatnonzero(depth == level)
-        place[nodes] = np.arange(len(nodes))
+        rank[nodes] = np.arange(len(nodes))
         ranges = [np.arange(tree.node_offsets[node], tree.node_offsets[node + 1]) for node in nodes]
         offsets = np.cumsum([0, *map(len, ranges)])
-        columns = np.concatenate(ranges), offsets, place[tree.node_parent[nodes]]
+        columns = np.concatenate(ranges), offsets, rank[tree.node_parent[nodes]]
         levels.append([torch.from_numpy(x).long().cuda() for x in columns])
     back = torch.cat([tokens for tokens, _, _ in levels]).argsort()
 
@@ -202,64 +196,50 @@ def level_by_level(tree: TokenTree) -> Callable[..., Tensor]:
     return run
 
 
-def measure(contender: Contender, inputs: list[Tensor]) -> tuple[float, float]:
-    """Milliseconds of a forward, and of one with its backward; notes what stays between them."""
-    with torch.no_grad():
-        forward = time_ms(partial(contender.run, *inputs))
-    for x in inputs:
-        x.requires_grad_()
-    before = torch.cuda.memory_allocated()
-    out = contender.run(*inputs)
-    contender.kept = torch.cuda.memory_allocated() - before - out.nbytes
-    do = torch.randn_like(out)
-    del out
+def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note: str = "") -> Contender:
+    """Returns a contender that measures milliseconds of a forward ("forward") and of a forward with its
+    backward ("both"), and the bytes that stay between them ("kept")."""
 
-    def both() -> None:
-        torch.autograd.grad(contender.run(*inputs), inputs, do)
+    def measure() -> list[dict[str, float]]:
+        inputs = make_inputs()
+        with torch.no_grad():
+            forward = time_ms(partial(run, *inputs))
+        for x in inputs:
+            x.requires_grad_()
+        before = torch.cuda.memory_allocated()  # 0 without a GPU
+        out = run(*inputs)
+        kept = max(0, torch.cuda.memory_allocated() - before - out.nbytes)
+        do = torch.randn_like(out)
+        del out
+        return [{"forward": forward, "both": autograd_ms(partial(run, *inputs), inputs, do), "kept": kept}]
 
-    return forward, time_ms(both)
+    return Contender(name, measure, note=note)
 
 
 def rule_inputs(n: int, args: argparse.Namespace) -> list[Tensor]:
-    """q, k, v, g, beta."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    """Returns q, k [n, H, D], v [n, G, D], g and beta [n, G]."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
     (heads, values), dim = args.heads, args.head_dim
-    random = partial(torch.randn, device="cuda", generator=generator)
+    random = partial(torch.randn, device=DEVICE, generator=generator)
     q, k, v = (random(n, h, dim, dtype=torch.bfloat16) for h in (heads, heads, values))
     return [q, k, v, F.logsigmoid(random(n, values) + 2), torch.sigmoid(random(n, values)).bfloat16()]
 
 
 def convolution_inputs(n: int, args: argparse.Namespace) -> list[Tensor]:
-    """x and weight."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    """Returns x [n, channels] and weight [channels, WIDTH]."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
     channels = (2 * args.heads[0] + args.heads[1]) * args.head_dim
-    random = partial(torch.randn, device="cuda", generator=generator, dtype=torch.bfloat16)
+    random = partial(torch.randn, device=DEVICE, generator=generator, dtype=torch.bfloat16)
     return [random(n, channels), random(channels, WIDTH)]
 
 
-def print_rows(rows: list[Row]) -> None:
-    first = rows[0]
-    print(
-        f"\n{first['tree']}: {first['tokens']:,} tokens, {first['nodes']:,} nodes, POR {first['por']:.1%}; "
-        f"chunks and chains take the host {first['plan_host_ms']} ms"
-    )
-    for row in rows:
-        times = f"{row['what']:24}{row['forward_ms']:>9.3f}{row['forward_backward_ms']:>9.3f} ms"
-        cells = f"{times}{row['kept_mib']:>7} MiB"
-        print(f"{cells}  {row['note']}".rstrip(), flush=True)
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     shapes = ["chain", "agent", "agent-fine", "bushy"]
     parser.add_argument("--tree", nargs="+", choices=SHAPES, default=shapes)
-    parser.add_argument("--tokens", type=int, help="distinct tokens (default: that of each shape)")
+    parser.add_argument("--tokens", type=int, help="distinct tokens (default: depends on the shape)")
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 32], metavar=("KEY", "VALUE"))
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="append the rows to this file")
     return parser.parse_args()
 
 

@@ -1,28 +1,36 @@
-"""A layer of experts, in milliseconds and TFLOP/s, beside transformers' and torchtitan's.
+"""Times a layer of experts, in milliseconds and TFLOP/s, beside transformers' and torchtitan's layers.
 
-    python scripts/benchmark_moe.py --csv moe.csv
+    python scripts/benchmark/moe.py --csv moe.csv
 
-Router, experts and their weighted sum: by default the shape of Qwen3-30B-A3B. Random weights, so tokens
-spread over experts unevenly, and the same for all. Forward, and forward and backward; medians over rounds in
-one process in which the contenders take turns; bf16, each layer compiled. The peak is the GPU's, dense, in
-bf16. "difference" is that of outputs, with tokens that rounding sends to other experts.
+The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Weights
+are random and the same for all, so tokens are spread unevenly over experts, in the same way for all. Each
+layer is compiled and runs in bf16. All contenders take turns in one process; the table has medians.
+"peak_share" refers to the GPU's dense bf16 peak. "difference" is the relative difference of outputs to
+titan_tree's; it includes tokens that rounding sends to other experts.
 
-Needs a GPU.
+Needs a GPU: PyTorch's grouped matrix products run on GPUs only.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 import torch
 import transformers
-from benchmark_attention import Row, time_ms, write_csv
+from common import (
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    autograd_ms,
+    environment,
+    print_table,
+    run_rounds,
+    time_ms,
+)
 from torch import Tensor, nn
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
@@ -33,11 +41,25 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from titan_tree.components.moe import MoE
 from titan_tree.distributed import titan
 
+COLUMNS = ["what", "forward_ms", "forward_backward_ms", "tflops", "peak_share", "difference"]
+
 
 def main() -> None:
     args = parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: the grouped products need a CUDA GPU")
+        sys.exit("error: benchmark/moe.py needs a CUDA GPU: grouped matrix products run on GPUs only")
+    setting = environment(torch.device("cuda"), "transformers") | {
+        "experts": f"{args.top_k} of {args.experts}",
+        "hidden": f"{args.hidden} x {args.intermediate}",
+        "tokens": args.tokens,
+    }
+    rows = [setting | row for row in benchmark(args)]
+    print_table(rows, COLUMNS)
+    append_csv(args.csv, rows)
+
+
+def benchmark(args: argparse.Namespace) -> list[Row]:
+    """Returns one row per implementation."""
     torch.manual_seed(0)
     made = {"titan_tree": ours, "transformers": transformers_layer, "torchtitan": torchtitan_layer}
     layers = {name: make(args).to("cuda", torch.bfloat16) for name, make in made.items()}
@@ -51,44 +73,37 @@ def main() -> None:
         "torchtitan": partial(lambda layer: layer(x[None])[0], torch.compile(layers["torchtitan"])),
     }
     want = runs["titan_tree"]().detach().float()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(args.rounds):
-        for name, run in runs.items():
-            inputs = [x, *layers[name].parameters()]
-            with torch.no_grad():
-                forward = time_ms(run)
-            times[name].append((forward, time_ms(partial(both, run, inputs, dy))))
-    flops = 2 * args.tokens * args.top_k * 3 * args.hidden * args.intermediate
+
+    def measure(name: str) -> list[dict[str, float]]:
+        with torch.no_grad():
+            forward = time_ms(runs[name])
+        return [{"forward": forward, "both": autograd_ms(runs[name], [x, *layers[name].parameters()], dy)}]
+
+    contenders = [Contender(name, partial(measure, name)) for name in runs]
+    run_rounds(contenders, args.rounds)
+    flops = 3 * 2 * args.tokens * args.top_k * 3 * args.hidden * args.intermediate
     rows: list[Row] = []
-    for name, pairs in times.items():
-        forward, whole = (median(ms) for ms in zip(*pairs, strict=True))
-        got = runs[name]().detach().float()
-        tflops = 3 * flops / whole / 1e9
+    for contender in contenders:
+        got = runs[contender.name]().detach().float()
+        tflops = flops / contender.median("both") / 1e9
         rows.append({
-            "date": time.strftime("%Y-%m-%d"),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "experts": f"{args.top_k} of {args.experts}",
-            "hidden": f"{args.hidden} x {args.intermediate}",
-            "tokens": args.tokens,
-            "what": name,
-            "forward_ms": round(forward, 3),
-            "forward_backward_ms": round(whole, 3),
+            "what": contender.name,
+            "forward_ms": round(contender.median("forward"), 3),
+            "forward_backward_ms": round(contender.median("both"), 3),
             "tflops": round(tflops, 1),
             "peak_share": round(1e12 * tflops / titan.peak_flops(torch.cuda.get_device_name()), 3),
             "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
         })  # fmt: skip
-        print("  ".join(f"{key} {value}" for key, value in list(rows[-1].items())[4:]), flush=True)
-    if args.csv:
-        write_csv(args.csv, rows)
+    return rows
 
 
 def ours(args: argparse.Namespace) -> MoE:
+    """Returns titan_tree's layer."""
     return MoE(args.hidden, args.intermediate, args.experts, args.top_k, norm_topk_prob=True)
 
 
 def transformers_layer(args: argparse.Namespace) -> nn.Module:
+    """Returns transformers' layer with grouped matrix products."""
     config = transformers.Qwen3MoeConfig(
         hidden_size=args.hidden,
         moe_intermediate_size=args.intermediate,
@@ -101,6 +116,7 @@ def transformers_layer(args: argparse.Namespace) -> nn.Module:
 
 
 def torchtitan_layer(args: argparse.Namespace) -> nn.Module:
+    """Returns torchtitan's layer."""
     experts = GroupedExperts.Config(dim=args.hidden, hidden_dim=args.intermediate, num_experts=args.experts)
     dispatcher = LocalTokenDispatcher.Config(num_experts=args.experts, top_k=args.top_k)
     router = TokenChoiceTopKRouter.Config(
@@ -121,7 +137,7 @@ def torchtitan_layer(args: argparse.Namespace) -> nn.Module:
 
 @torch.no_grad()
 def share_weights(titan_tree: MoE, transformers: nn.Module, torchtitan: nn.Module) -> None:
-    """One set of random weights for all."""
+    """Draws random weights for titan_tree's layer and copies them into the other two."""
     for parameter in titan_tree.parameters():
         parameter.normal_(0, 0.02)
     gate_up, down = titan_tree.experts.gate_up_proj, titan_tree.experts.down_proj
@@ -135,21 +151,13 @@ def share_weights(titan_tree: MoE, transformers: nn.Module, torchtitan: nn.Modul
         parameter.copy_(value)
 
 
-def both(run: Callable[[], Tensor], inputs: list[Tensor], dy: Tensor) -> None:
-    torch.autograd.grad(run(), inputs, dy)
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=768, help="of an expert")
+    parser.add_argument("--intermediate", type=int, default=768, help="hidden size of one expert")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="append the rows to this file")
     return parser.parse_args()
 
 

@@ -1,22 +1,23 @@
-"""What each strategy of TreePartitioner makes of real trees: tokens run, ERR and forwards, as Markdown.
+"""Shows how each strategy of TreePartitioner cuts real trees: executed tokens, ERR and forwards, as Markdown.
 
-    python scripts/partition_table.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --max-tokens 8192 16384
+    python scripts/benchmark/partition_table.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz
+    python scripts/benchmark/partition_table.py demo
 
-One tree per group, every assistant turn a sample. A strategy that refuses a tree (a path longer than
-max_tokens, too many leaves for multi_path) is left out of it: "trees" says how many it took, and N_tree,
-N_part and ERR are of these.
+Each group of samples is one tree, and every assistant turn is a sample. A strategy may refuse a tree: if a
+path is longer than max_tokens, or if multi_path would have too many leaves. The column "trees" says how
+many trees a strategy accepted; N_tree, N_part, ERR (1 - N_part / N_flat), forwards and chain peak count
+these trees only.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from titan_tree.components.tree_partitioner import STRATEGIES, TreePartitioner
-from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import PathReader, find_files, read_groups
-from titan_tree.errors import UserError
+from titan_tree import TokenTree, TreePartitioner, TreeTokenizer, UserError
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
-from titan_tree.tree.token_tree import TokenTree
 
 
 def main() -> None:
@@ -27,19 +28,23 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192, 16_384, 32_768])
     args = parser.parse_args()
-    reader = PathReader(TreeTokenizer.load(args.tokenizer), {})
-    trees = [TokenTree.from_paths(reader.paths(group)) for group in read_groups(find_files(args.files))]
+    trees = read_trees(args.files, args.tokenizer)
     print("| max_tokens | strategy | trees | N_tree | N_part | ERR | forwards | chain peak |")
     print("|---|---|---|---|---|---|---|---|")
     for max_tokens in args.max_tokens:
-        for strategy in STRATEGIES:
-            print(
-                row(strategy, max_tokens, [stats(strategy, max_tokens, tree) for tree in trees]), flush=True
-            )
+        for strategy in PARTITION_STRATEGIES:
+            results = [plan_stats(strategy, max_tokens, tree) for tree in trees]
+            print(table_row(strategy, max_tokens, results), flush=True)
 
 
-def stats(strategy: str, max_tokens: int, tree: TokenTree) -> PlanStats | None:
-    """None where the strategy refuses the tree; "none" does where the tree does not fit."""
+def read_trees(files: list[str], tokenizer: str) -> list[TokenTree]:
+    """Returns one tree per group of samples in the files."""
+    reader = SampleReader(DataConfig(files=files), TreeTokenizer.load(tokenizer))
+    return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
+
+
+def plan_stats(strategy: str, max_tokens: int, tree: TokenTree) -> PlanStats | None:
+    """Returns the plan's statistics, or None if the strategy refuses the tree or "none" cannot fit it."""
     if strategy == "none" and len(tree) > max_tokens:
         return None
     try:
@@ -48,15 +53,16 @@ def stats(strategy: str, max_tokens: int, tree: TokenTree) -> PlanStats | None:
         return None
 
 
-def row(strategy: str, max_tokens: int, results: list[PlanStats | None]) -> str:
-    taken = [result for result in results if result is not None]
-    cells = [f"{max_tokens:,}", strategy, f"{len(taken)} of {len(results)}"]
-    if taken:
+def table_row(strategy: str, max_tokens: int, results: list[PlanStats | None]) -> str:
+    """Returns a line of the Markdown table; ``results`` has an entry per tree."""
+    accepted = [result for result in results if result is not None]
+    cells = [f"{max_tokens:,}", strategy, f"{len(accepted)} of {len(results)}"]
+    if accepted:
         n_flat, n_tree, n_part = (
-            sum(getattr(x, name) for x in taken) for name in ("n_flat", "n_tree", "n_part")
+            sum(getattr(x, name) for x in accepted) for name in ("n_flat", "n_tree", "n_part")
         )
         cells += [f"{n_tree:,}", f"{n_part:,}", f"{1 - n_part / n_flat:.4f}"]
-        cells += [f"{sum(x.n_forwards for x in taken):,}", f"{max(x.chain_peak for x in taken):,}"]
+        cells += [f"{sum(x.n_forwards for x in accepted):,}", f"{max(x.chain_peak for x in accepted):,}"]
     else:
         cells += ["-"] * 5
     return "| " + " | ".join(cells) + " |"

@@ -1,142 +1,121 @@
-"""A whole training step per executed token: titan_tree against a compiled transformers model.
+"""Times a whole training step: titan_tree against a compiled transformers model.
 
-    python scripts/benchmark_step.py --flavor 1.7B --tokens 16384 --tree chain agent agent-fine
+    python scripts/benchmark/step.py --flavor 1.7B --tokens 16384 --tree chain agent agent-fine
+    python scripts/benchmark/step.py --flavor debug --tokens 256 --rounds 1     # on a CPU: shows that it runs
 
-Both run on one device in one process, in alternating rounds, on random tokens and random weights of one
-architecture, every token counted in the loss: forward, backward, gradient clipping, AdamW.
+Both train one architecture on one device in one process, in alternating rounds, with random tokens and
+random weights. Every token counts in the loss. A step is forward, backward, gradient clipping and AdamW.
 
-- *transformers*: its model on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's
-  kernels, every decoder layer compiled. Weights, gradients and optimizer states in bf16, or with --peer
-  float32 in fp32 and computed in bf16 under autocast: the precision of titan_tree.
-- *titan_tree*: the trainer's model, optimizer and step: fp32 weights and optimizer states, bf16 computation.
-  Trees are made ready for the device beforehand; the trainer does so in a thread, one step ahead.
+- *transformers*: its model on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's kernels,
+  every decoder layer compiled. Weights, gradients and optimizer states are bf16. With --peer float32 they
+  are fp32 and computation runs in bf16 under autocast, which is titan_tree's precision.
+- *titan_tree*: the trainer's model, optimizer and step, with fp32 weights and optimizer states and bf16
+  computation. Trees are prepared for the device beforehand, as the trainer does in a thread, one step
+  ahead.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
-count the model's own operations (Decoder.training_flops): recomputation earns nothing. MFU is their share of
-the GPU's peak. Without a GPU everything runs on the CPU: --flavor debug --tokens 256 shows that it does.
+count the model's own operations (Decoder.training_flops), so recomputation earns nothing. MFU is their
+share of the GPU's peak.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import get_args
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import transformers
+from common import (
+    OPTIMIZER,
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    device_name,
+    environment,
+    optimizer_update,
+    print_table,
+    process_group,
+    run_rounds,
+    training_model,
+    training_step,
+    wall_s,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trees import SHAPES, random_tree
 
-from titan_tree.build import build_optimizers, build_parallel_model
-from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree import TokenTree, TreeBatch, build_model
+from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
-from titan_tree.distributed.ao import Float8
-from titan_tree.distributed.parallelize import init_distributed
-from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.registry import build_model
-from titan_tree.registry import MODELS
-from titan_tree.trainer import clip_and_step
-from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
-OPTIMIZER = OptimizerConfig()  # of both
+Step = Callable[[], object]
 
 
 @dataclass
-class Contender:
-    """What is timed. ``build`` returns one training step as a function; dropping that frees everything."""
+class Entry:
+    """One row of the table: a way to run a training step on a tree."""
 
-    name: str
-    build: Callable[[], Callable[[], object]]
+    contender: Contender
     tree: TokenTree
-    flops: float
-    step_s: list[float] = field(default_factory=list)
-    peak_memory: int = 0  # bytes
+    flops: float  # of one step
 
 
 def main() -> None:
     args = parse_args()
-    mesh, device = init_distributed()
+    with process_group() as (mesh, device):
+        setting = environment(device, "transformers") | {
+            "model": args.model,
+            "flavor": args.flavor,
+            "compile": args.compile,
+            "activation_checkpoint": args.activation_checkpoint,
+        }
+        entries = make_entries(args, mesh, device)
+        run_rounds([entry.contender for entry in entries], args.rounds)
+        rows = [table_row(entry, entries[0] if args.peer else None, device) for entry in entries]
+        print_table(rows)
+        append_csv(args.csv, [setting | row for row in rows])
+
+
+def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Entry]:
+    """Returns what the arguments ask for: first the peers, then titan_tree on every tree."""
     with torch.device("meta"):
         model = build_model(args.model, args.flavor)
 
-    def contender(name: str, shape: str, build: Callable[[TokenTree], Callable[[], object]]) -> Contender:
+    def entry(name: str, shape: str, build: Callable[[TokenTree], Step]) -> Entry:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
-        return Contender(name, lambda: build(tree), tree, model.training_flops(TreeBatch.from_trees([tree])))
+        contender = Contender(name, lambda: measure(name, partial(build, tree), args, device))
+        return Entry(contender, tree, model.training_flops(TreeBatch.from_trees([tree])))
 
-    contenders = []
     hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
+    entries = []
     for dtype in args.peer:
-        contenders.append(
-            contender(
-                f"transformers ({dtype}), one sequence",
-                "chain",
-                lambda tree, dtype=dtype: peer_step(hf_config, dtype, tree, args, device),
-            )
+        build = partial(peer_step, hf_config, dtype, args=args, device=device)
+        entries.append(entry(f"transformers ({dtype}), one sequence", "chain", build))
+    for shape, attention, float8 in itertools.product(args.tree, args.attention, args.float8):
+        precision = "" if float8 == "none" else f", float8 {float8}"
+        config = ModelConfig(args.model, args.flavor, attention=attention)
+        training = TrainingConfig(
+            compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8
         )
-    for shape in args.tree:
-        for attention, float8 in itertools.product(args.attention, args.float8):
-            precision = "" if float8 == "none" else f", float8 {float8}"
-            contenders.append(
-                contender(
-                    f"titan_tree ({attention}{precision}), {shape}",
-                    shape,
-                    lambda tree, attention=attention, float8=float8: our_step(
-                        attention, float8, tree, args, mesh, device
-                    ),
-                )
-            )
-
-    for number in range(1, args.rounds + 1):
-        for each in contenders:
-            measure(each, args, device)
-            print(
-                f"round {number}/{args.rounds}  {each.name}: {1e3 * median(each.step_s):.1f} ms", flush=True
-            )
-    rows = [result(each, contenders[0] if args.peer else None, device) for each in contenders]
-    print_table(rows)
-    if args.csv:
-        write_csv(args.csv, rows, args, device)
-    dist.destroy_process_group()
+        build = partial(our_step, config, training, mesh=mesh, device=device)
+        entries.append(entry(f"titan_tree ({attention}{precision}), {shape}", shape, build))
+    return entries
 
 
 def our_step(
-    attention: str,
-    float8: str,
-    tree: TokenTree,
-    args: argparse.Namespace,
-    mesh: DeviceMesh,
-    device: torch.device,
-) -> Callable[[], object]:
-    """The step of titan_tree.trainer.Trainer, without data, logs and checkpoints."""
-    training = TrainingConfig(
-        compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8
-    )
-    model = build_parallel_model(
-        ModelConfig(args.model, args.flavor, attention=attention), training, ParallelConfig(), mesh
-    )
-    optimizers = build_optimizers(OPTIMIZER, model)
-    tree_step = TreeStep(model, TreeLoss(reduction="token_mean"), device)
-    prepared = tree_step.prepare([[tree]])
-
-    def step() -> None:
-        loss = tree_step.run(prepared).loss
-        norm = clip_and_step(optimizers, loss, OPTIMIZER.max_grad_norm)
-        optimizers.zero_grad()
-        assert math.isfinite(loss.item() + norm.item()), (loss, norm)
-
-    return step
+    config: ModelConfig, training: TrainingConfig, tree: TokenTree, mesh: DeviceMesh, device: torch.device
+) -> Step:
+    """Returns the trainer's step on ``tree``."""
+    model = training_model(config, training, mesh)
+    step = training_step(model, device)
+    return partial(optimizer_update(model), step, step.prepare([[tree]]))
 
 
 def peer_step(
@@ -145,8 +124,16 @@ def peer_step(
     tree: TokenTree,
     args: argparse.Namespace,
     device: torch.device,
-) -> Callable[[], object]:
-    """The step of an ordinary training script on ``tree``, a chain; weights and their gradients in dtype."""
+) -> Step:
+    """Returns the step of an ordinary training script on ``tree``, a chain.
+
+    Args:
+        config: the architecture.
+        dtype: of weights, gradients and optimizer states; computation is in bf16.
+        tree: the sequence.
+        args: see ``parse_args``.
+        device: where the model is.
+    """
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
@@ -180,126 +167,90 @@ def peer_step(
     return step
 
 
-def measure(contender: Contender, args: argparse.Namespace, device: torch.device) -> None:
-    """One round: build, warm up, time ``args.steps`` steps, free."""
+def measure(
+    name: str, build: Callable[[], Step], args: argparse.Namespace, device: torch.device
+) -> list[dict[str, float]]:
+    """Builds a step, warms it up, times ``args.steps`` steps and frees everything.
+
+    Returns one sample per step: its seconds, and the peak of allocated bytes of all steps.
+    """
     torch.compiler.reset()  # graphs of other contenders would count against the limit of recompilations
-    step = contender.build()
+    step = build()
     for _ in range(args.warmup):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(args.steps):
-        synchronize(device)
-        started = time.perf_counter()
-        step()
-        synchronize(device)
-        contender.step_s.append(time.perf_counter() - started)
-    if device.type == "cuda":
-        contender.peak_memory = max(contender.peak_memory, torch.cuda.max_memory_allocated())
+    seconds = [wall_s(step) for _ in range(args.steps)]
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     del step
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    print(f"{name}: {1e3 * sum(seconds) / len(seconds):.1f} ms a step", flush=True)
+    return [{"seconds": each, "peak": peak} for each in seconds]
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def result(contender: Contender, peer: Contender | None, device: torch.device) -> dict[str, object]:
-    """A row of the table. Tokens per second of the tree's distinct tokens (executed) and of its paths'."""
-    seconds = median(contender.step_s)
-    stats = contender.tree.stats
-    row: dict[str, object] = {
+def table_row(entry: Entry, peer: Entry | None, device: torch.device) -> Row:
+    """Returns a row of the table. Executed tokens are the tree's distinct tokens, logical ones its paths'."""
+    contender, stats = entry.contender, entry.tree.stats
+    seconds = contender.median("seconds")
+    row: Row = {
         "step of": contender.name,
         "nodes": stats.n_nodes,
         "executed tokens": stats.n_tree,
         "logical tokens": stats.n_flat,
         "ms": round(1e3 * seconds, 1),
-        "ms p10-p90": "-".join(f"{1e3 * q:.1f}" for q in quantiles(contender.step_s)),
+        "ms p10-p90": "-".join(f"{1e3 * q:.1f}" for q in quantiles(contender.samples["seconds"])),
         "executed tok/s": round(stats.n_tree / seconds),
         "logical tok/s": round(stats.n_flat / seconds),
-        "TFLOP/s": round(contender.flops / seconds / 1e12, 2),
+        "TFLOP/s": round(entry.flops / seconds / 1e12, 2),
     }
     if device.type == "cuda":
-        peak = titan.peak_flops(torch.cuda.get_device_name(device))
-        row["MFU"] = f"{contender.flops / seconds / peak:.1%}"
-        row["peak GiB"] = round(contender.peak_memory / 2**30, 1)
+        row["MFU"] = f"{entry.flops / seconds / titan.peak_flops(device_name(device)):.1%}"
+        row["peak GiB"] = round(max(contender.samples["peak"]) / 2**30, 1)
     if peer:
-        row["executed x peer"] = round(
-            median(peer.step_s) / peer.tree.stats.n_tree * stats.n_tree / seconds, 3
-        )
-        row["logical x peer"] = round(
-            median(peer.step_s) / peer.tree.stats.n_flat * stats.n_flat / seconds, 2
-        )
+        speed = peer.contender.median("seconds") / seconds
+        row["executed x peer"] = round(speed * stats.n_tree / peer.tree.stats.n_tree, 3)
+        row["logical x peer"] = round(speed * stats.n_flat / peer.tree.stats.n_flat, 2)
     return row
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 10th and the 90th percentile."""
     ordered = sorted(values)
     return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
 
 
-def print_table(rows: Sequence[dict[str, object]]) -> None:
-    cells = [list(rows[0]), *([f"{v:,}" if isinstance(v, int) else str(v) for v in r.values()] for r in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]))
-
-
-def write_csv(
-    path: Path, rows: Sequence[dict[str, object]], args: argparse.Namespace, device: torch.device
-) -> None:
-    """Append ``rows`` with what they were measured on."""
-    setting = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": args.model,
-        "flavor": args.flavor,
-        "compile": args.compile,
-        "activation_checkpoint": args.activation_checkpoint,
-    }
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*setting, *rows[0]])
-        if new:
-            writer.writeheader()
-        writer.writerows(setting | row for row in rows)
-
-
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="qwen3", choices=MODELS)
-    parser.add_argument("--flavor", default="1.7B", help="its size (default: %(default)s)")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", default="qwen3", choices=list(MODELS))
+    parser.add_argument("--flavor", default="1.7B", help="size of the model (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
     parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
-    parser.add_argument("--attention", nargs="+", default=["auto"], help="backends of TreeAttention")
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=["auto", *ATTENTION_BACKENDS],
+        default=["auto"],
+        help="backends of TreeAttention, one run for each (default: auto)",
+    )
     parser.add_argument(
         "--float8",
         nargs="+",
         default=["none"],
-        choices=get_args(Float8),
-        help="titan_tree's linears, each in a run of its own (default: %(default)s)",
+        help="titan_tree's training.float8, one run for each value (default: none)",
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--activation-checkpoint", choices=["none", "full"], default="none")
-    dtypes = ["bfloat16", "float32"]
     parser.add_argument(
         "--peer",
         nargs="*",
-        choices=dtypes,
-        default=dtypes[:1],
-        help="transformers' weights; ratios are to the first (default: %(default)s)",
+        choices=["bfloat16", "float32"],
+        default=["bfloat16"],
+        help="dtypes of transformers' weights; ratios refer to the first (default: bfloat16)",
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=3, help="steps not timed, at the start of each round")
-    parser.add_argument("--steps", type=int, default=10, help="steps timed in each round")
-    parser.add_argument("--csv", type=Path, help="append the rows to this file")
+    parser.add_argument("--warmup", type=int, default=3, help="steps at the start of each round, not timed")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each round")
     return parser.parse_args()
 
 

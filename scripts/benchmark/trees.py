@@ -1,15 +1,15 @@
-"""Token trees of given shape and size with random tokens, for timings.
+"""Token trees with random tokens and a given shape and size, for benchmarks.
 
-| shape      | stands for                                                                  | tokens  | nodes |
-|------------|-----------------------------------------------------------------------------|---------|-------|
-| chain      | one sample: nothing is shared, and a tree must cost what a sequence costs   | 32,768  | 1     |
-| group      | 16 answers to one prompt, a quarter of the tokens                           | 32,768  | 17    |
-| agent      | rollouts of 12 turns of about 400 tokens that leave earlier ones at a turn  | 32,727  | 76    |
-| agent-fine | 24 turns of about 40 tokens                                                 | 32,208  | 764   |
-| agent-long | 24 turns of about 500 tokens, a prompt of 6,000                             | 135,719 | 278   |
-| bushy      | 16 turns of about 40 tokens, hardly a prompt: few pairs are visible         | 29,497  | 795   |
+| shape      | models                                                                     | tokens  | nodes |
+|------------|----------------------------------------------------------------------------|---------|-------|
+| chain      | one sample: nothing is shared, so it should cost what a sequence costs     | 32,768  | 1     |
+| group      | 16 answers to one prompt; the prompt has a quarter of the tokens           | 32,768  | 17    |
+| agent      | rollouts of 12 turns of about 400 tokens; they branch off earlier rollouts | 32,727  | 76    |
+| agent-fine | the same with 24 turns of about 40 tokens                                  | 32,208  | 764   |
+| agent-long | the same with 24 turns of about 500 tokens and a prompt of 6,000           | 135,719 | 278   |
+| bushy      | the same with 16 turns of about 40 tokens and a tiny prompt                | 29,497  | 795   |
 
-``long_rollouts`` makes trees larger than memory: as many rollouts as it takes, up to a given length.
+``long_rollouts`` generates trees that are larger than memory. ``sweep`` varies one property at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree import TokenPath, TokenTree
 
-# Of each shape the number of tokens for which the table above holds.
+# The default number of tokens of each shape; the table above gives the nodes for it.
 SHAPES = {
     "chain": 32_768,
     "group": 32_768,
@@ -36,10 +35,10 @@ Nodes = list[tuple[int, int]]  # (parent, length); parents come first, the root'
 
 
 def random_tree(shape: str, num_tokens: int, vocab_size: int, seed: int = 0) -> TokenTree:
-    """A tree of ``num_tokens`` distinct tokens. Every token but the first counts in the loss.
+    """Returns a tree of ``num_tokens`` distinct tokens. Every token but the first counts in the loss.
 
-    Rollouts have a sample per turn: a path ends at each node. Larger trees have more of them; in trees too
-    small for several, turns are shorter.
+    Every turn of a rollout is a sample, so a path ends at each node. Larger trees have more rollouts. A tree
+    that is too small for several rollouts gets shorter turns.
     """
     if shape == "chain":
         nodes: Nodes = [(-1, num_tokens)]
@@ -60,15 +59,16 @@ def random_tree(shape: str, num_tokens: int, vocab_size: int, seed: int = 0) -> 
 
 
 def prompt_and_answers(num_tokens: int, prompt: int, answers: int = 16) -> Nodes:
-    """A prompt of ``prompt`` tokens, or a few more, and answers of equal lengths."""
+    """Returns one prompt and ``answers`` answers of equal length. The prompt takes the remainder."""
     answer = max(1, (num_tokens - max(1, prompt)) // answers)
     return [(-1, num_tokens - answers * answer), *[(0, answer)] * answers]
 
 
 def rollouts(seed: int, num_tokens: int, prompt: int, turns: int, median: float, late: float = 1.0) -> Nodes:
-    """Rollouts of about ``turns`` turns, each leaving an earlier one at a random turn; the last is cut.
+    """Returns rollouts of about ``turns`` turns. Each branches off an earlier rollout at a random turn.
 
-    Turns are log-normal, of mean 1.38 ``median``. ``late`` > 1: rollouts leave late and so share more.
+    The lengths of turns are log-normal with mean 1.38 ``median``; the last rollout is cut at ``num_tokens``.
+    With ``late`` > 1 rollouts branch off later and share more.
     """
     rng = random.Random(seed)
     median = min(median, num_tokens / (4 * turns))
@@ -91,9 +91,10 @@ def rollouts(seed: int, num_tokens: int, prompt: int, turns: int, median: float,
 
 
 def long_rollouts(num_tokens: int, longest: int, vocab_size: int, seed: int = 0) -> TokenTree:
-    """Rollouts of about 40 turns. The first has ``longest`` tokens, an eighth of them prompt; none has more.
+    """Returns a tree of rollouts of about 40 turns, as many as ``num_tokens`` distinct tokens take.
 
-    Each leaf ends a path. The first rollouts of a larger tree are those of a smaller one.
+    The first rollout has ``longest`` tokens, an eighth of them in the prompt; no rollout is longer. A path
+    ends at each leaf. A larger tree begins with the rollouts of a smaller one.
     """
     rng = random.Random(seed)
     nodes: Nodes = [(-1, longest // 8)]
@@ -118,9 +119,9 @@ def long_rollouts(num_tokens: int, longest: int, vocab_size: int, seed: int = 0)
 
 
 def even_nodes(seed: int, num_tokens: int, length: int, branching: float) -> Nodes:
-    """Nodes of ``length`` tokens; each branches off 1 or 2 nodes back with probability ``branching``.
+    """Returns nodes of ``length`` tokens. Each branches off 1 or 2 nodes back with probability ``branching``.
 
-    Whatever the length, a token sees about (1 - 1.5 * branching) / 2 of all tokens.
+    For every length, a token sees about (1 - 1.5 * branching) / 2 of all tokens.
     """
     rng = random.Random(seed)
     nodes: Nodes = []
@@ -134,7 +135,10 @@ def even_nodes(seed: int, num_tokens: int, length: int, branching: float) -> Nod
 
 
 def sweep(num_tokens: int, vocab_size: int) -> Iterator[tuple[str, TokenTree]]:
-    """Named trees of one size: ever longer nodes, and ever larger prompts. Every leaf ends a path."""
+    """Yields named trees of one size: first with growing nodes, then with growing prompts.
+
+    A path ends at each leaf.
+    """
     for length in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
         nodes = even_nodes(0, num_tokens, length, branching=0.5)
         yield f"nodes of {length}", with_tokens(nodes, leaves(nodes), vocab_size)
@@ -144,13 +148,26 @@ def sweep(num_tokens: int, vocab_size: int) -> Iterator[tuple[str, TokenTree]]:
 
 
 def leaves(nodes: Nodes) -> list[int]:
+    """Returns the nodes without children."""
     return sorted(set(range(len(nodes))) - {parent for parent, _ in nodes})
 
 
-def with_tokens(nodes: Nodes, ends: Sequence[int], vocab_size: int, seed: int = 0) -> TokenTree:
-    """The tree of ``nodes`` with random tokens and paths that end at the nodes ``ends``.
+def flat_sample(tree: TokenTree, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the lengths of the paths that flat training computes, and a sample of them to measure.
 
-    Node i starts with token i, so that siblings differ, as far as the vocabulary allows.
+    Paths that are prefixes of other paths are left out. The sample is random, has at most ``max_tokens``
+    tokens and at least one path.
+    """
+    is_leaf = tree.node_offsets[1:] == tree.node_subtree_end
+    lengths = np.diff(tree.path_offsets)[is_leaf[tree.path_node]]
+    np.random.default_rng(0).shuffle(lengths)
+    return lengths, lengths[: max(1, int((lengths.cumsum() <= max_tokens).sum()))]
+
+
+def with_tokens(nodes: Nodes, ends: Sequence[int], vocab_size: int, seed: int = 0) -> TokenTree:
+    """Returns the tree of ``nodes`` with random tokens, whose paths end at the nodes ``ends``.
+
+    Node i starts with token i modulo ``vocab_size``, so that siblings differ.
     """
     rng = np.random.default_rng(seed)
     prefixes: list[np.ndarray] = []  # tokens from the root to the end of each node

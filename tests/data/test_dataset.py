@@ -1,24 +1,23 @@
-"""TreeDataset: every group once per epoch, on exactly one rank, in micro-batches that fit, resumable."""
+"""TreeDataset: each group once per epoch, on one rank, in micro-batches that fit; exact resume."""
 
 import json
 import random
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice
 
 import pytest
 
+from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.dataset import TreeDataset, balanced, merged_trees, pack, shuffled
 from titan_tree.errors import UserError
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree.tree.paths import ModelLimits, TokenPath
 
 NUM_GROUPS = 11
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Groups of 1 to 4 paths; every path starts with 9 9, then tokens that tell its group."""
+    """Groups of 1 to 4 paths. Every path starts with 9 9 and a token that names its group."""
     r, lines = random.Random(0), []
     for group in range(NUM_GROUPS):
         for _ in range(r.randint(1, 4)):
@@ -44,12 +43,12 @@ def tokens(trees):
 
 
 def steps(dataset, number):
-    """The trees of the next optimizer steps, micro-batches joined."""
+    """The trees of the next ``number`` optimizer steps."""
     return [[tree for micro in step for tree in micro] for step in islice(dataset, number)]
 
 
-def shown(step):
-    """A step as plain data, to compare two."""
+def as_data(step):
+    """A step as plain data, for comparisons."""
     return [[(tree.tokens.tolist(), [path.id for path in tree.paths]) for tree in micro] for micro in step]
 
 
@@ -57,8 +56,8 @@ def naive_trie_size(paths):
     return len({tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)})
 
 
-def test_group_mode_makes_one_tree_of_each_group_once_per_epoch(file):
-    dataset = TreeDataset(file, global_batch_groups=NUM_GROUPS, max_tokens=64)
+def test_each_group_becomes_one_tree_once_per_epoch(file):
+    dataset = tree_dataset(file, global_batch_groups=NUM_GROUPS, max_tokens=64)
     for step in islice(dataset, 3):
         trees = [tree for micro in step for tree in micro]
         assert sorted(map(group_of, trees)) == list(range(NUM_GROUPS))
@@ -70,23 +69,24 @@ def test_group_mode_makes_one_tree_of_each_group_once_per_epoch(file):
 def test_group_j_of_a_global_batch_goes_to_rank_j_modulo_world_size(file, world_size):
     options = {"global_batch_groups": 4, "max_tokens": 64, "shuffle_buffer": 0}
     ranks = [
-        steps(TreeDataset(file, rank=rank, world_size=world_size, **options), 6) for rank in range(world_size)
+        steps(tree_dataset(file, rank=rank, world_size=world_size, **options), 6)
+        for rank in range(world_size)
     ]
     for step in range(6):
-        batch = [(4 * step + j) % NUM_GROUPS for j in range(4)]  # file order, flowing on into the next epoch
+        batch = [(4 * step + j) % NUM_GROUPS for j in range(4)]  # file order; a batch may span two epochs
         for rank in range(world_size):
             assert sorted(map(group_of, ranks[rank][step])) == sorted(batch[rank::world_size])
 
 
-def test_a_file_smaller_than_a_global_batch_comes_round(file):
-    trees = steps(TreeDataset(file, global_batch_groups=2 * NUM_GROUPS + 1, max_tokens=64), 1)[0]
+def test_a_global_batch_larger_than_the_file_repeats_groups(file):
+    trees = steps(tree_dataset(file, global_batch_groups=2 * NUM_GROUPS + 1, max_tokens=64), 1)[0]
     counts = Counter(map(group_of, trees))
     assert sorted(counts.values()) == [2] * (NUM_GROUPS - 1) + [3]
 
 
-def test_shuffle_takes_whole_groups_anew_each_epoch(file):
+def test_each_epoch_has_another_order_of_groups(file):
     def epochs(**options):
-        dataset = TreeDataset(file, global_batch_groups=1, max_tokens=64, **options)
+        dataset = tree_dataset(file, global_batch_groups=1, max_tokens=64, **options)
         order = [group_of(tree) for (tree,) in steps(dataset, 3 * NUM_GROUPS)]
         return [order[i : i + NUM_GROUPS] for i in range(0, len(order), NUM_GROUPS)]
 
@@ -99,20 +99,13 @@ def test_shuffle_takes_whole_groups_anew_each_epoch(file):
         assert orders != epochs(shuffle_buffer=size, seed=1)
 
 
-def test_shuffle_holds_no_more_than_its_buffer():
-    taken = []
-    stream = shuffled((taken.append(i) or i for i in range(100)), 5, random.Random(0))
-    for number, _ in enumerate(stream, start=1):
-        assert len(taken) <= number + 5
-
-
 @pytest.mark.parametrize("merge", ["group", "batch"])
 @pytest.mark.parametrize("at", [0, 1, 3, 7])
 def test_resume_is_exact(file, merge, at):
-    """Across epochs (11 groups, 3 per step), through JSON, and on another number of ranks as well."""
+    """Resume works across epochs (11 groups, 3 per step), from JSON, and on another number of ranks."""
 
     def dataset(rank=0, world_size=1):
-        return TreeDataset(
+        return tree_dataset(
             file,
             merge=merge,
             global_batch_groups=3,
@@ -122,29 +115,29 @@ def test_resume_is_exact(file, merge, at):
             world_size=world_size,
         )
 
-    whole = [shown(step) for step in islice(dataset(), at + 5)]
+    expected = [as_data(step) for step in islice(dataset(), at + 5)]
     first = dataset()
     for _ in islice(first, at):
         pass
     state = json.loads(json.dumps(first.state_dict()))
     second = dataset()
     second.load_state_dict(state)
-    assert [shown(step) for step in islice(second, 5)] == whole[at:]
+    assert [as_data(step) for step in islice(second, 5)] == expected[at:]
 
-    shares = []
+    ranks = []
     for rank in range(2):
-        shares.append(dataset(rank, 2))
-        shares[-1].load_state_dict(state)
-    for step, *parts in zip(whole[at:], *shares, strict=False):
-        both = [tree for part in parts for micro in shown(part) for tree in micro]
+        ranks.append(dataset(rank, 2))
+        ranks[-1].load_state_dict(state)
+    for step, *parts in zip(expected[at:], *ranks, strict=False):
+        both = [tree for part in parts for micro in as_data(part) for tree in micro]
         assert sorted(both) == sorted(tree for micro in step for tree in micro)
 
 
-def test_iterating_again_goes_on_from_the_last_item(file):
+def test_a_new_iterator_continues_after_the_last_item(file):
     options = {"global_batch_groups": 2, "max_tokens": 64, "shuffle_buffer": 4}
-    dataset = TreeDataset(file, **options)
-    pieces = [shown(step) for n in (1, 4, 2) for step in islice(dataset, n)]
-    assert pieces == [shown(step) for step in islice(TreeDataset(file, **options), 7)]
+    dataset = tree_dataset(file, **options)
+    pieces = [as_data(step) for n in (1, 4, 2) for step in islice(dataset, n)]
+    assert pieces == [as_data(step) for step in islice(tree_dataset(file, **options), 7)]
 
 
 class CountingTokenizer:
@@ -161,29 +154,33 @@ def test_resume_and_other_ranks_do_not_tokenize(tmp_path):
     line = {"messages": [{"role": "user", "content": "hello"}]}
     file.write_text("".join(json.dumps(line) + "\n" for _ in range(40)))
     tokenizer = CountingTokenizer()
-    dataset = TreeDataset(file, tokenizer, global_batch_groups=4, max_tokens=64, rank=1, world_size=2)
+    dataset = tree_dataset(file, tokenizer, global_batch_groups=4, max_tokens=64, rank=1, world_size=2)
     dataset.load_state_dict({"epoch": 2, "group": 20, "seed": 0, "shuffle_buffer": 256})
     steps(dataset, 1)
     assert tokenizer.calls == 2
     assert dataset.state_dict() == {"epoch": 2, "group": 24, "seed": 0, "shuffle_buffer": 256}
 
 
-def test_resume_refuses_another_order_or_other_data(file):
-    state = TreeDataset(file, seed=1).state_dict()
-    with pytest.raises(UserError, match=r"data.seed: the checkpoint was written with 1, now it is 0"):
-        TreeDataset(file).load_state_dict(state)
-    dataset = TreeDataset(file)
+def test_resume_is_refused_if_the_order_or_the_data_changed(file):
+    state = tree_dataset(file, seed=1).state_dict()
+    with pytest.raises(
+        UserError,
+        match=r"data.seed: the checkpoint was written with 1, but it is now 0, .*; set data.seed = 1",
+    ):
+        tree_dataset(file).load_state_dict(state)
+    dataset = tree_dataset(file)
     dataset.load_state_dict(dataset.state_dict() | {"group": NUM_GROUPS + 1})
-    with pytest.raises(UserError, match="11 groups, but the checkpoint was written after 12"):
+    with pytest.raises(UserError, match="11 groups, but the checkpoint was written after 12 groups"):
         next(iter(dataset))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [12, 30, 10_000])
-def test_batch_mode_shares_prefixes_across_groups(file, world_size, max_tokens):
+def test_merge_batch_shares_prefixes_across_groups(file, world_size, max_tokens):
     options = {"merge": "batch", "global_batch_groups": NUM_GROUPS, "max_tokens": max_tokens}
     parts = [
-        steps(TreeDataset(file, rank=rank, world_size=world_size, **options), 2) for rank in range(world_size)
+        steps(tree_dataset(file, rank=rank, world_size=world_size, **options), 2)
+        for rank in range(world_size)
     ]
     paths = [r["tokens"] for r in records(file)]
     for step in zip(*parts, strict=True):
@@ -194,22 +191,22 @@ def test_batch_mode_shares_prefixes_across_groups(file, world_size, max_tokens):
             assert [len(tree) for tree in trees] == [naive_trie_size(paths)]
 
 
-def test_flat_layout_makes_a_tree_of_every_path(file):
+def test_flat_layout_makes_one_tree_per_path(file):
     for merge in ("group", "batch"):
         options = {"merge": merge, "layout": "flat", "global_batch_groups": NUM_GROUPS, "max_tokens": 64}
         trees = [
             tree
             for rank in range(2)
-            for tree in steps(TreeDataset(file, rank=rank, world_size=2, **options), 1)[0]
+            for tree in steps(tree_dataset(file, rank=rank, world_size=2, **options), 1)[0]
         ]
         assert all(len(tree.paths) == 1 for tree in trees)
         assert tokens(trees) == Counter(tuple(r["tokens"]) for r in records(file))
 
 
 @pytest.mark.parametrize("options", [{}, {"merge": "batch"}, {"layout": "flat"}])
-def test_group_advantages_do_not_depend_on_how_trees_are_made(options):
+def test_group_advantages_do_not_depend_on_merge_and_layout(options):
     """Three of the demo's four trials earn 1: mean 0.75, standard deviation 0.5."""
-    dataset = TreeDataset("demo", TreeTokenizer.byte_level(), advantage="group", **options)
+    dataset = tree_dataset("demo", TreeTokenizer.byte_level(), advantage="group", **options)
     paths = [path for tree in steps(dataset, 1)[0] for path in tree.paths]
     assert len({path.id.split("/")[0] for path in paths}) == 8
     for path in paths:
@@ -217,38 +214,12 @@ def test_group_advantages_do_not_depend_on_how_trees_are_made(options):
         assert path.advantage.tolist() == pytest.approx([expected] * len(path))
 
 
-def trees_of(*sizes):
-    return [TokenTree.from_paths([TokenPath([1] * size)]) for size in sizes]
-
-
-def test_merged_trees_are_cut_where_the_next_path_does_not_fit():
-    r = random.Random(1)
-    for _ in range(50):
-        limit = r.randint(8, 30)
-        paths = [
-            [r.randrange(300) // 299 * 256 + r.randrange(2) for _ in range(r.randint(1, 8))]
-            for _ in range(20)
-        ]
-        trees = merged_trees([TokenPath(p) for p in paths], limit)
-        found = [sorted(path.tokens.tolist() for path in tree.paths) for tree in trees]
-        assert [p for run in found for p in run] == sorted(paths)
-        assert [len(tree) for tree in trees] == [naive_trie_size(run) for run in found]
-        for run, after in pairwise(found):
-            assert naive_trie_size(run) <= limit < naive_trie_size([*run, after[0]])
-
-
-def test_pack_is_first_fit_decreasing():
-    packed = pack(trees_of(2, 3, 6, 5, 4, 1), 10)
-    assert [[len(tree) for tree in micro] for micro in packed] == [[6, 4], [5, 3, 2], [1]]
-    assert pack([], 10) == []
-
-
 @pytest.mark.parametrize("options", [{}, {"layout": "flat"}, {"merge": "batch"}], ids=str)
-def test_larger_trees_are_micro_batches_of_their_own(file, options):
-    """Where they are allowed: nothing is lost, and what fits is packed as before."""
+def test_larger_trees_are_micro_batches_of_their_own_if_allowed(file, options):
+    """No path is lost, and smaller trees are packed as usual."""
     options = {"global_batch_groups": NUM_GROUPS, "shuffle_buffer": 0, **options}
-    whole = next(iter(TreeDataset(file, max_tokens=10_000, **options)))
-    packed = next(iter(TreeDataset(file, max_tokens=8, allow_larger=True, **options)))
+    whole = next(iter(tree_dataset(file, max_tokens=10_000, **options)))
+    packed = next(iter(tree_dataset(file, max_tokens=8, allow_larger=True, **options)))
     sizes = [[len(tree) for tree in trees] for trees in packed]
     assert any(len(trees) == 1 and trees[0] > 8 for trees in sizes)
     assert all(len(trees) == 1 or sum(trees) <= 8 for trees in sizes)
@@ -260,12 +231,6 @@ def test_larger_trees_are_micro_batches_of_their_own(file, options):
     assert lists(packed) == lists(whole)
 
 
-def test_balanced_gives_the_largest_to_the_lightest():
-    parts = balanced(trees_of(1, 7, 5, 4, 3, 2), 3)
-    assert [[len(tree) for tree in part] for part in parts] == [[7, 1], [5, 2], [4, 3]]
-    assert balanced(trees_of(3), 2)[1] == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -275,8 +240,8 @@ def test_balanced_gives_the_largest_to_the_lightest():
         ),
         ({"max_tokens": 3, "layout": "flat"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),
         ({"max_tokens": 3, "merge": "batch"}, r"path \d+/\d+ has \d+ tokens, more than data.max_tokens = 3"),
-        ({"vocab_size": 105}, "expected ids below"),
-        ({"max_positions": 3}, "more than the model's 3 positions"),
+        ({"limits": ModelLimits(vocab_size=105)}, "expected ids below"),
+        ({"limits": ModelLimits(max_positions=3)}, "more than the model's 3 positions"),
         ({"merge": "all"}, "data.merge: expected one of group, batch; got 'all'"),
         ({"advantage": "grpo"}, "data.advantage: expected one of given, group; got 'grpo'"),
         ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
@@ -284,6 +249,6 @@ def test_balanced_gives_the_largest_to_the_lightest():
         ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),
     ],
 )
-def test_errors(file, options, message):
+def test_wrong_settings_and_samples_that_do_not_fit_are_errors(file, options, message):
     with pytest.raises(UserError, match=message):
-        steps(TreeDataset(file, **{"global_batch_groups": NUM_GROUPS, **options}), 1)
+        steps(tree_dataset(file, **{"global_batch_groups": NUM_GROUPS, **options}), 1)

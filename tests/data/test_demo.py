@@ -1,19 +1,19 @@
-"""The embedded sample: the same every time, branching as real rollouts do, small."""
+"""The embedded sample is reproducible, small, and branches as real rollouts do."""
 
 import json
 from functools import cache
 
+from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
-from titan_tree.data.readers import PathReader, read_groups
 from titan_tree.data.report import ENDS, OTHER_TEXT, branch_points
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 
 @cache
 def trees(**options):
-    reader = PathReader(TreeTokenizer.byte_level(), options)
-    return [TokenTree.from_paths(reader.paths(group)) for group in read_groups(["demo"])]
+    reader = sample_reader("demo", TreeTokenizer.byte_level(), sample=options)
+    return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
 
 
 def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):
@@ -24,15 +24,15 @@ def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):
     assert len({record["id"] for record in first}) == len(first) == demo.NUM_TASKS
 
 
-def test_answers_are_right_where_rewarded():
-    """A shopkeeper's check: follow each rollout and add up what the tools said."""
+def test_only_correct_answers_have_reward_1():
+    """The expected answer is the sum of the tool results."""
     for record in demo.records():
         for trial in record["trajectories"]:
             total = sum(int(m["content"]) for m in trial["messages"] if m["role"] == "tool")
             assert (int(trial["messages"][-1]["content"]) == total) == (trial["reward"] == 1)
 
 
-def test_paths_overlap_and_part_as_rollouts_do():
+def test_paths_overlap_and_diverge_as_real_rollouts_do():
     for options in ({}, {"keep_reasoning": False}):
         stats = [tree.stats for tree in trees(**options)]
         total = TreeStats.total(stats)
@@ -49,7 +49,7 @@ def test_paths_overlap_and_part_as_rollouts_do():
     assert reasons == {ENDS, OTHER_TEXT}
 
 
-def test_dropped_thoughts_are_branches():
+def test_dropping_earlier_thoughts_adds_branches():
     with_thoughts, without = (
         sum(t.stats.n_branches for t in trees(keep_reasoning=keep)) for keep in (True, False)
     )

@@ -86,8 +86,8 @@ def test_a_new_value_adds_a_csv_column(tmp_path: Path) -> None:
 
 
 def test_a_resumed_csv_drops_repeated_and_truncated_rows(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,loss,lr\n1,1.0,0.1\n2,0.5,0.1\n3,0.")
-    CsvLogger(tmp_path, 2, 9).log(3, {"loss": 0.25, "lr": 0.1})
+    (tmp_path / "metrics.csv").write_text("step,loss,lr\n1,1.0,0.1\n2,0.5,0.1\n3,0.25,0.1\n1")
+    CsvLogger(tmp_path, 2, 20).log(3, {"loss": 0.25, "lr": 0.1})
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path)] == [
         ("1", "1.0"),
         ("2", "0.5"),

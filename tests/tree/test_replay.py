@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.datasets import sample_reader, tree_dataset
 from tests.support.oracle import (
     assert_same,
     hf_model,
@@ -28,13 +29,12 @@ from tests.tree.test_token_tree import random_paths
 from titan_tree import cli
 from titan_tree.components.moe import MoE
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.data.dataset import TreeDataset, merged_trees
-from titan_tree.data.readers import PathReader, read_groups
+from titan_tree.data.packing import merged_trees
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
-from titan_tree.tree.paths import ExpertSizes, TokenPath
+from titan_tree.tree.paths import ExpertSizes, ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 MODES = ("first", "majority", "split")
@@ -289,8 +289,8 @@ def npy(rows):
 def read(tmp_path, *records, experts=None):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    reader = PathReader(experts=experts)
-    return [path for group in read_groups([str(file)]) for path in reader.paths(group)]
+    reader = sample_reader(file, limits=ModelLimits(experts=experts), replay="first")
+    return [path for group in reader.groups() for path in reader.paths(group)]
 
 
 def test_lists_and_arrays_are_read(tmp_path):
@@ -370,7 +370,8 @@ def test_a_split_step_is_that_of_the_paths_alone(data):
     for layout in ("tree", "flat"):
         step = TreeStep(model, TreeLoss(), "cpu")
         model.zero_grad()
-        dataset = TreeDataset(data, replay="split", layout=layout, experts=model.experts.sizes)
+        limits = ModelLimits(experts=model.experts.sizes)
+        dataset = tree_dataset(data, limits=limits, replay="split", layout=layout)
         result = step.run(step.prepare(next(iter(dataset))))
         results.append([result.loss, *(p.grad.clone() for p in model.parameters())])
     for tree, flat in zip(*results, strict=True):
@@ -381,11 +382,11 @@ def test_a_split_step_is_that_of_the_paths_alone(data):
     ("mode", "message"),
     [
         ("off", "path 0/1 has routed_experts, which data.replay = 'off' leaves unused"),
-        ("first", "path 0/3 has no routed_experts to replay: there the model chooses"),
+        ("first", "path 0/3 has no routed_experts to replay; the model's router chooses its experts"),
     ],
 )
 def test_what_is_not_replayed_is_said_once(data, caplog, mode, message):
-    steps = iter(TreeDataset(data, replay=mode))
+    steps = iter(tree_dataset(data, replay=mode))
     for _ in range(3):
         next(steps)
     assert [record.message for record in caplog.records] == [message]
@@ -399,7 +400,7 @@ def test_a_model_without_experts_replays_none(tmp_path, data):
     with pytest.raises(
         UserError, match=r"data.replay: expected one of off, first, majority, split; got 'last'"
     ):
-        TreeDataset(data, replay="last")
+        tree_dataset(data, replay="last")
     with pytest.raises(UserError, match="replay: expected one of off, first, majority, split; got 'last'"):
         TokenTree.from_paths([TokenPath([1])], "last")
 
@@ -407,6 +408,6 @@ def test_a_model_without_experts_replays_none(tmp_path, data):
 def test_inspect_tells_the_disagreement(data, capsys):
     assert cli.main(["inspect", str(data)]) == 0
     assert (
-        "recorded for 4 rows (a token in a layer); paths disagree on 25.00% of them"
+        "recorded for 4 rows (one token in one layer); paths disagree on 25.00% of them"
         in capsys.readouterr().out
     )

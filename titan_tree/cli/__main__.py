@@ -1,3 +1,5 @@
+"""`python -m titan_tree.cli VERB` does what `titan-tree VERB` does."""
+
 import sys
 
 from titan_tree.cli import main

@@ -58,7 +58,7 @@ class DataConfig(Checked, table="data"):
             lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
         ),
     )
-    format: str = setting("auto", one_of("auto", READERS))  # "auto" chooses by the file's name
+    format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the format by the file's content
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
@@ -277,11 +277,4 @@ class Config:
             "model",
             "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
             f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
-        )
-        # torch's asynchronous save copies plain tensors only. torchao's states are tensor subclasses.
-        require(
-            not self.checkpoint.async_save or self.optimizer.name == "adamw",
-            "checkpoint.async_save",
-            'false with optimizer.name = "adamw8bit"',
-            "true",
         )

@@ -1,1 +1,13 @@
-"""Readers -> paths -> TokenTree -> TreeBatch. Knows files and NumPy; never torch.distributed."""
+"""Data files -> groups of samples -> token trees -> micro-batches, one list per optimizer step.
+
+readers/          one file per data format: file -> records
+groups.py         the record schema: records -> groups -> samples
+sample_reader.py  samples -> TokenPaths, by way of the tokenizer
+advantages.py     rewards of a group -> advantages
+packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches
+dataset.py        TreeDataset: the endless, resumable stream of all of the above
+demo.py           the embedded sample
+report.py         where and why the paths of a tree diverge, for `titan-tree inspect --report`
+
+This package works with files and NumPy. It imports neither torch nor omegaconf.
+"""

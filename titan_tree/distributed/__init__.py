@@ -1,1 +1,1 @@
-"""FSDP2, activation checkpointing, compilation; and the one file that imports torchtitan."""
+"""Everything that depends on the number of ranks, and the only importers of torchtitan and torchao."""

@@ -1,19 +1,25 @@
-"""Expert parallelism (GShard, arXiv:2006.16668): copies of tokens travel to the ranks of their experts.
+"""The all-to-all exchange of expert parallelism: token copies travel to the ranks of their experts and back.
 
-The P ranks of a group hold e = E / P consecutive experts each, and tokens of their own. A layer's copies, in
-a row by expert, so stand in a row by rank; one all-to-all takes them there, another brings them back. What
-arrives is sorted by sender; ``order`` puts it in a row by expert, a sender's copies after those of the one
-before. Nothing is dropped or rounded, and all of it is a permutation: the same rows in the same products as
-on one rank, gradients likewise. Both directions are each other's transpose.
+P ranks hold e = E / P consecutive experts each, and each rank has tokens of its own. In every layer:
 
-How many rows arrive, each rank must know on the host: one small copy from the device per layer and forward,
-which waits for it; the backward knows. The ranks must run the same sequence of forwards and backwards
-(lockstep.py).
+1. dispatch: Token copies are sorted by expert and therefore by rank. One all-to-all sends them to the ranks
+   of their experts. They arrive sorted by sender; ``order`` sorts them by expert, and copies of one expert by
+   sender.
+2. The rank computes its experts on the copies that arrived.
+3. combine: A second all-to-all returns the results to the ranks and positions that the copies came from.
 
-Operators, because torch.compile cannot know how many rows arrive. What travels at once is one operator's: two
-that nothing orders might run in another order on another rank.
+Nothing is dropped or rounded. Both steps are permutations and each other's transpose, so the backward of
+dispatch is combine and vice versa. The experts multiply the same rows as on a single rank.
 
-S copies of a rank, R rows that arrive at it, E experts, of them e here; P ranks.
+Every rank must know on the host how many rows it receives. This costs one small copy from the device per
+layer and forward, which waits for the device; the backward reuses the numbers. All ranks of a group must run
+the same sequence of forwards and backwards (engine/lockstep.py).
+
+The exchange consists of operators, because torch.compile cannot know how many rows arrive. One operator
+exchanges all tensors of a step: no data dependency orders two operators, so ranks might run them in different
+orders.
+
+Letters: S copies on this rank, R rows received, E experts, e experts on this rank, P ranks, c any width.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 class Exchange:
-    """The ``Dispatcher`` of a layer whose experts the ranks of ``group`` share out."""
+    """The ``Dispatcher`` of a layer whose experts are sharded over the ranks of ``group``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group.group_name
@@ -40,39 +46,39 @@ class Exchange:
         scale: Tensor,
         num_copies: Tensor,
     ) -> Tensor:
-        """[S, d] of copies [S, d] and scale [S, 1], see ``Dispatcher``. Collective."""
+        """Returns [S, d] for copies [S, d] and scale [S, 1], see ``Dispatcher``. Collective."""
         sizes, order, ends = plan_exchange(num_copies, self.group)
-        copies_here, scale_here = to_experts([copies, scale], sizes, order, self.group)
+        copies_here, scale_here = dispatch([copies, scale], sizes, order, self.group)
         y = mlps(copies_here, scale_here, ends)
-        return from_experts([y], sizes, order, copies.shape[0], self.group)[0]
+        return combine([y], sizes, order, copies.shape[0], self.group)[0]
 
 
-# What the operators below hand on, of one forward of one layer:
-#   sizes  [2, P] int64 on the host: rows that go to each rank, and that come from it
-#   order  [max(R, 1)] int64: which of the rows that arrive comes next, in a row by expert. Where nothing
-#          arrives there is one row of zeros, of no expert: kernels need no case for none.
-#   ends   [e] int32: where the rows of each expert end
+# ``plan_exchange`` returns the plan of one forward of one layer, which the other operators follow:
+#   sizes  [2, P] int64 on the host: rows that this rank sends to each rank, and receives from each rank
+#   order  [max(R, 1)] int64: indices that sort the received rows by expert. A rank that receives nothing
+#          computes one row of zeros that belongs to no expert, so that kernels never see an empty tensor.
+#   ends   [e] int32: where the sorted rows of each expert end
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    """Operators take no process groups."""
+    """Returns the group called ``name``: an operator's arguments cannot be process groups."""
     return _resolve_process_group(cast(Any, name))
 
 
 @torch.library.custom_op("titan_tree::plan_exchange", mutates_args=())
 def plan_exchange(num_copies: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """sizes, order and ends, given the [E] int64 copies that each expert gets from this rank."""
+    """Returns sizes, order and ends for [E] int64: the number of this rank's copies for each expert."""
     process_group = _group(group)
-    leave = num_copies.view(process_group.size(), -1)  # [P, e]
-    arrive = torch.empty_like(leave)
-    dist.all_to_all_single(arrive, leave.contiguous(), group=process_group)
-    sizes = torch.stack([leave.sum(1), arrive.sum(1)]).cpu()
-    num_ranks, num_experts = arrive.shape
-    expert = torch.arange(num_experts, device=arrive.device).repeat(num_ranks)
+    sent = num_copies.view(process_group.size(), -1)  # [P, e]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=process_group)
+    sizes = torch.stack([sent.sum(1), received.sum(1)]).cpu()
+    num_ranks, num_experts = received.shape
+    expert = torch.arange(num_experts, device=received.device).repeat(num_ranks)
     num_rows = int(sizes[1].sum())
-    order = expert.repeat_interleave(arrive.flatten(), output_size=num_rows).argsort(stable=True)
+    order = expert.repeat_interleave(received.flatten(), output_size=num_rows).argsort(stable=True)
     order = order if num_rows else order.new_zeros(1)
-    return sizes, order, arrive.sum(0).cumsum(0).to(torch.int32)
+    return sizes, order, received.sum(0).cumsum(0).to(torch.int32)
 
 
 @plan_exchange.register_fake
@@ -85,59 +91,57 @@ def _(num_copies: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("titan_tree::to_experts", mutates_args=())
-def to_experts(rows: list[Tensor], sizes: Tensor, order: Tensor, group: str) -> list[Tensor]:
-    """[S, c] each, in a row by expert -> [max(R, 1), c] on the ranks that hold them."""
-    leave, arrive = sizes.tolist()
-    arrived = [_all_to_all(x, leave, arrive, group) for x in rows]
+@torch.library.custom_op("titan_tree::dispatch", mutates_args=())
+def dispatch(rows: list[Tensor], sizes: Tensor, order: Tensor, group: str) -> list[Tensor]:
+    """Sends rows [S, c], sorted by expert, to the ranks of their experts. Returns [max(R, 1), c] for each."""
+    sent, received = sizes.tolist()
+    arrived = [_all_to_all(x, sent, received, group) for x in rows]
     return [x[order] if len(x) else x.new_zeros(1, x.shape[1]) for x in arrived]
 
 
-@torch.library.custom_op("titan_tree::from_experts", mutates_args=())
-def from_experts(
-    rows: list[Tensor], sizes: Tensor, order: Tensor, num_copies: int, group: str
-) -> list[Tensor]:
-    """[max(R, 1), c] each -> [S, c], the way back."""
-    leave, arrive = sizes.tolist()
-    inverse = order.argsort()[: sum(arrive)]
-    return [_all_to_all(x[inverse], arrive, leave, group) for x in rows]
+@torch.library.custom_op("titan_tree::combine", mutates_args=())
+def combine(rows: list[Tensor], sizes: Tensor, order: Tensor, num_copies: int, group: str) -> list[Tensor]:
+    """Returns rows [max(R, 1), c] to their senders: the transpose of ``dispatch``, [S, c] for each."""
+    sent, received = sizes.tolist()
+    inverse = order.argsort()[: sum(received)]
+    return [_all_to_all(x[inverse], received, sent, group) for x in rows]
 
 
-def _all_to_all(x: Tensor, leave: list[int], arrive: list[int], group: str) -> Tensor:
-    """The rows of x [sum(leave), c] that are meant for this rank, sender after sender."""
-    out = x.new_empty(sum(arrive), x.shape[1])
-    dist.all_to_all_single(out, x.contiguous(), arrive, leave, group=_group(group))
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """Exchanges the rows of x [sum(sent), c]. Returns [sum(received), c], sorted by sender."""
+    out = x.new_empty(sum(received), x.shape[1])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_group(group))
     return out
 
 
-@to_experts.register_fake
+@dispatch.register_fake
 def _(rows: list[Tensor], sizes: Tensor, order: Tensor, group: str) -> list[Tensor]:
     return [x.new_empty(order.shape[0], x.shape[1]) for x in rows]
 
 
-@from_experts.register_fake
+@combine.register_fake
 def _(rows: list[Tensor], sizes: Tensor, order: Tensor, num_copies: int, group: str) -> list[Tensor]:
     return [x.new_empty(num_copies, x.shape[1]) for x in rows]
 
 
-def _setup_to(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     rows, sizes, order, ctx.group = inputs
     ctx.num_copies = rows[0].shape[0]
     ctx.save_for_backward(sizes, order)
 
 
-def _setup_from(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, sizes, order, _, ctx.group = inputs
     ctx.save_for_backward(sizes, order)
 
 
-def _backward_of_to(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return from_experts(gradients, *ctx.saved_tensors, ctx.num_copies, ctx.group), None, None, None
+def _dispatch_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    return combine(gradients, *ctx.saved_tensors, ctx.num_copies, ctx.group), None, None, None
 
 
-def _backward_of_from(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return to_experts(gradients, *ctx.saved_tensors, ctx.group), None, None, None, None
+def _combine_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    return dispatch(gradients, *ctx.saved_tensors, ctx.group), None, None, None, None
 
 
-to_experts.register_autograd(_backward_of_to, setup_context=_setup_to)
-from_experts.register_autograd(_backward_of_from, setup_context=_setup_from)
+dispatch.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
+combine.register_autograd(_combine_backward, setup_context=_setup_combine)

@@ -18,7 +18,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
-from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -78,8 +78,9 @@ def tree_logprobs(
     paths = [TokenPath(np.asarray(tokens), id=str(i)) for i, tokens in enumerate(token_lists)]
     if not paths:
         return ([], []) if return_routed_experts else []
+    limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)
     for path in paths:
-        path.check_limits(model.config.max_position_embeddings, model.config.vocab_size)
+        path.check_limits(limits)
     tree = TokenTree.from_paths(paths)
     plan = one_pass(tree) if max_tokens is None else TreePartitioner("auto", max_tokens).plan(tree)
     device = next(model.parameters()).device

@@ -79,7 +79,7 @@ class TreeStep:
         self.activations = activations or Activations(self.device)
         if model.experts and model.experts.group and self.activations.may_offload():
             raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel, because "
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel: "
                 "offloading would make the schedules of ranks differ; set one of them, or unset "
                 "partition.device_gb"
             )

@@ -24,7 +24,7 @@ class CsvLogger(Logger):
         if self.path.exists():
             with self.path.open(newline="") as file:
                 reader = csv.DictReader(file)
-                # A crash can truncate the last row: its missing values are None. Its step has no checkpoint.
+                # A crash can truncate the last row, even inside its step number. Missing values are None.
                 rows = [row for row in reader if None not in row.values() and int(row["step"]) <= start_step]
                 self.columns = list(reader.fieldnames or [])
             self._rewrite(rows)

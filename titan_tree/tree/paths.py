@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from titan_tree.errors import UserError
 
@@ -19,6 +20,14 @@ class ExpertSizes(NamedTuple):
     num_layers: int  # that have experts
     top_k: int  # experts of a token
     num_experts: int  # to choose from
+
+
+class ModelLimits(NamedTuple):
+    """What a model can read. None: this limit is not checked."""
+
+    max_positions: int | None = None  # tokens of the longest path
+    vocab_size: int | None = None  # token ids are smaller
+    experts: ExpertSizes | None = None  # sizes that recorded experts must have
 
 
 @dataclass(slots=True)
@@ -53,6 +62,20 @@ class TokenPath:
     routed_experts: np.ndarray | None = None
     id: str = ""
 
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields have
+
+        def __init__(
+            self,
+            tokens: ArrayLike,
+            loss_mask: ArrayLike | None = None,
+            weight: float = 1.0,
+            advantage: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None,
+            ref_logprobs: ArrayLike | None = None,
+            routed_experts: ArrayLike | None = None,
+            id: str = "",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         self.tokens = self._token_array(self.tokens)
         if self.loss_mask is None:
@@ -81,10 +104,9 @@ class TokenPath:
         """The sum of the loss mask: how many tokens the loss counts."""
         return float(self.loss_mask[1:].sum(dtype=np.float64))
 
-    def check_limits(
-        self, max_positions: int | None, vocab_size: int | None, experts: ExpertSizes | None = None
-    ) -> None:
-        """Raises UserError where a model of these sizes could not read the path. None: not checked."""
+    def check_limits(self, limits: ModelLimits) -> None:
+        """Raises UserError if a model with these limits cannot read the path."""
+        max_positions, vocab_size, experts = limits
         if max_positions is not None and len(self) > max_positions:
             raise UserError(
                 f"path {self.id or '?'}: {len(self):,} tokens, more than the model's {max_positions:,} "

@@ -128,7 +128,7 @@ def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp
 def test_a_refused_step_moves_no_bias(tmp_path):
     config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
     trainer = Trainer(config)
-    inputs = trainer._inputs()
+    inputs = trainer.inputs()
     trainer.train_step(inputs)
     before = biases(trainer)
     assert all(bias.any() for bias in before.values())

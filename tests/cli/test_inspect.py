@@ -1,20 +1,18 @@
-"""titan-tree inspect: its numbers, its names and its errors."""
+"""titan-tree inspect: its table, its JSON, its reports and its errors."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.datasets import REAL_DATA
 from titan_tree import cli
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Group a: 3 paths, 12 tokens, 8 distinct. Group b: one path of 3."""
+    """Group a: 3 paths of 12 tokens, 8 of them distinct. Group b: one path of 3 tokens."""
     rows = [("a", [1, 2, 3, 4]), ("a", [1, 2, 3, 5]), ("a", [1, 6, 7, 7]), ("b", [1, 2, 3])]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"group_id": g, "tokens": t}) + "\n" for g, t in rows))
@@ -28,12 +26,12 @@ def inspect(capsys, *args):
 
 
 def rows(out):
-    """Cells of the table, by tree name: nine of them, without spaces."""
+    """The nine cells of each row, by tree name."""
     table = [line.rsplit(maxsplit=9) for line in out.splitlines()]
     return {name.strip(): cells for name, *cells in filter(None, table) if cells and cells[0][0].isdigit()}
 
 
-def test_table(capsys, file):
+def test_table_has_a_row_per_group_and_totals(capsys, file):
     status, out, err = inspect(capsys, file)
     assert (status, err) == (0, "")
     # paths, N_flat, N_tree, POR, bound, nodes, depth, fan-out, longest
@@ -42,10 +40,49 @@ def test_table(capsys, file):
         "b": ["1", "3", "3", "0.000", "1.00x", "1", "1", "0.00", "3"],
         "all 2": ["4", "15", "11", "0.267", "1.36x", "6", "3", "2.00", "4"],
     }
-    assert "largest tree: a with 8 tokens; above data.max_tokens it is cut" in out
+    assert "largest tree: a with 8 tokens; a tree above data.max_tokens is partitioned" in out
 
 
-def test_limit_leaves_the_totals_alone(capsys, file):
+def test_json_has_every_tree_and_their_sums(capsys, file):
+    status, out, err = inspect(capsys, file, "--json", "--limit", 1)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    a = {
+        "id": "a",
+        "n_paths": 3,
+        "n_flat": 12,
+        "n_tree": 8,
+        "n_nodes": 5,
+        "por": pytest.approx(1 / 3),
+        "branching": 2.0,
+        "n_branches": 2,
+        "n_branch_children": 4,
+        "max_depth": 3,
+        "longest_path": 4,
+        "n_rows": 0,
+        "n_disagreeing": 0,
+    }
+    assert list(found) == ["trees", "all"]
+    assert found["trees"][0] == a
+    assert [tree["id"] for tree in found["trees"]] == ["a", "b"]
+    del a["id"]
+    assert found["all"] == a | {
+        "n_paths": 4,
+        "n_flat": 15,
+        "n_tree": 11,
+        "n_nodes": 6,
+        "por": pytest.approx(4 / 15),
+    }
+
+
+def test_json_keeps_names_as_they_are(capsys, tmp_path):
+    name = "a [b] " + "é" * 300
+    (tmp_path / "f").write_text(json.dumps({"id": name, "tokens": [1]}))
+    _, out, _ = inspect(capsys, tmp_path / "f", "--json")
+    assert json.loads(out)["trees"][0]["id"] == name
+
+
+def test_limit_shortens_the_table_but_not_the_totals(capsys, file):
     _, out, _ = inspect(capsys, file, "--limit", 1)
     table = rows(out)
     assert "b" not in table
@@ -53,9 +90,9 @@ def test_limit_leaves_the_totals_alone(capsys, file):
     assert table["all 2"][1] == "15"
 
 
-def test_merge_all_and_batch(capsys, file):
+def test_merge_chooses_which_paths_share_a_tree(capsys, file):
     _, out, _ = inspect(capsys, file, "--merge", "all")
-    assert rows(out)["all"][:3] == ["4", "15", "8"]  # b's path lies inside a's
+    assert rows(out)["all"][:3] == ["4", "15", "8"]  # b's path is a prefix of a path of a
     _, out, _ = inspect(capsys, file, "--merge", "batch", "--global-batch-groups", 1)
     assert rows(out)["all 2"][:3] == ["4", "15", "11"]
     _, out, _ = inspect(capsys, file, "--merge", "batch", "--max-tokens", 5)
@@ -65,24 +102,24 @@ def test_merge_all_and_batch(capsys, file):
     }
 
 
-def test_sample_options_change_the_paths(capsys):
+def test_sample_settings_change_the_paths(capsys):
     counts = {}
     for name, options in {
         "each": [],
-        "whole": ["--turns", "whole"],
-        "stripped": ["--strip-reasoning"],
+        "whole": ["--sample", "turns=whole"],
+        "stripped": ["--sample", "keep_reasoning=false"],
     }.items():
         status, out, _ = inspect(capsys, "demo", "--limit", 1, *options)
         assert status == 0
-        assert "tokens are bytes here" in out
+        assert "these tokens are bytes" in out
         counts[name] = [int(n.replace(",", "")) for n in rows(out)["all 64"][:3]]
     assert counts["whole"][0] == 64 * 4
     assert counts["each"][0] == counts["stripped"][0] == 64 * (2 * 4 + 2 * 5)
-    assert counts["each"][2] == counts["whole"][2]  # earlier turns lie inside the last one's path
+    assert counts["each"][2] == counts["whole"][2]  # earlier turns are prefixes of the last
     assert counts["stripped"][1] < counts["each"][1]
 
 
-def test_report(capsys, file):
+def test_report_shows_where_one_tree_diverges(capsys, file):
     status, out, _ = inspect(capsys, file, "--report", "a")
     assert status == 0
     assert "3 paths, 2 branch points" in out
@@ -93,12 +130,12 @@ def test_report(capsys, file):
     assert "path ends here" in out
 
 
-def test_errors_are_one_line_and_status_2(capsys, file, tmp_path):
+def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
     for args, message in (
         ([tmp_path / "none.jsonl"], "no such file"),
         ([file, "--report", "c"], "--report c: no tree has this name"),
         ([file, "--tokenizer", tmp_path], "tokenizer.json"),
-        (["demo", "--template", "qwen3", "--strip-reasoning"], "keep_reasoning"),
+        (["demo", "--template", "qwen3", "--sample", "keep_reasoning=false"], "keep_reasoning"),
     ):
         status, out, err = inspect(capsys, *args)
         assert (status, out) == (2, "")
@@ -107,7 +144,19 @@ def test_errors_are_one_line_and_status_2(capsys, file, tmp_path):
         assert err.count("\n") == 1
 
 
-def test_runs_as_a_module(file):
+def test_sample_values_are_json_or_text(capsys):
+    """ "no" is not JSON, hence text, which chatml takes as true."""
+    totals = []
+    for value in ("false", "no", "true"):
+        _, out, _ = inspect(capsys, "demo", "--json", "--sample", "turns=last", f"keep_reasoning={value}")
+        totals.append(json.loads(out)["all"]["n_flat"])
+    assert totals[0] < totals[1] == totals[2]
+    with pytest.raises(SystemExit):
+        inspect(capsys, "demo", "--sample", "turns")
+    assert "--sample: expected KEY=VALUE, got 'turns'" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module(file):
     run = subprocess.run(
         [sys.executable, "-m", "titan_tree.cli", "inspect", file, "--limit", "0"],
         capture_output=True,
@@ -117,15 +166,16 @@ def test_runs_as_a_module(file):
     assert "--limit: expected at least 1, got 0" in run.stderr
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared samples")
-def test_real_rollouts(capsys):
-    """Figures counted by another program, with Qwen's tokens, thoughts of earlier turns dropped."""
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
+def test_statistics_of_real_rollouts(capsys):
+    """Numbers from an independent program: Qwen's tokens, without the reasoning of earlier turns."""
     _, out, _ = inspect(
         capsys,
-        SHARED / "webdancer_think.jsonl.gz",
+        REAL_DATA / "webdancer_think.jsonl.gz",
         "--tokenizer",
-        SHARED / "qwen.tiktoken.gz",
-        "--strip-reasoning",
+        REAL_DATA / "qwen.tiktoken.gz",
+        "--sample",
+        "keep_reasoning=false",
     )
     assert rows(out)["all 100"] == [
         "210",

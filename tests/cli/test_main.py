@@ -1,0 +1,41 @@
+"""titan-tree: its verbs, and how one is added."""
+
+import sys
+import types
+
+import pytest
+
+from titan_tree import cli
+
+
+def test_help_lists_the_verbs_without_importing_them(capsys, monkeypatch):
+    monkeypatch.setitem(cli.VERBS, "convert", "a verb whose module does not exist")
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert "inspect" in out
+    assert "a verb whose module does not exist" in out
+
+
+def test_a_new_verb_is_one_module_and_one_line(capsys, monkeypatch):
+    module = types.ModuleType("titan_tree.cli.count", "Counts letters.")
+    module.add_arguments = lambda parser: parser.add_argument("word")
+    module.run = lambda args: print(len(args.word))
+    monkeypatch.setitem(sys.modules, "titan_tree.cli.count", module)
+    monkeypatch.setitem(cli.VERBS, "count", "count letters")
+    assert cli.main(["count", "seven"]) == 0
+    assert capsys.readouterr().out == "5\n"
+    with pytest.raises(SystemExit):
+        cli.main(["count", "--help"])
+    assert "Counts letters." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"), [([], "required: VERB"), (["inspekt"], "invalid choice: 'inspekt'")]
+)
+def test_a_missing_or_unknown_verb_exits_with_status_2(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(argv)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

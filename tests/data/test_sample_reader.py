@@ -1,0 +1,278 @@
+"""SampleReader: what records become, and how its errors name the place and the field."""
+
+import json
+
+import pytest
+
+from tests.support.datasets import sample_reader
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.sample_reader import NO_LIMITS
+from titan_tree.errors import UserError
+from titan_tree.tree.paths import ModelLimits, TokenPath
+
+LIMITS = ModelLimits(max_positions=10, vocab_size=256)
+
+
+class FakeTokenizer:
+    """One sample per assistant turn: the bytes of all contents up to it, the last one trained on."""
+
+    def samples(self, messages, tools=None, loud=False):
+        text, paths = (tools or [""])[0], []
+        for message in messages:
+            before, text = text, text + message["content"]
+            if message["role"] == "assistant":
+                tokens = list((text.upper() if loud else text).encode())
+                paths.append(TokenPath(tokens, loss_mask=[0] * len(before) + [1] * (len(text) - len(before))))
+        return paths
+
+
+def chat(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def write(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def read(files, tokenizer=None, limits=NO_LIMITS, **settings):
+    """[(group id, paths)] of some files."""
+    reader = sample_reader(files, tokenizer or FakeTokenizer(), limits, **settings)
+    return [(group.id, reader.paths(group)) for group in reader.groups()]
+
+
+def text(path):
+    return bytes(path.tokens.tolist()).decode()
+
+
+def test_a_task_becomes_a_group_of_its_trajectories(tmp_path):
+    file = write(
+        tmp_path / "tasks.jsonl",
+        {
+            "id": "t0",
+            "tools": ["T:"],
+            "weight": 2,
+            "source": "a field of the user, ignored",
+            "trajectories": [
+                {"id": "a", "reward": None, "weight": None, "messages": chat("hi", "yo", "so", "ok")},
+                {"weight": 0.5, "advantage": -1, "tools": ["U:"], "messages": chat("hi", "no")},
+            ],
+        },
+        {"id": 1, "trajectories": [{"tokens": [7, 8]}]},
+        {"id": 1, "trajectories": [{"tokens": [7, 9]}]},
+        {"trajectories": [{"tokens": [7]}], "group_id": "g"},
+        {"trajectories": [{"tokens": [8]}], "group_id": "g", "id": 5},
+    )
+    (first, paths), (second, others), (third, more), (fourth, joined) = read(file)
+    assert (third, [p.tokens.tolist() for p in more]) == (
+        "1",
+        [[7, 9]],
+    )  # only group_id joins records; id does not
+    assert (fourth, [p.tokens.tolist() for p in joined]) == ("g", [[7], [8]])
+    assert (first, second) == ("t0", "1")
+    assert [text(p) for p in paths] == ["T:hiyo", "T:hiyosook", "U:hino"]
+    assert [p.id for p in paths] == ["t0/a/1", "t0/a/2", "t0/1/1"]
+    assert [p.weight for p in paths] == [2, 2, 0.5]
+    assert paths[0].advantage is None
+    assert paths[2].advantage.tolist() == [-1] * 6
+    assert paths[1].loss_mask.tolist() == [0] * 8 + [1] * 2
+    assert others[0].tokens.tolist() == [7, 8]
+
+
+def test_records_with_one_group_id_form_a_group(tmp_path):
+    file = write(
+        tmp_path / "flat.jsonl",
+        {"group_id": "g", "messages": chat("a", "b")},
+        {"group_id": "g", "messages": chat("a", "c"), "tools": ["T"], "weight": 3},
+        {"messages": chat("x", "y")},
+        {"messages": chat("x", "z"), "group_id": None},
+        {"group_id": 4, "messages": chat("x", "z"), "id": "s"},
+    )
+    groups = read(file)
+    assert [(name, [text(p) for p in paths]) for name, paths in groups] == [
+        ("g", ["ab", "Tac"]),
+        (f"{file}:3", ["xy"]),
+        (f"{file}:4", ["xz"]),
+        ("4", ["xz"]),
+    ]
+    assert [p.weight for p in groups[0][1]] == [1, 3]
+    assert groups[-1][1][0].id == "4/s/1"
+
+
+def test_token_ids_become_paths(tmp_path):
+    row = {"loss_mask": [0, 1, 0.5], "weight": 2, "old_logprobs": [0, -1, -2], "ref_logprobs": [0, -3, -4]}
+    file = write(
+        tmp_path / "tokens.jsonl",
+        {"tokens": [5, 6, 7], "advantage": [0, 1, 2], "group_id": "g", "id": 9, **row},
+        "",
+        {"input_ids": [5, 6], "advantage": 0.5, "group_id": "g"},
+        {"tokens": [5]},
+        {"tokens": [5, 1], "id": "own"},
+        {"tokens": [5, 2], "id": "own"},
+    )
+    (_, (a, b)), (alone, (c,)), *own = read(file)
+    assert [(name, path.id, len(path)) for name, (path,) in own] == [("own", "own", 2)] * 2
+    assert a.tokens.tolist() == [5, 6, 7]
+    assert (a.id, a.weight) == ("g/9", 2)
+    assert a.loss_mask.tolist() == [0, 1, 0.5]
+    assert a.advantage.tolist() == [0, 1, 2]
+    assert a.old_logprobs.tolist() == [0, -1, -2]
+    assert a.ref_logprobs.tolist() == [0, -3, -4]
+    assert b.advantage.tolist() == [0.5, 0.5]
+    assert b.loss_mask.tolist() == [1, 1]
+    assert b.old_logprobs is None
+    assert alone == c.id == f"{file}:4"
+
+
+def rewarded(*rewards, **fields):
+    return [{"reward": reward, "messages": chat("q", str(i)), **fields} for i, reward in enumerate(rewards)]
+
+
+def test_group_advantages_compare_samples_within_a_group(tmp_path):
+    """Rewards 1, 0 and 0.5 have mean 0.5 and standard deviation 0.5 (with n - 1 = 2)."""
+    task, longer = rewarded(1, 0, 0.5), chat("q", "a", "b", "c")
+    task[0]["messages"] = longer  # two paths of one trajectory, which counts once
+    file = write(
+        tmp_path / "f",
+        {"id": "task", "trajectories": task},
+        *rewarded(2, 0, 1, group_id="lines"),
+        *({"group_id": "rows", "tokens": [5, 6], "reward": reward} for reward in (True, 0, 0.5)),
+        {"id": "equal", "trajectories": rewarded(0.1, 0.1, 0.1)},
+        *rewarded(3),
+    )
+    found = {
+        name: [path.advantage.tolist() for path in paths] for name, paths in read(file, advantage="group")
+    }
+    up, down = 0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6)
+    assert found["task"] == [pytest.approx([a] * n) for a, n in ((up, 2), (up, 4), (down, 2), (0, 2))]
+    assert found["lines"] == [pytest.approx([a] * 2) for a in (1 / (1 + 1e-6), -1 / (1 + 1e-6), 0)]
+    assert found["rows"] == [pytest.approx([a] * 2) for a in (up, down, 0)]
+    assert found["equal"] == [[0, 0]] * 3
+    assert found[f"{file}:9"] == [[0, 0]]
+    assert all(path.advantage is None for _, paths in read(file) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            {},
+            "reward: expected a finite number, which data.advantage = 'group' needs .* got None; add",
+        ),
+        ({"reward": None}, "reward: .* got None"),
+        ({"reward": "good"}, "reward: .* got 'good'"),
+        ({"reward": float("nan")}, "reward: .* got nan"),
+        ({"reward": 1, "advantage": 0.0}, "advantage: expected none, .* remove the field, or set"),
+    ],
+)
+def test_group_advantages_need_rewards_and_no_advantages(tmp_path, sample, message):
+    task = write(tmp_path / "task", {"trajectories": [*rewarded(1), {"tokens": [1], **sample}]})
+    rows = write(tmp_path / "rows", *({"group_id": 1, "tokens": [1], **s} for s in ({"reward": 1}, sample)))
+    for file, where in ((task, r":1: trajectories\[1\]: "), (rows, ":2: ")):
+        with pytest.raises(UserError, match=f"^{file}{where}{message}"):
+            read(file, advantage="group")
+    with pytest.raises(UserError, match="advantage: expected none"):
+        read(write(tmp_path / "all", {"advantage": 1, "trajectories": rewarded(1)}), advantage="group")
+
+
+def test_sample_settings_reach_the_tokenizer(tmp_path):
+    file = write(tmp_path / "f", {"messages": chat("a", "b")})
+    assert text(read(file, sample={"loud": True})[0][1][0]) == "AB"
+
+
+GOOD = {"tokens": [1, 2], "group_id": "good"}
+MALFORMED = {
+    "broken json": ('{"tokens": [1,', "broken JSON"),
+    "no object": ([1, 2], "expected one JSON object per line, got list"),
+    "no sample": (
+        {"text": "hi"},
+        "expected one of the fields trajectories, messages, tokens, input_ids; got text",
+    ),
+    "two kinds": ({"tokens": [1], "messages": []}, "got messages and tokens"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\].role"),
+    "no assistant turn": ({"messages": chat("x")}, "at least one assistant turn"),
+    "no trajectories": ({"id": 1, "trajectories": []}, "trajectories: expected a non-empty list"),
+    "odd trajectory": ({"id": 1, "trajectories": [3]}, r"trajectories\[0\]: expected a JSON object, got int"),
+    "role in trajectory": (
+        {"id": 1, "trajectories": [{"tokens": [1]}, {"messages": [{"content": "x"}]}]},
+        r"trajectories\[1\]: messages\[0\].role",
+    ),
+    "odd group id": ({"tokens": [1], "group_id": [1]}, "group_id: expected a string or an integer"),
+    "empty tokens": ({"tokens": []}, "tokens: expected a non-empty list"),
+    "floats": ({"tokens": [1.5]}, "tokens: expected integer token ids"),
+    "nested": ({"tokens": [1, [2]]}, ":2: tokens: expected a flat list"),
+    "nested in input_ids": ({"input_ids": [[1], [2, 3]]}, "tokens: expected a flat list of token ids"),
+    "negative id": ({"tokens": [1, -2]}, "tokens: expected ids from 0 to .*got -2"),
+    "id too large": (
+        {"tokens": [1, 300, 2], "id": "x"},
+        "token id 300 at token 1: expected ids below .* 256",
+    ),
+    "mask length": ({"tokens": [1, 2], "loss_mask": [1]}, "loss_mask: expected 2 entries"),
+    "nan weight": ('{"tokens": [1], "weight": NaN}', "weight: expected a finite number"),
+    "infinite log-prob": (
+        '{"tokens": [1, 2], "old_logprobs": [0, -Infinity]}',
+        "old_logprobs: expected finite",
+    ),
+    "misspelt mask": (
+        {"tokens": [1, 2], "loss_masks": [0, 1]},
+        "loss_masks: a list with one number per token, but no field of this name is read",
+    ),
+    "labels": ({"input_ids": [1], "labels": [-100]}, "labels: not read.*loss_mask"),
+    "advantage per token of a chat": (
+        {"messages": chat("a", "b"), "advantage": [1]},
+        "advantage: expected one number",
+    ),
+    "mask of a chat": (
+        {"messages": chat("a", "b"), "loss_mask": [1, 0]},
+        "loss_mask: not read beside messages",
+    ),
+    "log-probs of a chat": (
+        {"trajectories": [{"messages": chat("a", "b"), "old_logprobs": [0, -1]}]},
+        r"trajectories\[0\]: old_logprobs: not read beside messages",
+    ),
+    "mask of a task": (
+        {"trajectories": [{"tokens": [1, 2]}], "loss_mask": [0, 1]},
+        "loss_mask: not read beside trajectories",
+    ),
+    "sample beside trajectories": (
+        {"trajectories": [{"tokens": [1, 2]}], "tokens": [3, 4]},
+        "tokens: not read beside trajectories",
+    ),
+    "deep": ('{"tokens": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON"),
+    "thousands of digits": ('{"tokens": [' + "9" * 5000 + "]}", "broken JSON"),
+    "too long": ({"tokens": [1] * 11, "id": "long"}, "long: 11 tokens, more than the model's 10 positions"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_record_is_an_error_with_file_line_and_field(tmp_path, line, message):
+    file = write(tmp_path / "bad.jsonl", GOOD, line)
+    with pytest.raises(UserError, match=message) as error:
+        read(file, TreeTokenizer.byte_level(), LIMITS)
+    assert str(error.value).startswith(f"{file}:2: ")
+    assert "\n" not in str(error.value)
+
+
+def test_limits_are_inclusive(tmp_path):
+    file = write(tmp_path / "f", {"tokens": [255] * 10})
+    assert len(read(file, limits=LIMITS)) == 1
+
+
+def test_messages_need_a_tokenizer(tmp_path):
+    file = write(tmp_path / "f", {"messages": chat("a", "b")})
+    reader = sample_reader(file)
+    (group,) = reader.groups()
+    with pytest.raises(UserError, match="f:1: messages: conversations need a tokenizer"):
+        reader.paths(group)
+
+
+def test_records_of_a_group_must_be_adjacent_in_one_file(tmp_path):
+    a, b = ({"trajectories": [{"tokens": [1]}], "group_id": name, "id": 0} for name in "ab")
+    file = write(tmp_path / "f", a, b, a)
+    with pytest.raises(
+        UserError, match=rf"^{file}:3: group 'a' appeared before, at {file}:1; expected the records"
+    ):
+        read(file)
+    one, two = write(tmp_path / "1", a), write(tmp_path / "2", a)
+    with pytest.raises(UserError, match="appeared before"):
+        read([one, two])

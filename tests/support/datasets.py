@@ -1,0 +1,44 @@
+"""Datasets and sample readers for tests, built in one call."""
+
+from pathlib import Path
+from typing import Any
+
+from titan_tree.config import DataConfig
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.sample_reader import NO_LIMITS, SampleReader, SampleTokenizer
+from titan_tree.tree.paths import ModelLimits
+
+# Real rollouts beside the repository. Tests that need them are skipped if the folder is missing.
+REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
+
+Files = str | Path | list[str]
+
+
+def sample_reader(
+    files: Files,
+    tokenizer: SampleTokenizer | None = None,
+    limits: ModelLimits = NO_LIMITS,
+    **settings: Any,
+) -> SampleReader:
+    """Returns a reader; ``settings`` are keys of the table [data]."""
+    return SampleReader(_config(files, settings), tokenizer, limits)
+
+
+def tree_dataset(
+    files: Files,
+    tokenizer: SampleTokenizer | None = None,
+    limits: ModelLimits = NO_LIMITS,
+    *,
+    allow_larger: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    **settings: Any,
+) -> TreeDataset:
+    """Returns a dataset; ``settings`` are keys of the table [data]."""
+    config = _config(files, settings)
+    reader = SampleReader(config, tokenizer, limits)
+    return TreeDataset(config, reader, allow_larger=allow_larger, rank=rank, world_size=world_size)
+
+
+def _config(files: Files, settings: dict[str, Any]) -> DataConfig:
+    return DataConfig(files=files if isinstance(files, list) else str(files), **settings)

@@ -1,0 +1,47 @@
+"""Registries: lazy entries, errors for unknown names, and entries that all exist."""
+
+import sys
+
+import pytest
+
+from titan_tree import registry
+from titan_tree.errors import UserError
+from titan_tree.registry import Registry
+
+REGISTRIES = {name: value for name, value in vars(registry).items() if isinstance(value, Registry)}
+
+
+def test_an_import_string_is_imported_on_first_use() -> None:
+    sys.modules.pop("this", None)
+    colours: Registry[object] = Registry("colour", {"zen": "this", "join": "os.path:join"})
+    assert list(colours) == ["zen", "join"]
+    assert "zen" in colours
+    assert len(colours) == 2
+    assert "this" not in sys.modules
+    assert colours["zen"] is sys.modules["this"]
+    from os.path import join
+
+    assert colours["join"] is join
+
+
+def test_register_adds_an_entry_or_replaces_one() -> None:
+    numbers: Registry[int] = Registry("number", {"one": 1})
+    numbers.register("two", 2)
+    numbers.register("one", 11)
+    assert {name: numbers[name] for name in numbers} == {"one": 11, "two": 2}
+
+
+def test_an_unknown_name_is_an_error_that_suggests_the_closest_one() -> None:
+    numbers: Registry[int] = Registry("number", {"one": 1, "three": 3})
+    with pytest.raises(UserError) as error:
+        numbers["tree"]
+    assert str(error.value) == "unknown number 'tree'; did you mean 'three'? (known: one, three)"
+    with pytest.raises(UserError, match=r"^unknown number '1' \(known: one, three\)$"):
+        numbers["1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, entries in REGISTRIES.items() for name in entries]
+)
+def test_every_entry_can_be_imported(kind: str, name: str) -> None:
+    assert REGISTRIES[kind][name] is not None

@@ -1,0 +1,235 @@
+"""Shows how much the samples of data files share.
+
+titan-tree inspect rollouts.jsonl.gz                  a table with one row per token tree
+titan-tree inspect rollouts.jsonl.gz --report TASK    where and why the samples of one tree diverge
+titan-tree inspect rollouts.jsonl.gz --json           the table's numbers for programs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count, islice
+from typing import Any, BinaryIO
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import DataConfig
+from titan_tree.data.groups import Group, holds_conversations
+from titan_tree.data.packing import merged_trees
+from titan_tree.data.readers import AUTO, OpenFile
+from titan_tree.data.report import render_picture, render_report
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.errors import UserError
+from titan_tree.registry import READERS
+from titan_tree.tree.token_tree import TokenTree, TreeStats
+
+NamedTree = tuple[str, TokenTree]
+NamedStats = tuple[str, TreeStats]
+
+COLUMNS = ("paths", "N_flat", "N_tree", "POR", "bound", "nodes", "depth", "fan-out", "longest")
+LEGEND = (
+    "N_flat: total tokens of all paths; N_tree: distinct tokens\n"
+    "POR: potential overlap ratio, 1 - N_tree / N_flat; bound: largest speed-up, N_flat / N_tree\n"
+    "depth: nodes on the deepest path; fan-out: mean children of a branching node;\n"
+    "longest: tokens of the longest path"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree inspect``."""
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the embedded sample')
+    add("--format", choices=(AUTO, *READERS), default=AUTO, help="data format (default: recognize each file)")
+    add(
+        "--tokenizer",
+        help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",
+    )
+    add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
+    add(
+        "--sample",
+        nargs="+",
+        type=_setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="how conversations become samples, as in the table [data.sample] of a configuration: "
+        "turns=last, keep_reasoning=false, ...",
+    )
+    add(
+        "--merge",
+        choices=("group", "batch", "all"),
+        default="group",
+        help="one tree per group (default); as few trees as possible per global batch, in file order; or one "
+        "tree of all samples",
+    )
+    add("--global-batch-groups", type=_positive, default=8, metavar="N", help="for --merge batch (default 8)")
+    add("--max-tokens", type=_positive, default=32_768, metavar="N", help="for --merge batch (default 32768)")
+    add("--limit", type=_positive, default=20, metavar="N", help="rows of the table (default 20)")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
+    output.add_argument("--json", action="store_true", help="print the statistics of all trees as JSON")
+    add("--picture", action="store_true", help="with --report: draw the tree as well")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Parses key=value. A value that is not JSON, such as a bare word, is a string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
+    config = DataConfig(files=args.files, format=args.format, sample=dict(args.sample))
+    tokenizer = _load_tokenizer(args, config)
+    trees = _trees(args, SampleReader(config, tokenizer))
+    # The terminal wraps long lines, so that no number is cut off.
+    console = Console(width=max(100, Console().width) if sys.stdout.isatty() else 160)
+    if args.report is not None:
+        _print_report(console, args, trees, tokenizer)
+        return
+    stats = [(name, tree.stats) for name, tree in trees]
+    if args.json:
+        print(json.dumps(_as_json(stats)))
+        return
+    _print_table(console, stats, args.limit)
+    if tokenizer is not None and args.tokenizer is None:
+        console.print("these tokens are bytes; use --tokenizer to count a model's tokens", style="yellow")
+
+
+def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokenizer | None:
+    """Returns the requested tokenizer, or the byte tokenizer for conversations, or None for token ids."""
+    if args.tokenizer is not None:
+        return TreeTokenizer.load(args.tokenizer, args.template)
+    if holds_conversations(next(SampleReader(config).groups())):
+        return TreeTokenizer.byte_level(args.template or "chatml")
+    return None
+
+
+def _trees(args: argparse.Namespace, reader: SampleReader) -> Iterator[NamedTree]:
+    """Yields (name, tree) for each tree, and shows how much of each file has been read."""
+    with _progress_bar() as open_file:
+        groups = reader.groups(open_file)
+        if args.merge == "group":
+            for group in groups:
+                yield group.id, TokenTree.from_paths(reader.paths(group), "first")
+        elif args.merge == "all":
+            paths = [path for group in groups for path in reader.paths(group)]
+            yield "all", TokenTree.from_paths(paths, "first")
+        else:
+            yield from _batch_trees(groups, reader, args.global_batch_groups, args.max_tokens)
+
+
+def _batch_trees(
+    groups: Iterator[Group], reader: SampleReader, groups_per_batch: int, max_tokens: int
+) -> Iterator[NamedTree]:
+    """Yields the trees that data.merge = "batch" makes of each global batch, without shuffling."""
+    for step in count():
+        paths = [path for group in islice(groups, groups_per_batch) for path in reader.paths(group)]
+        if not paths:
+            return
+        for number, tree in enumerate(merged_trees(paths, max_tokens, "first")):
+            yield f"batch {step} tree {number}", tree
+
+
+@contextmanager
+def _progress_bar() -> Iterator[OpenFile]:
+    """Provides an ``open`` for data files that advances a bar on stderr while a file is read."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("")
+
+        def open_file(file: str) -> BinaryIO:
+            progress.reset(task, description=file)
+            return progress.open(file, "rb", task_id=task)
+
+        yield open_file
+
+
+def _print_report(
+    console: Console, args: argparse.Namespace, trees: Iterator[NamedTree], tokenizer: TreeTokenizer | None
+) -> None:
+    found = [tree for name, tree in trees if name == args.report]  # several if records share an id
+    if not found:
+        raise UserError(f"--report {args.report}: no tree has this name; run without --report to list names")
+    decode = tokenizer.decode if tokenizer else None
+    for tree in found:
+        if args.picture:
+            console.print(render_picture(tree, decode))
+        console.print(render_report(tree, decode))
+
+
+def _as_json(stats: list[NamedStats]) -> dict[str, Any]:
+    return {
+        "trees": [{"id": name, **_json_numbers(tree)} for name, tree in stats],
+        "all": _json_numbers(TreeStats.total([tree for _, tree in stats])),
+    }
+
+
+def _json_numbers(stats: TreeStats) -> dict[str, Any]:
+    return asdict(stats) | {"por": stats.por, "branching": stats.branching}
+
+
+def _print_table(console: Console, stats: list[NamedStats], limit: int) -> None:
+    console.print(_table(stats, limit))
+    console.print(LEGEND, style="dim", highlight=False)
+    total = TreeStats.total([tree for _, tree in stats])
+    if total.n_rows:
+        console.print(
+            f"routed experts: recorded for {total.n_rows:,} rows (one token in one layer); paths disagree on "
+            f"{total.n_disagreeing / total.n_rows:.2%} of them, see data.replay",
+            highlight=False,
+        )
+    name, largest = max(stats, key=lambda row: row[1].n_tree)
+    console.print(
+        f"largest tree: {name} with {largest.n_tree:,} tokens; a tree above data.max_tokens is partitioned",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _table(stats: list[NamedStats], limit: int) -> Table:
+    table = Table("tree", box=box.SIMPLE, show_edge=False, padding=(0, 0, 0, 1), show_footer=True)
+    table.columns[0].footer = f"all {len(stats):,}"
+    total = TreeStats.total([tree for _, tree in stats])
+    for column, cell in zip(COLUMNS, _cells(total), strict=True):
+        table.add_column(column, footer=cell, justify="right", no_wrap=True)
+    for name, tree in stats[:limit]:
+        table.add_row(escape(name), *_cells(tree))
+    if len(stats) > limit:
+        table.add_row(f"... {len(stats) - limit:,} more", style="dim")
+    return table
+
+
+def _cells(stats: TreeStats) -> list[str]:
+    return [
+        f"{stats.n_paths:,}",
+        f"{stats.n_flat:,}",
+        f"{stats.n_tree:,}",
+        f"{stats.por:.3f}",
+        f"{stats.n_flat / stats.n_tree:.2f}x",
+        f"{stats.n_nodes:,}",
+        f"{stats.max_depth}",
+        f"{stats.branching:.2f}",
+        f"{stats.longest_path:,}",
+    ]

@@ -1,0 +1,93 @@
+"""Shuffles groups, merges paths into trees, and distributes trees over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.replay import Replay, has_records, split_keys
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
+
+T = TypeVar("T")
+MicroBatches = list[list[TokenTree]]
+
+
+def shuffled(items: Iterable[T], buffer_size: int, random_order: random.Random) -> Iterator[T]:
+    """Yields all items once, in an order drawn from a buffer. It never holds more than the buffer.
+
+    Args:
+        buffer_size: how many upcoming items each one is drawn from; 0 and 1 keep the given order.
+        random_order: draws the order.
+    """
+    buffer: list[T] = []
+    for item in items:
+        if len(buffer) < max(buffer_size, 1):
+            buffer.append(item)
+        else:
+            slot = random_order.randrange(len(buffer))
+            yield buffer[slot]
+            buffer[slot] = item
+    random_order.shuffle(buffer)
+    yield from buffer
+
+
+def flat_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
+    """Returns one tree per path, so that nothing is shared: the baseline that trees are compared with."""
+    return [TokenTree.from_paths([path], replay) for path in paths]
+
+
+def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "off") -> list[TokenTree]:
+    """Returns trees of at most ``max_tokens`` tokens that share prefixes across all paths.
+
+    In lexicographic order, a path adds to the trie only what it does not share with the path before it.
+    The sorted paths are therefore cut greedily into runs whose tries fit. A path that is longer than
+    ``max_tokens`` becomes a tree of its own.
+    """
+    runs: list[list[int]] = []
+    splits = replay == "split" and any(map(has_records, paths))
+    keys = split_keys(paths) if splits else [path.tokens for path in paths]
+    size, previous = 0, np.empty(0, np.int32)
+    for p in lexicographic_order(keys):
+        added = len(keys[p]) - common_prefix(previous, keys[p])
+        if runs and size + added <= max_tokens:
+            runs[-1].append(p)
+            size += added
+        else:
+            runs.append([p])
+            size = len(keys[p])
+        previous = keys[p]
+    # Each run returns to the given order, which decides whose routed experts replay = "first" takes.
+    return [TokenTree.from_paths([paths[p] for p in sorted(run)], replay) for run in runs]
+
+
+def balanced(trees: Sequence[TokenTree], num_parts: int) -> list[list[TokenTree]]:
+    """Distributes trees into parts of nearly equal tokens: largest tree first, each to the lightest part."""
+    parts: list[list[TokenTree]] = [[] for _ in range(num_parts)]
+    load = [0] * num_parts
+    for tree in sorted(trees, key=len, reverse=True):
+        lightest = load.index(min(load))
+        parts[lightest].append(tree)
+        load[lightest] += len(tree)
+    return parts
+
+
+def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
+    """Packs trees into micro-batches of at most ``max_tokens`` tokens, by first-fit decreasing.
+
+    A tree of more than ``max_tokens`` tokens is a micro-batch of its own.
+    """
+    micro_batches: MicroBatches = []
+    free: list[int] = []  # tokens that still fit, per micro-batch
+    for tree in sorted(trees, key=len, reverse=True):
+        slot = next((i for i, room in enumerate(free) if room >= len(tree)), None)
+        if slot is None:
+            slot = len(free)
+            micro_batches.append([])
+            free.append(max_tokens)
+        micro_batches[slot].append(tree)
+        free[slot] -= len(tree)
+    return micro_batches

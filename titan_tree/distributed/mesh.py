@@ -1,0 +1,33 @@
+"""The process group and the device mesh of a run."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def init_distributed() -> tuple[DeviceMesh, torch.device]:
+    """Joins the process group that torchrun describes, or creates one with a single process.
+
+    GPU tensors are exchanged through NCCL and host tensors through gloo, so that ranks can agree on counts
+    without waiting for their GPUs.
+
+    Returns:
+        The one-dimensional mesh of all ranks, and this rank's device.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Every forward has another size. Without expandable segments that fragments the GPU's memory.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device

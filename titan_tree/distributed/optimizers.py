@@ -1,0 +1,125 @@
+"""Optimizers: how each one is described, built and stepped.
+
+To add an optimizer, define an ``OptimizerSpec`` in a file of its own and add one line to the registry
+OPTIMIZERS (titan_tree/registry.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_tree.config import LRSchedulerConfig, OptimizerConfig
+from titan_tree.distributed import titan
+from titan_tree.distributed.collectives import all_reduce_sum
+from titan_tree.registry import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Describes an optimizer that ``optimizer.name`` can select.
+
+    Args:
+        load: imports and returns the constructor, a subclass of ``torch.optim.Optimizer``. Raises UserError
+            if a package is missing. The constructor receives parameter groups, each with ``params``, ``lr``,
+            ``betas``, ``eps`` and ``weight_decay``; it may ignore what it does not need.
+        fused: the optimizer has a fused kernel that divides gradients by the attribute ``grad_scale`` and
+            skips the step if the attribute ``found_inf`` is 1, as ``torch.optim.AdamW`` does.
+        async_save: asynchronous checkpoints can copy its states, which is so for plain tensors.
+        reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
+    """
+
+    load: Callable[[], Callable[..., torch.optim.Optimizer]]
+    fused: bool = False
+    async_save: bool = True
+    reshards_any_dim: bool = True
+
+
+ADAMW = OptimizerSpec(load=lambda: torch.optim.AdamW, fused=True)
+
+
+class Optimizers(titan.OptimizersContainer):
+    """torchtitan's container of optimizers, for any ``OptimizerSpec``."""
+
+    def __init__(
+        self, spec: OptimizerSpec, param_groups: list[titan.ParamGroupConfig], model: nn.Module
+    ) -> None:
+        self.spec = spec
+        config = titan.OptimizersContainer.Config(
+            param_groups=param_groups, implementation="fused" if spec.fused else "for-loop"
+        )
+        super().__init__(config, model_parts=[model])
+
+    def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
+        return self.spec.load()
+
+
+def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
+    """Returns the optimizer of all parameters of ``model``.
+
+    Vectors, which are the weights of norms and DeltaNet's decays, get no weight decay. Experts form a group
+    of their own, because one fused kernel can only update tensors with the same sharding.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
+    decays = {f"^({vectors})$": 0.0}
+    if any(".experts." in name for name in names):
+        decays[r"\.experts\."] = config.weight_decay
+    decays[".*"] = config.weight_decay
+    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    groups = [
+        titan.ParamGroupConfig(
+            pattern=pattern,
+            optimizer_name=config.name,
+            optimizer_kwargs=options | {"weight_decay": decay},
+        )
+        for pattern, decay in decays.items()
+    ]
+    return Optimizers(OPTIMIZERS[config.name], groups, model)
+
+
+def build_lr_schedulers(
+    config: LRSchedulerConfig, optimizers: Optimizers, steps: int
+) -> titan.LRSchedulersContainer:
+    """Returns a scheduler over ``steps`` optimizer steps for each optimizer."""
+    return titan.LRSchedulersContainer.Config(
+        warmup_steps=config.warmup_steps, decay_type=config.decay_type, min_lr_factor=config.min_lr_factor
+    ).build(optimizers=optimizers, training_steps=steps)
+
+
+def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tensor:
+    """Clips the gradients to a global 2-norm of ``max_norm``, then steps. Collective for a sharded model.
+
+    If the loss or the norm is not finite, weights and states stay unchanged. A fused optimizer scales the
+    gradients and skips the step inside of its kernel: no extra pass over the gradients, and no waiting for
+    the device. For other optimizers the gradients are scaled first, and the host waits for the norm.
+
+    Args:
+        loss: 0-dim, the same on all ranks.
+        max_norm: > 0; inf never clips.
+    Returns:
+        The norm before clipping, 0-dim, the same on all ranks.
+    """
+    parameters = [p for group in optimizers.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(local, foreach=True)
+    if isinstance(gradients[0], DTensor):  # then all are, and each number belongs to exactly one rank
+        norm = all_reduce_sum(norm.square()).sqrt()
+    divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
+    if optimizers.spec.fused:
+        for optimizer in optimizers:
+            optimizer.grad_scale = divisor
+            optimizer.found_inf = 1.0 - finite.float()
+        optimizers.step()
+        for optimizer in optimizers:
+            del optimizer.grad_scale, optimizer.found_inf
+    elif finite:
+        torch._foreach_div_(local, divisor)
+        optimizers.step()
+    return norm

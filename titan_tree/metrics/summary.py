@@ -1,0 +1,39 @@
+"""What a run logs at its start and at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from titan_tree.config import Config
+from titan_tree.engine.records import StepCounts
+from titan_tree.models.decoder import Decoder
+
+
+def introduction(
+    config: Config, model: Decoder, world_size: int, device: torch.device, steps_done: int
+) -> str:
+    """Returns one line that says what is trained, on what hardware, for how long, and where results go."""
+    done = f", {steps_done} of them done" if steps_done else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return (
+        f"{config.model.name} {config.model.flavor or config.model.hf_path}, "
+        f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
+        f"{config.training.steps} steps{done}; {config.folder}"
+    )
+
+
+def summary(history: Sequence[StepCounts]) -> str:
+    """Returns one line on what the steps of this process have trained on."""
+    if not history:
+        return (
+            "nothing left to train: raise training.steps to continue, or set a new folder to start a new run"
+        )
+    total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, history), strict=True)))
+    return (
+        f"trained {len(history)} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
+        f"{total.logical_tokens:,} logical tokens, {total.executed_tokens:,} executed "
+        f"(POR {100 * total.por:.1f}%, {total.logical_tokens / total.executed_tokens:.2f}x fewer)"
+    )
