@@ -76,7 +76,7 @@ MODELS: Registry[Any] = Registry(  # subclasses of models.decoder.Decoder
     },
 )
 
-ATTENTION_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_attention/__init__.py
+ATTENTION_BACKENDS: Registry[Any] = Registry(  # see components/tree_attention/backend.py
     "attention backend",
     {
         "hopper": "titan_tree.components.tree_attention.hopper",
@@ -87,7 +87,7 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_at
     },
 )
 
-GDN_BACKENDS: Registry[Any] = Registry(  # modules, see components/tree_gdn/__init__.py
+GDN_BACKENDS: Registry[Any] = Registry(  # see components/tree_gdn/backend.py
     "gated DeltaNet backend",
     {
         "hopper": "titan_tree.components.tree_gdn.hopper",
