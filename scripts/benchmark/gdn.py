@@ -47,8 +47,9 @@ from titan_tree import TokenPath, TokenTree, TreeBatch
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.gateway import predecessors
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import one_pass, predecessors
+from titan_tree.tree.partition import one_pass
 
 try:
     from fla.ops.common import chunk_o

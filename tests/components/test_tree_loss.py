@@ -1,4 +1,4 @@
-"""TreeLoss against plain per-path code: loss, metrics and gradients on the shared edges' log-probs."""
+"""Compares TreeLoss with plain code per path: the loss, its metrics and the gradients of shared log-probs."""
 
 import itertools
 import math
@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from titan_tree.components.tree_loss import LOSSES, TreeLoss, register_loss
+from titan_tree.components.tree_loss import TreeLoss, register_loss, whole_path_loss
 from titan_tree.errors import UserError
+from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
 def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
-    """Paths over two tokens, so that they branch, end inside each other and repeat."""
+    """Returns paths over two token ids: they branch, are prefixes of each other, and some are equal."""
     rng = np.random.default_rng(seed)
     paths = []
     for i in range(count):
@@ -23,7 +24,7 @@ def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
         paths.append(
             TokenPath(
                 rng.integers(0, 2, n),
-                # The first trains on nothing; in the others, tokens count in full, in part or not.
+                # The first path trains on nothing. In the others, tokens count fully, partly or not at all.
                 loss_mask=rng.choice([0, 1, 1, 0.5, 0.01], n) if i else np.zeros(n),
                 weight=float(rng.uniform(0.2, 2)),
                 advantage=float(rng.normal()) if i % 2 else rng.normal(size=n),
@@ -35,17 +36,17 @@ def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
 
 
 def edge_table(batch: TreeBatch) -> dict[tuple[int, ...], int]:
-    """The edge into every token prefix of length >= 2, found by following edges from the roots."""
+    """Returns the edge into every prefix of at least two tokens, by following edges from the roots."""
     depth = batch.layout.positions.tolist()
     prefix = {token: (int(batch.tokens[token]),) for token in range(len(batch)) if depth[token] == 0}
-    targets = [token for token in range(len(batch)) if depth[token] > 0]  # edges stand in this order
+    targets = [token for token in range(len(batch)) if depth[token] > 0]  # edges are in this order
     for edge, target in enumerate(targets):
         prefix[target] = (*prefix[int(batch.edge_source[edge])], int(batch.edge_label[edge]))
     return {prefix[target]: edge for edge, target in enumerate(targets)}
 
 
 def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Tensor]:
-    """Token losses of one path by the textbook, in Python floats where nothing is differentiated."""
+    """Returns the token losses of one path by their definition, with constants as Python floats."""
     out = []
     whole = torch.zeros((), dtype=torch.float64)  # gspo: mean log-ratio of the path
     if name == "gspo" and path.loss_mask[1:].sum():
@@ -77,7 +78,7 @@ OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": 0.1}}
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
-def test_equals_the_loss_of_every_path_alone(name, reduction):
+def test_the_loss_equals_that_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
         paths = random_paths(seed)
         trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
@@ -109,7 +110,7 @@ def test_equals_the_loss_of_every_path_alone(name, reduction):
         normalizer = loss.normalizer(paths)
         assert normalizer == pytest.approx(weights, rel=1e-6)
         scored = logprobs
-        if edges == "loss":  # the same edges, less those that no path trains on
+        if edges == "loss":  # the same edges without those that no path trains on
             full = batch
             batch = TreeBatch.from_trees(trees, edges="loss")
             kept = torch.zeros(len(full.edge_label), dtype=torch.bool)
@@ -125,8 +126,7 @@ def test_equals_the_loss_of_every_path_alone(name, reduction):
         torch.testing.assert_close(got_grad, expected_grad, rtol=2e-6, atol=1e-7)
 
 
-def test_unequal_advantages_on_a_shared_token():
-    """The clip acts per path: on one shared edge, one path is clipped and the other is not."""
+def test_ppo_clips_each_path_of_a_shared_edge_by_its_own_advantage():
     up = TokenPath([1, 2, 3], loss_mask=[0, 1, 0], advantage=1.0, old_logprobs=[0, -1.0, 0])
     down = TokenPath([1, 2, 4], loss_mask=[0, 1, 0], advantage=-2.0, old_logprobs=[0, -1.0, 0])
     batch = TreeBatch.from_trees([TokenTree.from_paths([up, down])], edges="loss")
@@ -142,7 +142,7 @@ def test_unequal_advantages_on_a_shared_token():
     assert metrics["nll"].item() == pytest.approx(1.0)
 
 
-def test_entropy_bonus_and_metric():
+def test_the_entropy_bonus_counts_every_token_of_every_path():
     batch = TreeBatch.from_trees(
         [TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 5], weight=3)])]
     )
@@ -158,8 +158,7 @@ def test_entropy_bonus_and_metric():
         TreeLoss("sft", entropy=0.1)(logprobs, batch, 4.0)
 
 
-def test_masked_tokens_never_give_nan():
-    """A wild log-prob where the mask is 0 reaches neither the loss nor the gradient."""
+def test_extreme_logprobs_of_masked_tokens_reach_neither_loss_nor_gradient():
     path = TokenPath(
         [1, 2, 3], [0, 1, 0], advantage=1.0, old_logprobs=[0, -1, -900], ref_logprobs=[0, -1, 900]
     )
@@ -171,26 +170,39 @@ def test_masked_tokens_never_give_nan():
     assert grad.tolist() == [-1.0, 0.0]
 
 
-def test_a_user_registers_a_sequence_loss():
+def test_a_registered_loss_can_be_used_by_name(monkeypatch):
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
+
     @register_loss("squared")
     def squared(logprobs, pairs, power=2.0):
         return logprobs.abs() ** power
 
-    try:
-        batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 4])])])
-        loss, _ = TreeLoss("squared", "token_mean", power=3.0)(torch.tensor([-1.0, -2.0, -3.0]), batch, 4.0)
-        assert loss.item() == pytest.approx((2 * 1 + 8 + 27) / 4)
-    finally:
-        del LOSSES["squared"]
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 4])])])
+    tree_loss = TreeLoss("squared", "token_mean", power=3.0)
+    loss, _ = tree_loss(torch.tensor([-1.0, -2.0, -3.0]), batch, 4.0)
+    assert loss.item() == pytest.approx((2 * 1 + 8 + 27) / 4)
+    assert not tree_loss.needs_whole_paths
 
 
-def test_errors_say_what_is_wrong():
+def test_a_loss_can_declare_that_it_needs_whole_paths(monkeypatch):
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))
+
+    def mean(logprobs, pairs):
+        return logprobs.mean().expand_as(logprobs)
+
+    register_loss("argument", whole_paths=True)(lambda logprobs, pairs: mean(logprobs, pairs))
+    register_loss("decorator")(whole_path_loss(mean))
+    needs = {name: TreeLoss(name).needs_whole_paths for name in LOSSES}
+    assert [name for name, needed in needs.items() if needed] == ["gspo", "argument", "decorator"]
+
+
+def test_errors_name_the_setting_and_what_was_expected():
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])])
-    with pytest.raises(UserError, match=r"loss.name: expected one of sft, .*, got 'dpoo'"):
-        TreeLoss("dpoo")
+    with pytest.raises(UserError, match=r"unknown loss 'gpo'; did you mean 'grpo'\? \(known: sft, "):
+        TreeLoss("gpo")
     with pytest.raises(UserError, match=r"loss.reduction: expected one of path_mean, .* got 'mean'"):
         TreeLoss("sft", "mean")
-    with pytest.raises(UserError, match=r"'ppo': has no option 'clip'; it has: clip_low, clip_high"):
+    with pytest.raises(UserError, match=r"'ppo': unknown option 'clip' \(known: clip_low, clip_high\)"):
         TreeLoss("ppo", clip=0.1)
     with pytest.raises(UserError, match="loss: the paths have no advantage"):
         TreeLoss("reinforce")(torch.zeros(1), batch, 1.0)

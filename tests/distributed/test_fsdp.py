@@ -52,7 +52,7 @@ def config(folder: Path, name: str) -> Config:
 
 def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:
     torch.compiler.set_stance("force_eager")  # AdamW8bit would compile
-    activations.SMALLEST = 64  # the tensors of the model are tiny
+    activations.MIN_BLOCK_BYTES = 64  # the tensors of the model are tiny
     for name, port in zip(CASES, ports, strict=True):
         with as_rank(rank, 2, port):
             train(config(folder, name))

@@ -6,14 +6,14 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from titan_tree.engine.lockstep import in_lockstep, places
+from titan_tree.engine.lockstep import in_lockstep, positions
 from titan_tree.tree.batch import TreeBatch
 
 
 def test_larger_subtrees_come_first() -> None:
     """A root, its small child, its large child with two children of its own, and a second root."""
     batches = [SimpleNamespace(parent=parent) for parent in (-1, 0, 0, 2, 2, -1)]
-    found = places(cast(list[TreeBatch], batches))
+    found = positions(cast(list[TreeBatch], batches))
     assert found == [(0,), (0, 1), (0, 0), (0, 0, 0), (0, 0, 1), (1,)]
 
 
@@ -25,13 +25,13 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
     ]
 
     def gather(into: list[Any], mine: Any, group: Any) -> None:
-        into[:] = [[places(batches) for batches in rank] for rank in own]
+        into[:] = [[positions(batches) for batches in rank] for rank in own]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(
         "titan_tree.engine.lockstep.dataclasses.replace", lambda batch, parent: (batch, parent)
     )
-    monkeypatch.setattr("titan_tree.engine.lockstep.dummy", lambda: "dummy")
+    monkeypatch.setattr("titan_tree.engine.lockstep.dummy_batch", lambda: "dummy")
     group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
     for batches in own:
         schedule = in_lockstep(batches, 3, group)

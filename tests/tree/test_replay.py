@@ -382,7 +382,7 @@ def test_a_split_step_is_that_of_the_paths_alone(data):
     ("mode", "message"),
     [
         ("off", "path 0/1 has routed_experts, which data.replay = 'off' leaves unused"),
-        ("first", "path 0/3 has no routed_experts to replay: the model's router chooses its experts"),
+        ("first", "path 0/3 has no routed_experts to replay; the model's router chooses its experts"),
     ],
 )
 def test_what_is_not_replayed_is_said_once(data, caplog, mode, message):

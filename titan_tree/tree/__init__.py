@@ -1,1 +1,14 @@
-"""The structures of token trees: paths, trees, layouts, partitions, batches. Knows no files and no processes."""
+"""Token trees as data structures. Nothing here reads files or talks to other processes.
+
+In reading order:
+
+paths.py       TokenPath: one training sample
+token_tree.py  TokenTree: paths merged by shared prefixes, every distinct token once
+replay.py      the experts that sampling recorded, merged like the tokens
+partition.py   Partition, PartitionPlan: a tree cut into pieces, each run in one forward pass
+gateway.py     the rows of the gateway cache that each partition reads and writes
+chunks.py      runs of up to 64 tokens that a recurrent layer processes at once
+chains.py      the order in which chunks run, and where the states between them are stored
+layout.py      TreeLayout: the metadata that attention and recurrent layers read
+batch.py       TreeBatch: the tensors of one forward pass
+"""

@@ -1,4 +1,4 @@
-"""TreeBatch: a forest of token trees as tensors, with its edges and the paths through them."""
+"""TreeBatch: the tensors of one forward pass over a forest, with its edges and the paths through them."""
 
 from __future__ import annotations
 
@@ -14,131 +14,126 @@ from torch import Tensor
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
-from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import (
-    GatewayRows,
-    Partition,
-    PartitionPlan,
-    gateway_rows,
-    one_pass,
+from titan_tree.tree.gateway import (
+    NO_CACHE_ROWS,
+    CacheRows,
+    GatewayAccess,
+    plan_gateway_cache,
     predecessors,
 )
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.paths import PER_TOKEN
 from titan_tree.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
 class PathPairs:
-    """The F (edge, path) pairs of P paths, path after path: where per-sequence losses live.
+    """The F (edge, path) pairs of a batch with P paths, on which losses of single sequences run.
 
-    Entry f says: path ``path[f]`` runs over edge ``edge[f]``; gather edge values with ``x[pairs.edge]``
-    and every path's values stand in order, contiguous, as if the paths had been batched one by one.
+    Pair f says that path ``path[f]`` runs over edge ``edge[f]``. Gather values of edges with
+    ``x[pairs.edge]``: the values of each path are then contiguous and in order, as if the paths had been
+    batched one by one. The tree of ``TokenTree``'s example, 1 2 -> (3 -> (5 6, 4), 7), has six edges and nine
+    pairs:
+
+    >>> from titan_tree.tree.paths import TokenPath
+    >>> paths = [TokenPath([1, 2, 3, 4]), TokenPath([1, 2, 3, 5, 6]), TokenPath([1, 2, 7])]
+    >>> batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+    >>> print(batch.tokens[batch.edge_source].tolist(), batch.edge_label.tolist())  # from token, to token
+    [1, 2, 3, 5, 3, 2] [2, 3, 5, 6, 4, 7]
+    >>> batch.pairs.path.tolist()
+    [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    >>> batch.pairs.edge.tolist()
+    [0, 1, 4, 0, 1, 2, 3, 0, 5]
+    >>> batch.edge_label[batch.pairs.edge].tolist()  # each path without its first token
+    [2, 3, 4, 2, 3, 5, 6, 2, 7]
     """
 
-    edge: Tensor  # [F] int64 into the batch's edges
+    edge: Tensor  # [F] int64, index of an edge of the batch
     path: Tensor  # [F] int64, 0 .. P-1, ascending
     loss_mask: Tensor  # [F] float32
     weight: Tensor  # [P] float32
-    loss_tokens: Tensor  # [P] float32: sum of the path's loss mask
-    advantage: Tensor | None = None  # [F] float32; 0 where the mask is 0, like the two below
+    loss_tokens: Tensor  # [P] float32: sum of the path's loss mask, also over edges of other partitions
+    advantage: Tensor | None = None  # [F] float32; 0 where the loss mask is 0, as are the next two
     old_logprobs: Tensor | None = None  # [F] float32, nats
     ref_logprobs: Tensor | None = None  # [F] float32, nats
 
 
-class Rows(NamedTuple):
-    """A number of rows in each stack of the bank (data/partition.py, GatewayRows)."""
-
-    keys: int
-    states: int
-
-
-NO_ROWS = Rows(0, 0)
-
-
 @dataclass(frozen=True)
 class TreeBatch:
-    """N distinct tokens of several trees packed one after another, without padding.
+    """N distinct tokens of several trees, packed one after another without padding, and their E edges.
 
-    E edges: ``edge_source[e]`` is the token whose hidden state predicts ``edge_label[e]``. A token at the
-    end of a node is the source of one edge per child; every token but a root's first is the label of one.
-    Edges stand in DFS order of the predicted token.
+    Edge e leads from token ``edge_source[e]``, whose hidden state predicts the next token, to
+    ``edge_label[e]``. Every token but the first of a root is the label of one edge. The last token of a node
+    is the source of one edge per child. Edges are sorted by the DFS index of the predicted token.
+
+    For a partition, N counts its own tokens, and edges and pairs are those that it scores.
     """
 
     tokens: Tensor  # [N] int64
     layout: TreeLayout
-    edge_source: Tensor  # [E] int64
-    edge_label: Tensor  # [E] int64
-    edge_token: Tensor  # [E] int64: the predicted token's index in the (forest of) trees, ascending
+    edge_source: Tensor  # [E] int64, index into ``tokens``
+    edge_label: Tensor  # [E] int64, token ids
+    edge_token: Tensor  # [E] int64: the predicted token's index in the tree, ascending
     pairs: PathPairs
-    n_logical: int  # tokens that training every path alone would run: N_flat, summed over a plan's batches
-    routed_experts: Tensor | None = None  # [L, N, k] int16 for each layer with experts; -1: it chooses itself
-    # Of a partition's batch: the batch of the plan that runs before and leaves the context, and the rows of
-    # the bank that it reads from, that one's and those of all above it.
-    parent: int = -1
-    cache_offset: Rows = NO_ROWS
+    n_logical: int  # path tokens that this batch stands for; summed over the batches of a plan: N_flat
+    routed_experts: Tensor | None = (
+        None  # [L, N, k] int16: forced experts of each layer; -1: the router chooses
+    )
+    parent: int = -1  # number of the parent partition's batch in the plan; -1: none
+    cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Literal["all", "loss"] = "all") -> TreeBatch:
-        """Pack ``trees`` in the order given, to be run in one forward.
+        """Packs ``trees`` in the order given into one batch.
 
-        edges: "all" scores every edge; "loss" only those that some path's loss mask counts, which saves
-            the vocabulary projection of prompts. The loss is the same.
-        Raises UserError where there are no trees, or where only some paths carry a per-token field.
+        Args:
+            edges: "all" scores every edge. "loss" scores only edges that the loss mask of some path counts.
+                It saves the vocabulary projection of prompts; the loss is the same.
+
+        Raises:
+            UserError: there are no trees, or a per-token field is missing in some paths but not in all.
         """
         (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
         return batch
 
     @staticmethod
     def from_plan(plan: PartitionPlan, edges: Literal["all", "loss"] = "all") -> list[TreeBatch]:
-        """A batch per partition, in the plan's order. Their losses add up to the tree's.
+        """Returns a batch for each partition, in the plan's order. Their losses add up to the tree's.
 
-        Of each batch P counts the paths that run over one of its edges; a plan of one partition has all.
+        A batch contains the paths that run over at least one of its edges. The only batch of a plan of one
+        partition contains all paths.
+
+        Args:
+            edges: see ``from_trees``.
+
+        Raises:
+            UserError: a per-token field is missing in some paths but not in all.
         """
-        tree, partitions = plan.tree, plan.partitions
-        # Where each token's out-edges are scored. A root has no in-edge: partition -1.
-        home = np.full(len(tree) + 1, -1, np.int32)
-        row = np.zeros(len(tree) + 1, np.int64)
-        for i, partition in enumerate(partitions):
-            (scoring,) = partition.scores.nonzero()
-            home[partition.own[scoring]] = i
-            row[partition.own[scoring]] = scoring
-        logical = np.bincount(home[tree.path_index], minlength=len(partitions))
-        edge_home = home[tree.predecessor]
-
-        pair_token, pair_path, fields = _pairs(tree, edges)
-        scored = np.zeros(len(tree), bool)
-        scored[pair_token] = True
-        if edges == "all":
-            scored = tree.predecessor >= 0
-        target = np.flatnonzero(scored)
-        edges_of = _split(target, edge_home[target], len(partitions))
-        pairs_of = _split(np.arange(len(pair_token)), edge_home[pair_token], len(partitions))
-        weight = np.array([path.weight for path in tree.paths], np.float32)
-        loss_tokens = np.array([path.loss_tokens for path in tree.paths], np.float32)
-        gateways = gateway_rows(tree, partitions) if len(partitions) > 1 else [None]
+        tree, num = plan.tree, len(plan)
+        sources = _edge_sources(plan)
+        pairs = _all_pairs(tree, edges)
+        labels = _edge_labels(tree, pairs, edges)
+        # The partition that runs an edge's source scores the edge and all of its pairs.
+        scoring_partition = sources.partition[tree.predecessor]
+        labels_of = _split(labels, scoring_partition[labels], num)
+        pairs_of = _split(np.arange(len(pairs.label)), scoring_partition[pairs.label], num)
+        n_logical = np.bincount(sources.partition[tree.path_index], minlength=num)
+        accesses = plan_gateway_cache(tree, plan.partitions) if num > 1 else [None]
         batches = []
-        for i, (partition, gateway) in enumerate(zip(partitions, gateways, strict=True)):
-            labels, here = edges_of[i], pairs_of[i]
-            paths = np.arange(len(tree.paths)) if len(partitions) == 1 else np.unique(pair_path[here])
-            pairs = PathPairs(
-                edge=torch.from_numpy(np.searchsorted(labels, pair_token[here])),
-                path=torch.from_numpy(np.searchsorted(paths, pair_path[here])),
-                weight=torch.from_numpy(weight[paths]),
-                loss_tokens=torch.from_numpy(loss_tokens[paths]),
-                **{name: torch.from_numpy(values[here]) for name, values in fields.items()},
-            )
+        for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
             batches.append(
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own].astype(np.int64)),
-                    layout=_layout(tree, partition, gateway),
-                    edge_source=torch.from_numpy(row[tree.predecessor[labels]]),
-                    edge_label=torch.from_numpy(tree.tokens[labels].astype(np.int64)),
-                    edge_token=torch.from_numpy(labels),
-                    pairs=pairs,
-                    n_logical=int(logical[i]),
+                    layout=_layout(tree, partition, access),
+                    edge_source=torch.from_numpy(sources.place[tree.predecessor[labels_of[i]]]),
+                    edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
+                    edge_token=torch.from_numpy(labels_of[i]),
+                    pairs=_path_pairs(pairs, pairs_of[i], labels_of[i], all_paths=num == 1),
+                    n_logical=int(n_logical[i]),
                     routed_experts=_routed_experts(tree, partition),
                     parent=partition.parent,
-                    cache_offset=NO_ROWS if gateway is None else Rows(gateway.cache_rows, gateway.state_rows),
+                    cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
                 )
             )
         return batches
@@ -148,34 +143,59 @@ class TreeBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether no path runs here: it takes part in what ranks do together, and adds nothing."""
+        """Whether no path runs here. A dummy batch only takes part in communication and adds nothing."""
         return self.n_logical == 0
 
     @property
-    def cache_writes(self) -> Rows:
-        """Rows that the batch's partition leaves in the bank."""
+    def cache_writes(self) -> CacheRows:
+        """Rows that this partition writes to the gateway cache, from ``cache_offset`` on."""
         layout = self.layout
-        return Rows(*(0 if x is None else len(x) for x in (layout.exports, layout.state_exports)))
+        return CacheRows(*(0 if x is None else len(x) for x in (layout.exports, layout.state_exports)))
 
     def without_edges(self) -> TreeBatch:
-        """The batch without anything to score, for a forward that is after ``exports`` only."""
+        """Returns the batch without edges, for a forward pass that only computes exports or routing."""
         none = self.edge_source[:0]
         return dataclasses.replace(self, edge_source=none, edge_label=none, edge_token=none)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
-        """The batch on another device. Pinned host memory and ``non_blocking`` make it asynchronous."""
+        """Returns the batch on another device. From pinned memory, ``non_blocking`` copies asynchronously."""
         return _map(self, lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeBatch:
-        """The batch in page-locked host memory, which a GPU reads by itself. Needs CUDA."""
+        """Returns the batch in page-locked host memory, from which a GPU copies directly. Needs CUDA."""
         return _map(self, lambda part: part.pin_memory())
 
 
-def _pairs(tree: TokenTree, edges: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Of each (edge, path) pair the predicted token, the path, and the per-token fields of ``PathPairs``."""
+class _EdgeSources(NamedTuple):
+    """Where each token of a tree runs as the source of its edges. The last entry is for token -1: none."""
+
+    partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges
+    place: np.ndarray  # [tokens + 1] int64: the token's place among the own tokens of that partition
+
+
+def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
+    sources = _EdgeSources(np.full(len(plan.tree) + 1, -1, np.int32), np.zeros(len(plan.tree) + 1, np.int64))
+    for i, partition in enumerate(plan.partitions):
+        (places,) = partition.scores.nonzero()
+        sources.partition[partition.own[places]] = i
+        sources.place[partition.own[places]] = places
+    return sources
+
+
+class _Pairs(NamedTuple):
+    """The (edge, path) pairs of a tree, path after path."""
+
+    label: np.ndarray  # [F] int32: the edge, named by the index of the token that it predicts
+    path: np.ndarray  # [F] int64
+    fields: dict[str, np.ndarray]  # [F] float32 each: the per-token fields of ``PathPairs``
+    weight: np.ndarray  # [P] float32, per path
+    loss_tokens: np.ndarray  # [P] float32, per path
+
+
+def _all_pairs(tree: TokenTree, edges: str) -> _Pairs:
     paths = tree.paths
     mask = np.concatenate([path.loss_mask for path in paths])
-    # A path's first token has no edge; the pair of any other token is named after that token.
+    # Each token of a path makes a pair, except the first one, which no edge predicts.
     is_pair = np.ones(len(mask), bool)
     is_pair[tree.path_offsets[:-1]] = False
     mask[~is_pair] = 0
@@ -193,25 +213,56 @@ def _pairs(tree: TokenTree, edges: str) -> tuple[np.ndarray, np.ndarray, dict[st
         if not missing:
             fields[name] = np.where(mask > 0, np.concatenate(values), 0)[is_pair]
     path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
-    return tree.path_index[is_pair], path_of[is_pair], fields
+    return _Pairs(
+        label=tree.path_index[is_pair],
+        path=path_of[is_pair],
+        fields=fields,
+        weight=np.array([path.weight for path in paths], np.float32),
+        loss_tokens=np.array([path.loss_tokens for path in paths], np.float32),
+    )
+
+
+def _edge_labels(tree: TokenTree, pairs: _Pairs, edges: str) -> np.ndarray:
+    """Returns the indices of all tokens that edges predict, ascending."""
+    if edges == "all":
+        return np.flatnonzero(tree.predecessor >= 0)
+    is_label = np.zeros(len(tree), bool)
+    is_label[pairs.label] = True
+    return np.flatnonzero(is_label)
+
+
+def _path_pairs(pairs: _Pairs, chosen: np.ndarray, labels: np.ndarray, all_paths: bool) -> PathPairs:
+    """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs, given the labels of its edges.
+
+    Paths are numbered within the batch. ``all_paths``: the batch contains paths without pairs, too.
+    """
+    paths = np.arange(len(pairs.weight)) if all_paths else np.unique(pairs.path[chosen])
+    return PathPairs(
+        edge=torch.from_numpy(np.searchsorted(labels, pairs.label[chosen])),
+        path=torch.from_numpy(np.searchsorted(paths, pairs.path[chosen])),
+        weight=torch.from_numpy(pairs.weight[paths]),
+        loss_tokens=torch.from_numpy(pairs.loss_tokens[paths]),
+        **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
+    )
 
 
 def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
+    """Returns the recorded experts of a partition's own tokens, layer by layer."""
     if tree.records is None:
         return None
     return torch.from_numpy(tree.records.experts[partition.own].swapaxes(0, 1).copy())
 
 
 def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """``values`` of each part, in the order given."""
+    """Returns the ``values`` of each part, in the order given. ``part`` names the part of each value."""
     order = np.argsort(part, kind="stable")
     return np.split(values[order], np.searchsorted(part[order], np.arange(1, num_parts)))
 
 
-def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) -> TreeLayout:
+def _layout(tree: TokenTree, partition: Partition, access: GatewayAccess | None) -> TreeLayout:
     no_exports = np.empty(0, np.int64)
-    predecessor = predecessors(tree, partition) if gateway is None else gateway.predecessor
-    chunks = make_chunks(predecessor, no_exports if gateway is None else gateway.state_exports)
+    predecessor = predecessors(tree, partition) if access is None else access.predecessor
+    chunks = make_chunks(predecessor, no_exports if access is None else access.state_exports)
     num_paths = np.repeat(tree.node_paths, tree.node_length)[partition.own]
     layout = TreeLayout(
         positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
@@ -219,24 +270,24 @@ def _layout(tree: TokenTree, partition: Partition, gateway: GatewayRows | None) 
         key_index=torch.from_numpy(partition.key_index),
         predecessor=torch.from_numpy(predecessor),
         chunks=chunks,
-        chains=make_chains(chunks, 0 if gateway is None else gateway.state_rows),
+        chains=make_chains(chunks, 0 if access is None else access.cache_offset.states),
         num_paths=torch.from_numpy(np.where(partition.scores, num_paths, 0).astype(np.float32)),
     )
-    if gateway is None:
+    if access is None:
         return layout
     source = np.empty(len(partition.keys), np.int64)
-    source[partition.context_index] = gateway.context
-    source[partition.key_index] = gateway.cache_rows + np.arange(len(partition))
+    source[partition.context_index] = access.context_rows
+    source[partition.key_index] = access.cache_offset.keys + np.arange(len(partition))
     return dataclasses.replace(
         layout,
         key_source=torch.from_numpy(source),
-        exports=torch.from_numpy(gateway.exports),
-        state_exports=torch.from_numpy(gateway.state_exports),
+        exports=torch.from_numpy(access.exports),
+        state_exports=torch.from_numpy(access.state_exports),
     )
 
 
 def _map(record: Any, function: Callable[[Any], Any]) -> Any:
-    """The dataclass ``record`` with ``function`` applied to every tensor and layout in it."""
+    """Returns the dataclass ``record`` with ``function`` applied to every tensor and layout in it."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Tensor | TreeLayout):

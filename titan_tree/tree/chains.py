@@ -1,8 +1,10 @@
-"""Chains: in which order the chunks of a forest run, and where the states between them are kept.
+"""Chains: the order in which the chunks of a forest run, and where the states between them are stored.
 
-A *chain* is a maximal run of chunks that go on from the chunk right before; one program runs it from end to
-end. Other chains start from a *slot*, a state in memory: a gateway's row, or one that a chain leaves where it
-branches. A *round* is all chains that can run at once, after those that they start from.
+A *chain* is a maximal run of chunks, each of which starts from the final state of the one before it. One
+program runs a chain from end to end and keeps the state in registers. Every other chain starts from zero or
+from a *slot*, a state in memory: either a row of the gateway cache, or a state that an earlier chain stores
+where others branch off. A *round* is a set of chains that run at the same time. It contains every chain whose
+starting state exists once the earlier rounds have run.
 """
 
 from __future__ import annotations
@@ -19,65 +21,73 @@ from titan_tree.tree.partition import PAD
 
 
 class Chains(NamedTuple):
-    """C chunks, B chains, L slots, X exported states. Int32, but for ``rounds``.
+    """C chunks in B chains, with L slots and X exported states. All tensors but ``rounds`` are int32.
 
-    torch.compile makes graphs of their own for sizes 0 and 1: B and L are ``PAD`` at least, which chains and
-    slots of no round fill up.
+    Chains are sorted by round, and within a round by length, the longest first. Slots are the rows of the
+    gateway cache, then those that chunks fill, sorted by round. torch.compile specializes on sizes 0 and 1,
+    so B and L are padded to at least ``PAD``; padding belongs to no round.
     """
 
-    slot: Tensor  # [C]: where chunk c leaves its last state; -1: only the chunk after it asks for that
-    # Chains round by round, and the longest of a round first.
-    first: Tensor  # [B]: chain b is chunks first[b] .. end[b] - 1
+    slot: Tensor  # [C]: the slot that stores the final state of chunk c; -1: only the next chunk needs it
+    first: Tensor  # [B]: chain b consists of the chunks first[b] .. end[b] - 1
     end: Tensor  # [B]
-    source: Tensor  # [B]: the slot that chain b starts from; -1: from zero
-    # Slots: the gateway's rows, then those of chunks in the order of their chains' rounds.
-    exported: Tensor  # [X]: slots of ``Chunks.exported``
-    # Who starts from slot s: child[first_child[s]] .. child[first_child[s + 1] - 1]. b is chain b, B + x the
-    # exported state x.
+    source: Tensor  # [B]: the slot that chain b starts from; -1: it starts from zero
+    exported: Tensor  # [X]: the slots of the states of ``Chunks.exported``
+    # The readers of slot s are child[first_child[s]] .. child[first_child[s + 1] - 1]. A reader b < B is
+    # chain b; a reader B + x is the exported state x.
     first_child: Tensor  # [L + 1]
     child: Tensor
-    # [rounds + 1, 2] int64, on the CPU for good: the first chain and slot of each round, then their numbers
-    rounds: Tensor
+    rounds: (
+        Tensor  # [rounds + 1, 2] int64, always on the CPU: first chain and first slot of each round; totals
+    )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Chains:
-        """All tensors but ``rounds`` through ``function``, which moves or pins them."""
+        """Applies ``function``, which moves or pins a tensor, to all tensors but ``rounds``."""
         return Chains._make([*map(function, self[:-1]), self.rounds])
 
 
 def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
-    """Chains of chunks on the CPU, of which some may start from a gateway's ``num_rows`` rows."""
+    """Arranges chunks in chains.
+
+    Args:
+        chunks: on the CPU.
+        num_rows: rows of the gateway cache, from which chunks may start.
+    """
     before, exported = chunks.before.numpy(), chunks.exported.numpy()
     is_first = before != np.arange(len(before)) - 1
-    is_first[0] = True  # -1, "from zero", is no chunk
+    is_first[0] = True  # its ``before`` is -1, which is not a chunk
     first = np.flatnonzero(is_first)
     end = np.append(first[1:], len(before))
-    chain = np.cumsum(is_first) - 1  # of each chunk
+    chain = np.cumsum(is_first) - 1  # the chain of each chunk
     origin = before[first]
-    from_chunk = origin.clip(min=0)  # where it is one
+    from_chunk = origin.clip(min=0)  # meaningful only where a chain starts from a chunk
     rank = _depths(np.where(origin >= 0, chain[from_chunk], -1))  # the round of each chain
 
-    asked = np.unique(np.concatenate([origin[origin >= 0], exported]))
-    asked_rank = rank[chain[asked]]
-    asked = asked[np.argsort(asked_rank, kind="stable")]
+    stored = np.unique(np.concatenate([origin[origin >= 0], exported]))
+    stored_rank = rank[chain[stored]]
+    stored = stored[np.argsort(stored_rank, kind="stable")]
     slot = np.full(len(before), -1)
-    slot[asked] = num_rows + np.arange(len(asked))
+    slot[stored] = num_rows + np.arange(len(stored))
 
     order = np.lexsort((first - end, rank))
     source = np.where(origin >= 0, slot[from_chunk], np.where(origin < -1, -2 - origin, -1))[order]
     first, end, source = _padded(first[order], 0), _padded(end[order], 0), _padded(source, -1)
-    num_slots = num_rows + len(asked)
+    num_slots = num_rows + len(stored)
     starts = np.concatenate([source, slot[exported]])
     child = np.argsort(starts, kind="stable")
     first_child = np.searchsorted(starts[child], np.arange(max(num_slots, PAD) + 1))
     edges = np.arange(rank.max() + 2)
-    rounds = [np.searchsorted(np.sort(rank), edges), num_rows + np.searchsorted(np.sort(asked_rank), edges)]
+    rounds = [np.searchsorted(np.sort(rank), edges), num_rows + np.searchsorted(np.sort(stored_rank), edges)]
     columns = slot, first, end, source, slot[exported], first_child, child
     tensors = [torch.from_numpy(x.astype(np.int32)) for x in columns]
     return Chains._make([*tensors, torch.from_numpy(np.stack(rounds, axis=1))])
 
 
 def _depths(parent: np.ndarray) -> np.ndarray:
-    """How many ancestors each element has; -1: no parent. Steps double, so that deep forests take few."""
+    """Returns the number of ancestors of each element; parent -1: none.
+
+    The step up doubles each time, so a forest of depth d takes log2(d) steps.
+    """
     depth = (parent >= 0).astype(np.int64)
     while (parent >= 0).any():
         depth += np.where(parent >= 0, depth[parent], 0)

@@ -1,9 +1,12 @@
-"""Chunks: how layers with a recurrent state run over a forest.
+"""Chunks: runs of tokens that a recurrent layer processes at once.
 
-Such a layer reads tokens of one path in turn, up to CHUNK at once. In DFS order with the heaviest child
-first, most tokens directly follow the one before them on their path, so that a chunk is a range of tokens; it
-ends where CHUNK tokens are in it, where the next token follows another one, and at tokens whose state someone
-else wants: the chunk of another child, or a later forward.
+The state of a recurrent layer passes from token to token along each path. A *chunk* is a run of at most CHUNK
+tokens, each of which follows the one before it. In DFS order with the heaviest child first, most tokens
+directly follow their predecessor, so every chunk is a range of tokens. A chunk ends
+
+- after CHUNK tokens,
+- before a token that follows a different token,
+- after a token whose state is needed elsewhere: by the first chunk of another child, or by a later partition.
 """
 
 from __future__ import annotations
@@ -19,36 +22,36 @@ CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """C chunks of N tokens in order, and where the state that each starts from is to be found."""
+    """C chunks of N tokens, in the order of the tokens, and the state from which each of them starts."""
 
     start: Tensor  # [C + 1] int32: chunk c holds tokens start[c] .. start[c + 1] - 1
-    # [C] int32: an earlier chunk, from whose end this one goes on; -1: from zero; -2 - r: a gateway's row r
-    before: Tensor
-    exported: Tensor  # [X] int32: chunks whose last states later forwards read; [0] where none does
+    before: Tensor  # [C] int32: the chunk whose final state this one starts from; -1: it starts from zero;
+    # -2 - r: it starts from row r of the gateway cache
+    exported: Tensor  # [X] int32: chunks whose final states descendants read; empty if there are none
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Chunks:
-        """All tensors through ``function``, which moves or pins them."""
+        """Applies ``function``, which moves or pins a tensor, to all tensors."""
         return Chunks(*map(function, self))
 
 
 def make_chunks(predecessor: np.ndarray, exports: np.ndarray, size: int = CHUNK) -> Chunks:
-    """Chunks of at most ``size`` tokens.
+    """Divides a forest into chunks.
 
     Args:
-        predecessor: [N] of each token the one before it on its path, see ``TreeLayout.predecessor``.
-        exports: [X] tokens after which the state is wanted.
+        predecessor: [N] the token before each token on its path, see ``TreeLayout.predecessor``.
+        exports: [X] tokens whose states descendants read.
+        size: largest number of tokens in a chunk.
     """
     n = len(predecessor)
     follows = predecessor == np.arange(n) - 1
-    follows[0] = False  # -1, the root's, is no token
+    follows[0] = False  # its predecessor is -1, which is not a token
     first = np.flatnonzero(~follows)
-    left_from = predecessor[first]
-    ends = np.concatenate([first, left_from[left_from >= 0] + 1, exports + 1, [n]])
-    edges = np.unique(ends)  # of ranges, which are chunks if they are not too long
-    length = np.diff(edges)
-    parts = -(-length // size)
-    into = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = np.append(np.repeat(edges[:-1], parts) + size * into, n)
+    branches_from = predecessor[first]
+    ends = np.concatenate([first, branches_from[branches_from >= 0] + 1, exports + 1, [n]])
+    bounds = np.unique(ends)  # of runs; runs longer than ``size`` are divided below
+    num_pieces = -(-np.diff(bounds) // size)
+    piece = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    start = np.append(np.repeat(bounds[:-1], num_pieces) + size * piece, n)
     last = predecessor[start[:-1]]
     before = np.where(last >= 0, np.searchsorted(start, last, side="right") - 1, last)
     exported = np.searchsorted(start, exports, side="right") - 1

@@ -1,4 +1,4 @@
-"""TreeLayout: the one piece of metadata that attention, recurrent layers and positions read."""
+"""TreeLayout: the metadata that attention, recurrent layers and rotary embeddings read about a tree."""
 
 from __future__ import annotations
 
@@ -16,37 +16,61 @@ from titan_tree.tree.chunks import Chunks
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Where N queries stand among M >= N keys of a packed forest in DFS order.
+    """The structure of N queries among M >= N keys of a packed forest, both in DFS order.
 
-    Query q sees key k iff ``k <= key_index[q] < subtree_end[k]``: one interval per key, no N x N mask.
-    Keys that are not queries are gateway context: rows that ancestors left for a later forward. Without
-    context M = N and ``key_index`` is 0 .. N-1.
+    In DFS order a subtree is a contiguous range. A query therefore sees a key if and only if the query lies
+    in the key's subtree and does not precede it: ``k <= key_index[q] < subtree_end[k]``. This is the whole
+    attention mask, in O(M) numbers.
+
+    Keys that are not queries are the context of a partition (tree/partition.py). Without context M = N and
+    ``key_index`` is 0 .. N-1. The tree of ``TokenTree``'s example, 1 2 -> (3 -> (5 6, 4), 7):
+
+    >>> layout = TreeLayout(
+    ...     positions=torch.tensor([0, 1, 2, 3, 4, 3, 2]),
+    ...     subtree_end=torch.tensor([7, 7, 6, 5, 5, 6, 7]),
+    ...     key_index=torch.arange(7),
+    ... )
+    >>> for token, row in zip([1, 2, 3, 5, 6, 4, 7], layout.dense_mask().tolist(), strict=True):
+    ...     print(token, "sees", "".join("x" if sees else "." for sees in row))
+    1 sees x......
+    2 sees xx.....
+    3 sees xxx....
+    5 sees xxxx...
+    6 sees xxxxx..
+    4 sees xxx..x.
+    7 sees xx....x
     """
 
-    positions: Tensor  # [N] int32: depth in the path, for RoPE
-    subtree_end: Tensor  # [M] int32: exclusive end of the subtree of each key, in key columns
+    positions: Tensor  # [N] int32: position on the path, for rotary embeddings
+    subtree_end: Tensor  # [M] int32: exclusive end of each key's subtree, in key columns
     key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
-    # Of a partition (data/partition.py, GatewayRows); None where the tree is run as a whole.
-    key_source: Tensor | None = None  # [M] int64: each key's row among those of the bank, then the N own
-    exports: Tensor | None = None  # [X] int64: own tokens whose keys and values later forwards read
-    # For layers with a state that passes from token to token.
-    predecessor: Tensor | None = None  # [N] int32: the query before it on its path; -1: none, a root;
-    # -2 - r: not here, a gateway's row r has the state after it.
-    state_exports: Tensor | None = None  # [S] int64: own tokens after which later forwards want the state
+
+    # For a partition that has a gateway (tree/gateway.py); None if the whole tree runs in one forward pass.
+    key_source: Tensor | None = (
+        None  # [M] int64: each key's row in the cached rows followed by the N own tokens
+    )
+    exports: Tensor | None = None  # [X] int64: own tokens whose keys and values descendants read
+
+    # For recurrent layers, whose state passes from token to token along a path.
+    predecessor: Tensor | None = None  # [N] int32: the query before it on its path; -1: none, it is a root;
+    # -2 - r: another partition ran it, and row r of the gateway cache holds the state after it
+    state_exports: Tensor | None = None  # [S] int64: own tokens whose states descendants start from
     chunks: Chunks | None = None
-    chains: Chains | None = None  # of chunks; part of it stays on the host
-    # For sums over tokens: how many paths run through each, 0 of one that another forward counts.
+    chains: Chains | None = None  # of chunks; one of its tensors stays on the host
+
+    # For sums over tokens: the number of paths through each token, or 0 if another partition counts it.
     num_paths: Tensor | None = None  # [N] float32
-    # What components derived from the above, once per batch.
+
+    # What components derive from the fields above, once per batch.
     attention_plan: Any = None
     conv_plan: Any = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
-        """The layout on another device; plans stay behind, components make them anew."""
+        """Returns the layout on another device, without plans: components derive them again."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeLayout:
-        """The layout in page-locked host memory, without plans."""
+        """Returns the layout in page-locked host memory, without plans."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
@@ -59,11 +83,11 @@ class TreeLayout:
         return TreeLayout(**values | {"attention_plan": None, "conv_plan": None})
 
     def with_plan(self, plan: Any) -> TreeLayout:
-        """The same layout, carrying a backend's ``attention_plan``."""
+        """Returns the same layout with the ``attention_plan`` of a backend."""
         return dataclasses.replace(self, attention_plan=plan)
 
     def dense_mask(self) -> Tensor:
-        """[N, M] bool, the definition of the attention mask. For references and small trees only."""
+        """Returns the attention mask, [N, M] bool, which defines what kernels compute. For small trees."""
         key = torch.arange(len(self.subtree_end), device=self.subtree_end.device)
         query = self.key_index[:, None]
         return (key <= query) & (query < self.subtree_end)

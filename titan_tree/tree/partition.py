@@ -1,15 +1,17 @@
-"""Partition and PartitionPlan: a token tree cut into pieces, each run in one forward.
+"""Partition and PartitionPlan: a token tree cut into pieces, each run in one forward pass.
 
-A partition's *keys* are the columns of its attention: its own tokens, which it runs, and its *context*, rows
-of keys and values that ancestors left (the gateway). Context is read from the parent partition alone, which
-has all of it as own tokens or as context of its own. An edge (token, next token) is scored where its first
-token runs, since that token's hidden state predicts the next; so no hidden state crosses a cut.
+A partition runs its *own* tokens. Attention also needs their ancestors. Ancestors that are not own tokens are
+the partition's *context*: other partitions ran them, and their keys and values come from the gateway cache
+(tree/gateway.py). The parent partition always holds all of this context, among its own tokens or in its own
+context. A partition and all partitions above it form its *chain*. Their activations exist at the same time.
+
+An edge (token, next token) is scored in the partition that runs its first token, because this token's hidden
+state predicts the next one. So no hidden state crosses from one partition to another.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,81 +22,84 @@ import numpy as np
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
 
-DRAWN = 40  # partitions of a picture; of a longer plan the first and the last ones
+MAX_DRAWN = 40  # partitions in a drawing; a longer plan shows its first and last ones
 
-# torch.compile makes graphs of their own for sizes 0 and 1: context and exports have PAD rows at least.
+# torch.compile specializes graphs on sizes 0 and 1. Tensors that vary with the partition, such as the gateway
+# cache, the exports and the chains, are therefore padded to at least this many rows.
 PAD = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """n own tokens among m keys, both in DFS order. Tokens are named by their index in the tree."""
+    """n own tokens among m keys, the columns of attention. Tokens are named by their index in the tree."""
 
-    parent: int  # partition that has all of the context; -1: no context
-    keys: np.ndarray  # [m] int32: token of each column
-    subtree_end: np.ndarray  # [m] int32, exclusive, in columns: query column q sees key k iff k <= q < end[k]
-    key_index: np.ndarray  # [n] int32, ascending: columns of own tokens
-    scores: np.ndarray  # [n] bool: the edges from this own token to its children are scored here
+    parent: int  # number of the partition above, which holds all of the context; -1: there is no context
+    keys: np.ndarray  # [m] int32: the token of each column, in DFS order
+    subtree_end: (
+        np.ndarray
+    )  # [m] int32, exclusive, in columns: query q sees key k iff k <= q < subtree_end[k]
+    key_index: np.ndarray  # [n] int32, ascending: the columns of the own tokens
+    scores: np.ndarray  # [n] bool: whether the edges from the own token to its children are scored here
 
     def __len__(self) -> int:
         return len(self.key_index)
 
     @cached_property
     def own(self) -> np.ndarray:
-        """[n] tree tokens that are run."""
+        """[n] int32: the tokens that this partition runs."""
         return self.keys[self.key_index]
 
     @cached_property
     def context_index(self) -> np.ndarray:
-        """[m - n] columns of context, ascending."""
+        """[m - n] int32: the columns of the context, ascending."""
         is_context = np.ones(len(self.keys), bool)
         is_context[self.key_index] = False
         return np.flatnonzero(is_context).astype(np.int32)
 
     @cached_property
     def context(self) -> np.ndarray:
-        """[m - n] tree tokens of the context."""
+        """[m - n] int32: the tokens of the context."""
         return self.keys[self.context_index]
 
 
 @dataclass(frozen=True)
 class PlanStats:
-    """Sizes of a plan, in tokens unless said otherwise."""
+    """Sizes of a plan, in tokens unless stated otherwise."""
 
-    n_flat: int
-    n_tree: int
-    n_part: int  # executed: n_tree where nothing runs twice
-    n_forwards: int  # partitions
+    n_flat: int  # sum of the path lengths
+    n_tree: int  # distinct tokens
+    n_part: int  # executed tokens: n_tree if no token runs twice
+    n_forwards: int  # number of partitions
     longest_path: int
-    chain_peak: int  # largest sum of own tokens over a partition and all partitions above it
-    n_context: int  # rows of context, summed over partitions
+    chain_peak: int  # own tokens of the largest chain
+    n_context: int  # context tokens, summed over partitions
 
     @property
     def err(self) -> float:
-        """Effective reuse ratio 1 - N_part / N_flat; POR is its bound."""
+        """Effective reuse ratio 1 - N_part / N_flat. The potential overlap ratio (POR) is its upper bound."""
         return 1.0 - self.n_part / self.n_flat
 
     @property
     def duplicates(self) -> float:
-        """Tokens run again, as a share of the distinct ones."""
+        """Repeated tokens as a share of the distinct ones: N_part / N_tree - 1."""
         return self.n_part / self.n_tree - 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionPlan:
-    """Partitions of a tree, in the order in which their forwards run: depth first, parents first."""
+    """The partitions of a tree, in the order in which their forward passes run: DFS, parents first."""
 
     tree: TokenTree
     strategy: str
     partitions: tuple[Partition, ...]
-    reason: str = ""  # why the strategy, where "auto" chose it
+    reason: str = ""  # why "auto" chose this strategy
 
     def __len__(self) -> int:
         return len(self.partitions)
 
     @cached_property
     def chain_tokens(self) -> np.ndarray:
-        """[len(self)] int64: own tokens of a partition and of all above it, alive when it runs."""
+        """[len(self)] int64: own tokens of each partition's chain."""
         chain = np.zeros(len(self), np.int64)
         for i, partition in enumerate(self.partitions):
             chain[i] = len(partition) + (chain[partition.parent] if partition.parent >= 0 else 0)
@@ -102,6 +107,7 @@ class PartitionPlan:
 
     @cached_property
     def stats(self) -> PlanStats:
+        """Sizes of the plan."""
         tree = self.tree.stats
         return PlanStats(
             n_flat=tree.n_flat,
@@ -114,23 +120,23 @@ class PartitionPlan:
         )
 
     def draw(self, width: int = 80) -> str:
-        """A picture of the plan in text: a line per partition, under its parent and further to the right.
+        """Draws the plan as text: one line per partition, indented below its parent.
 
-        Long plans are drawn without their middle, and say so. No line is indented beyond ``width``.
+        A drawing omits the middle of a long plan. Indentation ends where a line would exceed ``width``.
         """
         stats = self.stats
         lines = [
-            f"{self.strategy}: {stats.n_forwards:,} forwards run {stats.n_part:,} tokens, {stats.n_tree:,} "
-            f"distinct; chain peak {stats.chain_peak:,}"
+            f"{self.strategy}: {stats.n_forwards:,} forward passes run {stats.n_part:,} tokens, "
+            f"{stats.n_tree:,} of them distinct; chain peak {stats.chain_peak:,}"
         ]
         depth = np.zeros(len(self), np.int64)
         for i, partition in enumerate(self.partitions):
             depth[i] = depth[partition.parent] + 1 if partition.parent >= 0 else 0
-        left_out = range(DRAWN // 2, len(self) - DRAWN // 2) if len(self) > DRAWN else range(0)
+        omitted = range(MAX_DRAWN // 2, len(self) - MAX_DRAWN // 2) if len(self) > MAX_DRAWN else range(0)
         for i, partition in enumerate(self.partitions):
-            if i in left_out:
-                if i == left_out[0]:
-                    lines.append(f"... {len(left_out):,} partitions left out ...")
+            if i in omitted:
+                if i == omitted[0]:
+                    lines.append(f"... {len(omitted):,} partitions omitted ...")
                 continue
             text = (
                 f"{i}: {len(partition):,} own, {len(partition.keys) - len(partition):,} context, tokens "
@@ -140,7 +146,7 @@ class PartitionPlan:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as .npz, without the tree but with a check of it."""
+        """Writes the plan to an .npz file, with a fingerprint of the tree instead of the tree itself."""
         parts = self.partitions
         with open(path, "wb") as file:
             np.savez_compressed(
@@ -156,7 +162,11 @@ class PartitionPlan:
 
     @staticmethod
     def load(path: str | Path, tree: TokenTree) -> PartitionPlan:
-        """A plan that was saved for ``tree``. Raises UserError where it was for another, or is no plan."""
+        """Reads a plan that was saved for ``tree``.
+
+        Raises:
+            UserError: ``path`` does not hold a plan, or its plan is for a different tree.
+        """
         try:
             with np.load(path) as file:
                 saved = dict(file)
@@ -171,7 +181,8 @@ class PartitionPlan:
             raise UserError(f"{path}: expected a file written by PartitionPlan.save ({error})") from None
         if fingerprint != _fingerprint(tree):
             raise UserError(
-                f"{path}: the plan is for another tree than this one of {len(tree):,} tokens; plan again"
+                f"{path}: the plan is for a different tree than this one of {len(tree):,} tokens; "
+                "plan this tree again"
             )
         partitions = tuple(
             Partition(parent, **{name: array[i] for name, array in arrays.items()})
@@ -180,8 +191,8 @@ class PartitionPlan:
         return PartitionPlan(tree, strategy, partitions, reason)
 
 
-_PER_KEY = ("keys", "subtree_end")  # fields of a partition
-_PER_OWN = ("key_index", "scores")
+_PER_KEY = ("keys", "subtree_end")  # fields of a partition with an entry per key
+_PER_OWN = ("key_index", "scores")  # and per own token
 
 
 def _fingerprint(tree: TokenTree) -> str:
@@ -194,9 +205,13 @@ def _fingerprint(tree: TokenTree) -> str:
 def in_tree_order(
     tree: TokenTree, parent: int, own: np.ndarray, context: np.ndarray, scores: np.ndarray | None = None
 ) -> Partition:
-    """A partition of ``own`` tokens that come once each and stand as in the tree.
+    """Makes a partition whose own tokens are distinct and in the order of the tree.
 
-    ``context`` holds all ancestors of own tokens that are not own. scores: [len(own)] bool; None: all.
+    Args:
+        parent: number of the partition above; -1: none.
+        own: [n] tokens to run, in any order.
+        context: all ancestors of own tokens that are not own.
+        scores: [n] bool, for own tokens in ascending order: see ``Partition.scores``. None: all True.
     """
     own = np.sort(own).astype(np.int32)
     keys = np.sort(np.concatenate([own, context.astype(np.int32)]))
@@ -210,105 +225,6 @@ def in_tree_order(
 
 
 def one_pass(tree: TokenTree) -> PartitionPlan:
-    """The whole tree in one forward."""
+    """Returns the plan that runs the whole tree in one forward pass."""
     tokens = np.arange(len(tree), dtype=np.int32)
     return PartitionPlan(tree, "none", (in_tree_order(tree, -1, tokens, tokens[:0]),))
-
-
-@dataclass(frozen=True, eq=False)
-class GatewayRows:
-    """A partition's place in the *bank*, where partitions of one chain leave rows for those below them.
-
-    The bank is two cache_streams, one of keys and values and one of recurrent states: PAD rows that nobody reads,
-    then what the chain's partitions left, from the root's on.
-    """
-
-    cache_rows: int  # rows that the partitions above fill; those of this one come next
-    exports: np.ndarray  # [X >= PAD] int64: own tokens, by their place among them, that go into the bank
-    context: np.ndarray  # [m - n] int64: rows of the bank that are the context
-    # The same of states. Wanted are those after tokens that own tokens of another partition follow.
-    state_rows: int
-    state_exports: np.ndarray  # [S >= PAD] int64
-    predecessor: np.ndarray  # [n] int32, see ``TreeLayout.predecessor``
-
-
-def gateway_rows(tree: TokenTree, partitions: Sequence[Partition]) -> list[GatewayRows]:
-    """Of each partition of a plan. Exported are the own tokens that some child has as context."""
-    wanted: list[list[np.ndarray]] = [[] for _ in partitions]
-    for partition in partitions:
-        if partition.parent >= 0:
-            wanted[partition.parent].append(partition.context)
-    states = _wanted_states(tree, partitions)
-    # What a child does not take from its parent's own tokens, the parent has as context: found in its bank.
-    banks: list[np.ndarray] = []  # tokens of rows PAD, PAD + 1, ...
-    state_banks: list[np.ndarray] = []
-    rows = []
-    for i, partition in enumerate(partitions):
-        above = partition.parent >= 0
-        bank = banks[partition.parent] if above else partition.context
-        state_bank = state_banks[partition.parent] if above else partition.context[:0]
-        exports, state_exports = (_places(partition, tokens[i]) for tokens in (wanted, states))
-        rows.append(
-            GatewayRows(
-                cache_rows=PAD + len(bank),
-                exports=exports,
-                context=_rows_of(bank, partition.context),
-                state_rows=PAD + len(state_bank),
-                state_exports=state_exports,
-                predecessor=predecessors(tree, partition, state_bank),
-            )
-        )
-        banks.append(np.concatenate([bank, partition.own[exports]]))
-        state_banks.append(np.concatenate([state_bank, partition.own[state_exports]]))
-    return rows
-
-
-def _places(partition: Partition, tokens: list[np.ndarray]) -> np.ndarray:
-    """Those of ``tokens``, PAD at least, among own ones. The last own token, if need be, fills up."""
-    asked = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
-    places = np.flatnonzero(np.isin(partition.own, asked))
-    return np.pad(places, (0, max(PAD - len(places), 0)), constant_values=len(partition) - 1)
-
-
-def _rows_of(bank: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    order = np.argsort(bank, kind="stable")
-    return PAD + order[np.searchsorted(bank[order], tokens)]
-
-
-def predecessors(tree: TokenTree, partition: Partition, state_bank: np.ndarray | None = None) -> np.ndarray:
-    """``TreeLayout.predecessor``. state_bank: tokens of the rows PAD, PAD + 1, ... of states."""
-    before, is_own, place = _followed(tree, partition)
-    predecessor = np.where(is_own, place, -1).astype(np.int32)
-    elsewhere = (before >= 0) & ~is_own
-    if elsewhere.any():
-        assert state_bank is not None
-        predecessor[elsewhere] = -2 - _rows_of(state_bank, before[elsewhere])
-    return predecessor
-
-
-def _followed(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each own token the tree's token before it, whether that is own, and its place if so.
-
-    Where a traversal runs a token several times, each copy of a path stands in one piece: the token before
-    is the nearest one to the left.
-    """
-    before, n = tree.predecessor[partition.own], len(partition)
-    if np.array_equal(partition.own, np.arange(len(tree))):
-        return before, before >= 0, before
-    places = np.sort(partition.own.astype(np.int64) * n + np.arange(n))
-    nearest = places[np.searchsorted(places, before.astype(np.int64) * n + np.arange(n)) - 1]
-    return before, (before >= 0) & (nearest // n == before), nearest % n
-
-
-def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[list[np.ndarray]]:
-    """Of each partition the own tokens that own tokens of partitions below follow."""
-    wanted: list[list[np.ndarray]] = [[] for _ in partitions]
-    for partition in partitions:
-        before, is_own, _ = _followed(tree, partition)
-        left = np.unique(before[(before >= 0) & ~is_own])
-        above = partition.parent
-        while len(left):
-            here = np.isin(left, partitions[above].own)
-            wanted[above].append(left[here])
-            left, above = left[~here], partitions[above].parent
-    return wanted

@@ -1,4 +1,4 @@
-"""TokenPath: one training sample, the way the model saw it."""
+"""TokenPath: one training sample, as a sequence of tokens with what the loss needs for each of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import ArrayLike
 
 from titan_tree.errors import UserError
 
-PER_TOKEN = ("advantage", "old_logprobs", "ref_logprobs")
+PER_TOKEN = ("advantage", "old_logprobs", "ref_logprobs")  # optional fields with one number per token
 MAX_EXPERT = np.iinfo(np.int16).max
 
 
 class ExpertSizes(NamedTuple):
-    """Of a model with experts."""
+    """The sizes of a mixture-of-experts model that recorded experts must match."""
 
-    num_layers: int  # that have experts
-    top_k: int  # experts of a token
-    num_experts: int  # to choose from
+    num_layers: int  # layers with experts
+    top_k: int  # experts that a token uses in each of these layers
+    num_experts: int  # experts to choose from
 
 
 class ModelLimits(NamedTuple):
@@ -32,25 +32,26 @@ class ModelLimits(NamedTuple):
 
 @dataclass(slots=True)
 class TokenPath:
-    """One training sample of T >= 1 tokens. Arrays are per token: entry t speaks of tokens[t].
+    """One training sample of T >= 1 tokens. Entry t of every per-token array belongs to ``tokens[t]``.
 
-    The first token of a path is predicted by nothing, so entry 0 of every per-token array is ignored, but
-    for ``routed_experts``, which speak of tokens as they are read and not as they are predicted.
+    Nothing predicts the first token of a path. Entry 0 of the loss mask, the advantage and the log-probs is
+    therefore ignored. ``routed_experts`` has a valid entry 0: the model reads the first token, too.
 
     Args:
-        tokens: [T] token ids, any integer sequence; kept as int32.
-        loss_mask: [T] finite and >= 0, usually 0 or 1: does the loss count this token? Default: all ones.
-        weight: w_p >= 0, the path's weight in the loss.
-        advantage: one number for the whole path, or [T]; kept as [T] float32.
+        tokens: [T] token ids, any sequence of integers. Stored as int32.
+        loss_mask: [T] finite and >= 0, usually 0 or 1: how much the token counts in the loss. Default: all 1.
+        weight: weight of the path in the loss, w_p >= 0.
+        advantage: one number for the whole path, or [T]. Stored as [T] float32.
         old_logprobs: [T] log-probabilities (nats) under the policy that sampled the path.
         ref_logprobs: [T] log-probabilities (nats) under a reference policy.
-        routed_experts: [t, L, k] integers, t <= T: the experts that sampling used for each token in each of
-            the L layers that have experts, k different ids in any order; k times -1: not recorded, as are
-            tokens from the t-th on. Kept as [T, L, k] int16. Used where a TokenTree is made with ``replay``.
-        id: shown in error messages and reports.
+        routed_experts: [t, L, k] integers with t <= T: the experts that sampling used for the first t tokens
+            in each of the L layers with experts. An entry holds k different ids in any order, or k times -1
+            if they were not recorded. Stored as [T, L, k] int16, filled up with -1. Ignored unless the
+            TokenTree is built with ``replay``.
+        id: name of the path in error messages and reports.
 
     Raises:
-        UserError: a field of the wrong shape, type or range; the message names path and field.
+        UserError: a field has the wrong shape, type or range. The message names the path and the field.
     """
 
     tokens: np.ndarray
@@ -101,22 +102,26 @@ class TokenPath:
 
     @property
     def loss_tokens(self) -> float:
-        """The sum of the loss mask: how many tokens the loss counts."""
+        """Sum of the loss mask without entry 0: the number of tokens that the loss counts."""
         return float(self.loss_mask[1:].sum(dtype=np.float64))
 
     def check_limits(self, limits: ModelLimits) -> None:
-        """Raises UserError if a model with these limits cannot read the path."""
+        """Checks that a model with these limits can read the path.
+
+        Raises:
+            UserError: the path is too long, or it holds token ids, layers or experts that the model lacks.
+        """
         max_positions, vocab_size, experts = limits
         if max_positions is not None and len(self) > max_positions:
             raise UserError(
-                f"path {self.id or '?'}: {len(self):,} tokens, more than the model's {max_positions:,} "
-                "positions (max_positions); shorten the sample or take a model with more"
+                f"path {self.id or '?'}: it has {len(self):,} tokens, but the model has {max_positions:,} "
+                "positions (max_positions); shorten the sample or use a model with more positions"
             )
         at = int(self.tokens.argmax())
         if vocab_size is not None and self.tokens[at] >= vocab_size:
             raise UserError(
                 f"path {self.id or '?'}: token id {self.tokens[at]} at token {at}: expected ids below the "
-                f"model's vocabulary size {vocab_size}; is this another model's tokenizer?"
+                f"model's vocabulary size {vocab_size}; check that tokenizer and model belong together"
             )
         if experts is None or self.routed_experts is None:
             return
@@ -124,8 +129,8 @@ class TokenPath:
             num_layers, top_k = self.routed_experts.shape[1:]
             raise self._error(
                 "routed_experts",
-                f"{experts.num_layers} layers with experts and {experts.top_k} experts of a token",
-                f"{num_layers} and {top_k}; are they another model's?",
+                f"{experts.num_layers} layers with experts and {experts.top_k} experts per token",
+                f"{num_layers} and {top_k}; check that this model recorded them",
             )
         token, layer, i = np.unravel_index(self.routed_experts.argmax(), self.routed_experts.shape)
         if self.routed_experts[token, layer, i] >= experts.num_experts:
@@ -138,8 +143,8 @@ class TokenPath:
     def _token_array(self, tokens: Any) -> np.ndarray:
         try:
             array = np.asarray(tokens)
-        except ValueError:  # lists of unequal lengths
-            raise self._error("tokens", "a flat list of token ids", "a nested one") from None
+        except ValueError:  # nested lists of unequal lengths
+            raise self._error("tokens", "a flat list of token ids", "a nested list") from None
         if array.ndim != 1 or array.size == 0:
             raise self._error("tokens", "a non-empty list of token ids", f"shape {array.shape}")
         if array.dtype.kind not in "iu":
@@ -168,16 +173,17 @@ class TokenPath:
         try:
             array = np.asarray(value)
         except ValueError:  # lists of unequal lengths
-            raise self._error(field, "as many layers and experts of every token", "unequal lists") from None
+            expected = "the same number of layers and experts for every token"
+            raise self._error(field, expected, "lists of unequal lengths") from None
         if array.ndim != 3 or len(array) > len(self) or array.dtype.kind not in "iu" or not array.size:
-            expected = f"integers [at most {len(self)} tokens, layers, experts of a token]"
+            expected = f"integers [at most {len(self)} tokens, layers, experts per token]"
             raise self._error(field, expected, f"{array.dtype} of shape {array.shape}")
         ordered = np.sort(array, axis=-1)
-        none = (ordered[..., 0] == -1) & (ordered[..., -1] == -1)
-        good = (ordered[..., 0] >= 0) & (ordered[..., -1] <= MAX_EXPERT) & (np.diff(ordered) > 0).all(-1)
-        if not (none | good).all():
-            token, layer = np.argwhere(~(none | good))[0]
-            expected = f"different ids from 0 to {MAX_EXPERT}, or -1 alone"
+        missing = (ordered[..., 0] == -1) & (ordered[..., -1] == -1)
+        valid = (ordered[..., 0] >= 0) & (ordered[..., -1] <= MAX_EXPERT) & (np.diff(ordered) > 0).all(-1)
+        if not (missing | valid).all():
+            token, layer = np.argwhere(~(missing | valid))[0]
+            expected = f"different ids from 0 to {MAX_EXPERT}, or only -1"
             raise self._error(
                 f"{field} of token {token}, layer {layer}", expected, array[token, layer].tolist()
             )

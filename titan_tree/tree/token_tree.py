@@ -1,12 +1,12 @@
-"""TokenTree: the trie of a set of paths, every distinct token once, in DFS order.
+"""TokenTree: the trie of a set of paths. It stores every distinct token once, in depth-first (DFS) order.
 
-Vocabulary (docs/design.md): a *node* is a maximal run of tokens shared by the same set of paths; tokens
-are stored in DFS order, the heaviest child (most tokens below) first, so a token's subtree is one
-contiguous range and the heavy path of a tree is contiguous too.
+A *node* is a maximal run of tokens shared by the same set of paths. The child with the most tokens in its
+subtree (the heaviest) comes first. Each subtree is therefore a contiguous range of tokens, and so is the
+heavy path, which goes from the root to the heaviest child again and again.
 
-Built without per-token Python: paths are sorted as byte strings, so what a path shares with all earlier
-ones is what it shares with its left neighbour (as in a suffix array's LCP table); everything else is
-NumPy over tokens and one loop over nodes.
+Building a tree runs no Python code per token. Paths are sorted as byte strings, so the longest prefix that a
+path shares with any earlier path is the one that it shares with the path right before it, as in the
+longest-common-prefix table of a suffix array. The rest is NumPy over tokens and a few loops over nodes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from titan_tree.tree.replay import Records, Replay, merged_records, split_keys
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """Sizes of one tree, or of many (``TreeStats.total``). Tokens unless said otherwise."""
+    """Sizes of one tree, or of several trees together (``TreeStats.total``)."""
 
     n_tree: int  # distinct tokens
-    n_flat: int  # summed path lengths
+    n_flat: int  # sum of the path lengths, in tokens
     n_nodes: int
     n_paths: int
-    n_branches: int  # nodes with two children or more
-    n_branch_children: int  # children of those
+    n_branches: int  # nodes with at least two children
+    n_branch_children: int  # children of these nodes
     max_depth: int  # nodes on the deepest path
-    longest_path: int
-    # Rows of routed experts (data/replay.py) that some path recorded, and those on which paths disagree.
-    n_rows: int = 0
-    n_disagreeing: int = 0
+    longest_path: int  # in tokens
+    n_rows: int = 0  # recorded rows of experts (tree/replay.py)
+    n_disagreeing: int = 0  # recorded rows on which paths disagree
 
     @property
     def por(self) -> float:
-        """Prefix overlap ratio 1 - N_tree / N_flat: the share of tokens that need not be computed."""
+        """Potential overlap ratio 1 - N_tree / N_flat: the share of tokens that a tree does not compute."""
         return 1.0 - self.n_tree / self.n_flat if self.n_flat else 0.0
 
     @property
     def branching(self) -> float:
-        """Mean number of children of a branching node (0 where nothing branches)."""
+        """Mean number of children of a branching node; 0 if no node branches."""
         return self.n_branch_children / self.n_branches if self.n_branches else 0.0
 
     @staticmethod
     def total(stats: Sequence[TreeStats]) -> TreeStats:
-        """Statistics of all trees together: sums, and maxima of the two maxima."""
+        """The statistics of all trees together: maxima of ``max_depth`` and ``longest_path``, else sums."""
 
         def total(name: str) -> int:
             return sum(getattr(s, name) for s in stats)
@@ -71,76 +70,103 @@ class TreeStats:
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """The trie of ``paths``. K nodes, N tokens, P paths; all indices are DFS positions.
+    """The trie of P ``paths``: N distinct tokens in K nodes. Tokens and nodes are numbered in DFS order.
 
-    Paths without a common first token make several roots (``node_parent`` -1): a forest is a tree too.
+    Paths that differ in their first token make several roots, so a forest is a TokenTree, too. The paths
+    a = 1 2 3 4, b = 1 2 3 5 6 and c = 1 2 7 make five nodes:
+
+        node 0: [1 2] -+- node 1: [3] -+- node 2: [5 6]   b ends here
+                       |               +- node 3: [4]     a ends here
+                       +- node 4: [7]                     c ends here
+
+    >>> paths = [TokenPath([1, 2, 3, 4]), TokenPath([1, 2, 3, 5, 6]), TokenPath([1, 2, 7])]
+    >>> tree = TokenTree.from_paths(paths)
+    >>> def show(*names):
+    ...     for name in names:
+    ...         print(f"{name:16}", *getattr(tree, name))
+    >>> show("node_offsets", "node_parent", "node_depth", "node_subtree_end", "node_paths", "path_node")
+    node_offsets     0 2 3 5 6 7
+    node_parent      -1 0 1 1 0
+    node_depth       0 2 3 3 2
+    node_subtree_end 7 6 5 6 7
+    node_paths       3 2 1 1 1
+    path_node        3 2 4
+    >>> show("tokens", "positions", "predecessor", "subtree_end")
+    tokens           1 2 3 5 6 4 7
+    positions        0 1 2 3 4 3 2
+    predecessor      -1 0 1 2 3 2 1
+    subtree_end      7 7 6 5 5 6 7
+    >>> print(*tree.indices_of(0))  # the tokens 1 2 3 4 of path a
+    0 1 2 5
     """
 
     tokens: np.ndarray  # [N] int32
     node_offsets: np.ndarray  # [K + 1] int32: node k holds tokens[node_offsets[k]:node_offsets[k + 1]]
-    node_parent: np.ndarray  # [K] int32, -1 at a root; parents come first
-    node_depth: np.ndarray  # [K] int32: path position of the node's first token
-    node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree
+    node_parent: np.ndarray  # [K] int32, -1 for a root. Parents come before their children.
+    node_depth: np.ndarray  # [K] int32: position of the node's first token on its paths
+    node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree, in tokens
     node_paths: np.ndarray  # [K] int32: number of paths through the node
     paths: tuple[TokenPath, ...]  # in the order given
-    path_node: np.ndarray  # [P] int32: the node at whose end the path ends
+    path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
-    path_index: np.ndarray  # [N_flat] int32: DFS indices of path p in path_offsets[p]:path_offsets[p + 1]
-    records: Records | None = None  # of routed experts, to be forced_experts
+    path_index: (
+        np.ndarray
+    )  # [N_flat] int32: path_index[path_offsets[p]:path_offsets[p + 1]] are path p's tokens
+    records: Records | None = None  # the experts that the tokens must use, see tree/replay.py
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
-        """Merge ``paths`` by equal token prefixes. Duplicates, and paths inside paths, stay paths.
+        """Merges ``paths`` by equal token prefixes.
 
-        replay: whether tokens have the routed experts that paths recorded, and which where these differ.
-        Raises UserError where there are no paths, where they hold 2**31 tokens or more in all, where they
-        have records of different models, or for an unknown ``replay``.
+        Equal paths, and paths that are prefixes of others, all remain in ``TokenTree.paths``.
+
+        Args:
+            replay: what the tree does with the experts that paths recorded, see tree/replay.py.
+
+        Raises:
+            UserError: there are no paths, the paths hold 2**31 tokens or more in total, models of different
+                sizes recorded their experts, or ``replay`` is unknown.
         """
         if not paths:
             raise UserError("TokenTree.from_paths: expected at least one path, got none")
         lengths = np.array([len(p) for p in paths], np.int64)
         if int(lengths.sum()) >= 2**31:
             raise UserError(
-                f"TokenTree.from_paths: expected fewer than 2**31 tokens in all, got {lengths.sum():,}; "
-                "split the group into several"
+                f"TokenTree.from_paths: expected fewer than 2**31 tokens in total, got {lengths.sum():,}; "
+                "split the group into several groups"
             )
-        lex_index, parent = _lexicographic_trie([p.tokens for p in paths])
-        records = merged_records(paths, lex_index, len(parent), replay)
-        if records is not None and replay == "split":
-            lex_index, parent = _lexicographic_trie(split_keys(paths))
-            own = merged_records(paths, lex_index, len(parent), replay)
-            assert own is not None
-            assert not own.num_disagreeing
-            records = records._replace(experts=own.experts)
         path_offsets = np.concatenate([[0], np.cumsum(lengths)])
+
+        # 1. Merge the paths. "lex" indices number the trie's tokens in lexicographic order.
+        lex_index, lex_parent, records = _merge(paths, replay)
         flat = np.concatenate(lex_index)
 
-        # A node starts where the set of paths changes. A child's set lies inside its parent's, so the
-        # sets are equal where their sizes are.
-        n_through = np.bincount(flat, minlength=len(parent)).astype(np.int32)
-        starts = (parent < 0) | (n_through != n_through[parent])
+        # 2. Group the tokens into nodes. A node starts where the set of paths changes. A child's set is a
+        # subset of its parent's, so the sets are equal if their sizes are.
+        num_paths = np.bincount(flat, minlength=len(lex_parent)).astype(np.int32)
+        starts = (lex_parent < 0) | (num_paths != num_paths[lex_parent])
         node_of = np.cumsum(starts) - 1
         first = np.flatnonzero(starts)
-        length = np.diff(first, append=len(parent))
-        node_parent = np.where(parent[first] < 0, -1, node_of[parent[first]])
+        length = np.diff(first, append=len(lex_parent))
+        parent = np.where(lex_parent[first] < 0, -1, node_of[lex_parent[first]])
 
-        start, depth, size = _heavy_first(node_parent, length)
-        to_dfs = (start[node_of] + np.arange(len(parent)) - first[node_of]).astype(np.int32)
-        tokens = np.empty(len(parent), np.int32)
-        tokens[to_dfs[flat]] = np.concatenate([p.tokens for p in paths])
-
-        if records is not None:
-            records = records._replace(experts=records.experts[np.argsort(to_dfs)])
-        order = np.argsort(start)  # nodes, lexicographic -> DFS
+        # 3. Renumber nodes and tokens: the heaviest child comes first.
+        start, depth, size = _heavy_first(parent, length)
+        order = np.argsort(start)  # nodes in DFS order
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
+        to_dfs = (start[node_of] + np.arange(len(lex_parent)) - first[node_of]).astype(np.int32)
+        tokens = np.empty(len(lex_parent), np.int32)
+        tokens[to_dfs[flat]] = np.concatenate([p.tokens for p in paths])
+        if records is not None:
+            records = records._replace(experts=records.experts[np.argsort(to_dfs)])
         return TokenTree(
             tokens=tokens,
-            node_offsets=np.append(start[order], len(parent)).astype(np.int32),
-            node_parent=np.where(node_parent < 0, -1, rank[node_parent])[order].astype(np.int32),
+            node_offsets=np.append(start[order], len(tokens)).astype(np.int32),
+            node_parent=np.where(parent < 0, -1, rank[parent])[order].astype(np.int32),
             node_depth=depth[order].astype(np.int32),
             node_subtree_end=(start + size)[order].astype(np.int32),
-            node_paths=n_through[first][order],
+            node_paths=num_paths[first][order],
             paths=tuple(paths),
             path_node=rank[node_of[flat[path_offsets[1:] - 1]]].astype(np.int32),
             path_offsets=path_offsets,
@@ -150,9 +176,10 @@ class TokenTree:
 
     @staticmethod
     def forest(trees: Sequence[TokenTree]) -> TokenTree:
-        """The trees side by side, in the order given. What they have in common is not merged.
+        """Puts trees side by side, in the order given. Prefixes that different trees share are not merged.
 
-        Raises UserError where there are no trees.
+        Raises:
+            UserError: there are no trees, or models of different sizes recorded their experts.
         """
         if not trees:
             raise UserError("TokenTree.forest: expected at least one tree, got none")
@@ -160,7 +187,7 @@ class TokenTree:
             return trees[0]
 
         def join(arrays: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-            """Arrays of indices, shifted by the sizes of the trees before; -1 stays."""
+            """Concatenates arrays of indices, shifted by the sizes of the preceding trees; -1 remains -1."""
             shifts = np.cumsum([0, *sizes[:-1]])
             shifted = [np.where(x < 0, -1, x + shift) for x, shift in zip(arrays, shifts, strict=True)]
             return np.concatenate(shifted).astype(arrays[0].dtype)
@@ -180,35 +207,35 @@ class TokenTree:
                 sum(len(t.path_index) for t in trees),
             ),
             path_index=join([t.path_index for t in trees], tokens),
-            records=_side_by_side(trees),
+            records=_forest_records(trees),
         )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def indices_of(self, path: int) -> np.ndarray:
-        """DFS indices of the tokens of one path, root first."""
+        """Returns the indices of the tokens of path number ``path``, from root to leaf."""
         return self.path_index[self.path_offsets[path] : self.path_offsets[path + 1]]
 
     @cached_property
     def node_length(self) -> np.ndarray:
-        """[K] int32 tokens of each node."""
+        """[K] int32: number of tokens of each node."""
         return np.diff(self.node_offsets)
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[N] int32: depth of each token in its path, the RoPE position."""
+        """[N] int32: position of each token on its paths, used for rotary embeddings (RoPE)."""
         offset = self.node_depth - self.node_offsets[:-1]
         return np.repeat(offset, self.node_length) + np.arange(len(self), dtype=np.int32)
 
     @cached_property
     def subtree_end(self) -> np.ndarray:
-        """[N] int32: key k is seen by query q iff k <= q < subtree_end[k]."""
+        """[N] int32: exclusive end of each subtree. Token q sees token k iff k <= q < subtree_end[k]."""
         return np.repeat(self.node_subtree_end, self.node_length)
 
     @cached_property
     def predecessor(self) -> np.ndarray:
-        """[N] int32: the token before each token on its path, -1 at a root's first token."""
+        """[N] int32: the preceding token on the path, -1 for the first token of a root."""
         previous = np.arange(-1, len(self) - 1, dtype=np.int32)
         previous[self.node_offsets[:-1]] = np.where(
             self.node_parent < 0, -1, self.node_offsets[self.node_parent + 1] - 1
@@ -217,6 +244,7 @@ class TokenTree:
 
     @cached_property
     def stats(self) -> TreeStats:
+        """Sizes of the tree."""
         children = np.bincount(self.node_parent[self.node_parent >= 0], minlength=1)
         level = [0] * len(self.node_parent)
         for node, parent in enumerate(self.node_parent.tolist()):
@@ -235,14 +263,14 @@ class TokenTree:
         )
 
 
-def _side_by_side(trees: Sequence[TokenTree]) -> Records | None:
-    """The records of a forest; UserError where they are of different models."""
+def _forest_records(trees: Sequence[TokenTree]) -> Records | None:
+    """Concatenates the trees' records. Raises UserError if models of different sizes recorded them."""
     shapes = {tree.records.experts.shape[1:] for tree in trees if tree.records}
     if not shapes:
         return None
     if len(shapes) > 1:
         raise UserError(
-            "TokenTree.forest: expected routed experts of one model, got (layers, experts of a token) "
+            "TokenTree.forest: expected routed experts of one model, got (layers, experts per token) = "
             + " and ".join(map(str, sorted(shapes)))
         )
     (shape,) = shapes
@@ -251,11 +279,28 @@ def _side_by_side(trees: Sequence[TokenTree]) -> Records | None:
     return Records(np.concatenate(experts), *map(sum, zip(*counts, strict=True)))
 
 
-def _lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Trie token of every path token, and each trie token's predecessor (-1: none).
+def _merge(paths: Sequence[TokenPath], replay: Replay) -> tuple[list[np.ndarray], np.ndarray, Records | None]:
+    """Returns the trie (see ``_lexicographic_trie``) and the records of its tokens."""
+    index, parent = _lexicographic_trie([p.tokens for p in paths])
+    records = merged_records(paths, index, len(parent), replay)
+    if records is None or replay != "split":
+        return index, parent, records
+    # Merge again, by tokens and records. The counts remain those of the trie merged by tokens alone.
+    index, parent = _lexicographic_trie(split_keys(paths))
+    split = merged_records(paths, index, len(parent), replay)
+    assert split is not None
+    assert not split.num_disagreeing
+    return index, parent, records._replace(experts=split.experts)
 
-    paths: of each its tokens, or whatever integers are to be merged by. Trie tokens are numbered in
-        lexicographic pre-order.
+
+def _lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
+
+    Args:
+        paths: the integers to merge by, one array per path: tokens, or keys that stand for tokens.
+
+    Returns:
+        For each path the numbers of its trie tokens; and for each trie token its parent, -1 for roots.
     """
     index: list[np.ndarray] = [np.empty(0, np.int32)] * len(paths)
     predecessors: list[np.ndarray] = []
@@ -274,15 +319,15 @@ def _lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], 
 
 
 def lexicographic_order(paths: Sequence[np.ndarray]) -> list[int]:
-    """Indices of ``paths``, sorted by their integers; a prefix comes first, equal paths keep their order."""
-    # Big-endian, so that comparing bytes compares integers.
+    """Returns the indices that sort ``paths``. A prefix comes first; equal paths keep their order."""
+    # In big-endian order, comparing bytes compares integers.
     return sorted(
         range(len(paths)), key=lambda p: paths[p].astype(paths[p].dtype.newbyteorder(">")).tobytes()
     )
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that ``a`` and ``b`` share."""
+    """Returns the number of leading tokens that ``a`` and ``b`` share."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -290,9 +335,13 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """DFS start, path depth and subtree size (tokens) of each node, heaviest child first.
+    """Returns each node's first token in DFS order, its depth on the path and its subtree size, in tokens.
 
-    Nodes come in pre-order; equally heavy siblings keep their order.
+    The heaviest child comes first; siblings of equal weight keep their order.
+
+    Args:
+        parent: [K] parent of each node, which must precede it; -1 for roots.
+        length: [K] tokens of each node.
     """
     size = length.tolist()
     parents = parent.tolist()
@@ -301,9 +350,9 @@ def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np
             size[parents[node]] += size[node]
     sizes = np.array(size, np.int64)
     by_parent = np.lexsort((-sizes, parent))
-    before = np.cumsum(sizes[by_parent]) - sizes[by_parent]  # tokens left of a node, all families in a row
-    family = np.diff(parent[by_parent], prepend=-2) != 0
-    before -= before[family][np.cumsum(family) - 1]
+    before = np.cumsum(sizes[by_parent]) - sizes[by_parent]
+    is_first_child = np.diff(parent[by_parent], prepend=-2) != 0
+    before -= before[is_first_child][np.cumsum(is_first_child) - 1]  # tokens of heavier siblings
     offset = np.empty_like(before)
     offset[by_parent] = before
 

@@ -1,7 +1,9 @@
-"""auto: none where the tree fits, else the cheaper of greedy and redundancy_free by estimated time.
+"""auto: none if the tree fits max_tokens, else greedy or redundancy_free, by estimated time.
 
-The constants are for Qwen3-1.7B (28 layers, 16 query and 8 key/value heads of 128 dims, bf16) on one H200,
-forward and backward. Only their ratios matter for the choice.
+greedy repeats tokens; redundancy_free makes more partitions and reads context from the gateway cache. The
+estimate adds up the time of tokens, of attention, of forward passes and of context. Its constants hold for
+forward and backward passes of Qwen3-1.7B (28 layers, 16 query and 8 key-value heads of dimension 128, bf16)
+on one H200. Only their ratios matter for the choice.
 """
 
 from __future__ import annotations
@@ -10,16 +12,16 @@ from titan_tree.components.tree_partitioner import greedy, none, redundancy_free
 from titan_tree.tree.partition import PartitionPlan
 from titan_tree.tree.token_tree import TokenTree
 
-FLOPS = 500e12  # per second, about what dense training reaches in bf16
+FLOPS = 500e12  # per second, about the speed of dense training in bf16
 TOKEN_SECONDS = 6 * 1.7e9 / FLOPS  # 6 FLOPs per parameter: 20 us
-PAIR_SECONDS = 12 * 28 * 16 * 128 / FLOPS  # of a query and a key that it sees, 12 FLOPs per dim: 1.4 ns
-# What partitions take beyond that, fitted to measured steps (docs/performance.md, Trees larger than memory).
-FORWARD_SECONDS = 15e-3  # one more forward and backward: smaller kernels, gradients of all weights added
-CONTEXT_SECONDS = 0.7e-6  # a row of keys and values of 28 layers, gathered twice, and its gradients
+PAIR_SECONDS = 12 * 28 * 16 * 128 / FLOPS  # per query and visible key, 12 FLOPs per dimension: 1.4 ns
+# The additional time of partitions, fitted to measured steps.
+FORWARD_SECONDS = 15e-3  # per partition: smaller kernels; all weight gradients are added once more
+CONTEXT_SECONDS = 0.7e-6  # per context token: 28 layers gather keys and values twice and add gradients
 
 
 def choose(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> PartitionPlan:
-    """The plan; its ``reason`` gives the times that were compared."""
+    """Returns the chosen plan. Its ``reason`` says why, with the estimated times if they were compared."""
     if len(tree) <= max_tokens:
         reason = f"the tree's {len(tree):,} tokens fit max_tokens = {max_tokens:,}"
         return PartitionPlan(tree, "none", tuple(none.partition(tree, max_tokens, max_chain_tokens)), reason)
@@ -36,8 +38,8 @@ def choose(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> Pa
 
 
 def seconds(plan: PartitionPlan) -> float:
-    """Estimated time of all forwards and backwards of a plan."""
-    # A token sees its path, which has position + 1 tokens.
+    """Returns the estimated time of all forward and backward passes of a plan, in seconds."""
+    # A token at position p sees p + 1 tokens.
     pairs = sum(int((plan.tree.positions[p.own] + 1).sum(dtype=int)) for p in plan.partitions)
     return (
         TOKEN_SECONDS * plan.stats.n_part
@@ -49,4 +51,5 @@ def seconds(plan: PartitionPlan) -> float:
 
 def _describe(plan: PartitionPlan) -> str:
     stats = plan.stats
-    return f"{plan.strategy} {seconds(plan):.2f} s ({stats.n_part:,} tokens, {stats.n_forwards:,} forwards)"
+    sizes = f"{stats.n_part:,} tokens, {stats.n_forwards:,} forward passes"
+    return f"{plan.strategy} {seconds(plan):.2f} s ({sizes})"

@@ -1,16 +1,24 @@
-"""multi_path: the division of the leaves into traversals that runs the fewest tokens (Tree Training,
-2511.00413).
+"""multi_path: the division of the leaves into traversals that executes the fewest tokens (Tree Training,
+arXiv:2511.00413).
 
-A dynamic program from the leaves up. A *state* of node u is a multiset of loads a_1 .. a_k: k traversals
-enter u, and the j-th runs a_j tokens below it. One step up, a child's loads grow by its tokens and join those
-of its siblings in bins of at most max_tokens - L(u) tokens: a bin is a traversal that goes on into several
-children. At the root the state of the smallest sum wins. Two kinds of states are dropped on the way:
+Problem: divide the leaves into traversals of at most max_tokens tokens each. A token runs once in every
+traversal that contains a leaf below it. Minimize the sum of all traversals' tokens.
 
-- those that another one beats: it has no more loads and, both sorted from the largest down, each of them is
-  at most as large, so that what completes the one completes the other at no higher cost;
-- those that run more tokens again than the greedy plan does in all. A state runs sum(a) + k L(u) tokens.
+Idea: a dynamic program from the leaves up. Of the traversals inside a subtree only their sizes matter to the
+rest of the tree. A *state* of node u is therefore a multiset of *loads* a_1 .. a_k: k traversals contain
+leaves below u, and the j-th runs a_j tokens below u. To go up from a child to u, its loads grow by the
+child's own tokens. Then the loads of all children are packed into bins of at most max_tokens - L(u) tokens: a
+bin is a traversal that continues into several children. At the virtual root the state with the smallest sum
+is optimal.
 
-What is left may still grow exponentially with the leaves, hence a limit.
+Invariant: the states of a node contain one that leads to an optimum. Two kinds of states can be dropped:
+
+- Dominated states. A state is dominated if another one has no more loads and, with both sorted in descending
+  order, none of its loads is larger. Whatever completes the first state completes the other at no higher
+  cost.
+- States that repeat more tokens than greedy does in total. A state executes sum(a) + k L(u) tokens.
+
+Complexity: exponential in the leaves in the worst case, so MAX_PACKINGS limits the work at each node.
 """
 
 from __future__ import annotations
@@ -30,27 +38,31 @@ from titan_tree.errors import UserError
 from titan_tree.tree.partition import Partition
 from titan_tree.tree.token_tree import TokenTree
 
-MAX_PACKINGS = 10_000  # ways to join the states of siblings at one node: about a second
+MAX_PACKINGS = 10_000  # packings of the states of siblings at one node: about a second
 
-Bins = tuple[tuple[int, tuple[int, ...]], ...]  # (load, its leaves) of each traversal, ascending
-States = dict[tuple[int, ...], Bins]  # by their loads
+Bins = tuple[tuple[int, tuple[int, ...]], ...]  # (load, leaves) of each traversal, ascending
+States = dict[tuple[int, ...], Bins]  # keyed by loads
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
-    """Raises UserError where the tree has too many leaves for an exact answer, see ``MAX_PACKINGS``."""
+    """Returns a partition per traversal.
+
+    Raises:
+        UserError: a path is longer than ``max_tokens``, or the tree has too many leaves for an exact answer.
+    """
     check_paths_fit(tree, max_tokens, "multi_path")
     parent = tree.node_parent.tolist()
     length = [*path_tokens(tree).tolist(), 0]
-    states: list[States] = [{(): ()} for _ in length]  # of the children that have been joined so far
+    states: list[States] = [{(): ()} for _ in length]  # of the children packed so far
     for leaf in find_leaves(tree).tolist():
         states[leaf] = {(0,): ((0, (leaf,)),)}
-    size = [0] * len(length)  # tokens of these children and below them
-    run_again = sum(map(len, greedy.partition(tree, max_tokens, None))) - len(tree)
+    size = [0] * len(length)  # tokens of these children's subtrees
+    greedy_repeats = sum(map(len, greedy.partition(tree, max_tokens, None))) - len(tree)
     for node in range(len(parent) - 1, -1, -1):
         above = parent[node]
         step, room = length[node] - length[above], max_tokens - length[above]
         size[above] += size[node] + step
-        joined: States = {}
+        packed_states: States = {}
         packings = 0
         for child in states[node].values():
             child = tuple((load + step, leaves) for load, leaves in child)
@@ -58,21 +70,21 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
                 for packed in _packings(bins, child, room):
                     state = tuple(sorted(packed))
                     loads = tuple(load for load, _ in state)
-                    if sum(loads) - size[above] + (len(loads) - 1) * length[above] <= run_again:
-                        joined[loads] = state
+                    if sum(loads) - size[above] + (len(loads) - 1) * length[above] <= greedy_repeats:
+                        packed_states[loads] = state
                     packings += 1
                     if packings > MAX_PACKINGS:
                         raise _too_large(tree)
-        states[above] = _undominated(joined)
+        states[above] = _undominated(packed_states)
         states[node] = {}
     best = min(states[-1].values(), key=lambda bins: (sum(load for load, _ in bins), len(bins)))
     return run_each(tree, [leaves for _, leaves in best])
 
 
 def _packings(bins: Bins, loads: Bins, room: int) -> Iterator[Bins]:
-    """Every way to put each of ``loads`` into one of ``bins``, or by itself.
+    """Yields every way to add each of ``loads`` to one of ``bins``, or to a bin of its own.
 
-    No two into the same: they come from one child, which has a state in which they are one already.
+    No two loads go to the same bin: they come from one child, which has another state in which both are one.
     """
     if not loads:
         yield bins
@@ -81,20 +93,20 @@ def _packings(bins: Bins, loads: Bins, room: int) -> Iterator[Bins]:
     for others in _packings(bins, rest, room):
         yield ((load, leaves), *others)
     tried = set()
-    for i, (filled, inside) in enumerate(bins):
-        if filled + load <= room and filled not in tried:  # bins filled alike are alike
+    for i, (filled, others_leaves) in enumerate(bins):
+        if filled + load <= room and filled not in tried:  # equally filled bins are equivalent
             tried.add(filled)
             for others in _packings(bins[:i] + bins[i + 1 :], rest, room):
-                yield ((filled + load, inside + leaves), *others)
+                yield ((filled + load, others_leaves + leaves), *others)
 
 
 def _undominated(states: States) -> States:
-    """The states that no other one beats."""
+    """Returns the states that no other state dominates."""
     width = max(map(len, states))
-    loads = np.full((len(states), width), -1)  # -1: no load, less than a load of 0
+    loads = np.full((len(states), width), -1)  # -1: no load, which is less than a load of 0
     for row, state in zip(loads, states, strict=True):
         row[: len(state)] = state[::-1]
-    order = np.argsort(loads.sum(1), kind="stable")  # who beats another has the smaller sum
+    order = np.argsort(loads.sum(1), kind="stable")  # a dominating state has a smaller sum
     kept, count = np.empty_like(loads), 0
     best: States = {}
     keys = list(states)
@@ -107,7 +119,7 @@ def _undominated(states: States) -> States:
 
 def _too_large(tree: TokenTree) -> UserError:
     return UserError(
-        f"TreePartitioner: strategy multi_path: a tree of {len(find_leaves(tree)):,} leaves has more than "
+        f"TreePartitioner: strategy multi_path: this tree of {len(find_leaves(tree)):,} leaves has more than "
         f"{MAX_PACKINGS:,} packings at one node, too many for an exact answer; use strategy greedy or "
         "redundancy_free"
     )

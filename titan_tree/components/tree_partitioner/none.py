@@ -1,4 +1,4 @@
-"""none: the whole tree in one forward, whatever its size."""
+"""none: the whole tree in one partition, whatever its size."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
+    """Returns one partition of all tokens; ignores both limits."""
     return list(one_pass(tree).partitions)

@@ -1,14 +1,31 @@
-"""redundancy_free: no token runs twice (Tree Training v5, 2511.00413). Partitions read what is above them
-from a gateway, and may end anywhere, also inside a node.
+"""redundancy_free: runs every token exactly once (Tree Training, version 5 of arXiv:2511.00413).
 
-A partition runs at most C = ``max_tokens``. Its *chain*, its own tokens and those of all partitions above it,
-is alive while it runs: at most K = ``max_chain_tokens``. The fewest forwards under both bounds are sought on
-one *level* after the other, the subtrees that hang from one parent partition, under a chain of b tokens:
+Partitions are connected pieces of the tree that read their context from the gateway cache. A piece may start
+and end anywhere, also inside a node.
 
-1.  A subtree of more than K - b tokens is cut (subtree_cut.py): its top is a partition, below it is a new level.
-2.  One of more than C tokens runs in DFS order, at most C at a time. Each of these pieces is the parent of
-    the next: what a token has above its own piece is in the piece before, or above all of that.
-3.  All other subtrees, and the last pieces, share partitions: best fit, largest first.
+Problem: a partition may have C = ``max_tokens`` own tokens. Its *chain*, the partition and all above it,
+may have K = ``max_chain_tokens``, because their activations exist at the same time. Minimize the number of
+partitions under both limits.
+
+Idea: plan one *level* after another. A level consists of the subtrees that hang from one parent partition. If
+the parent's chain has b tokens, then K - b are left for each chain below it, the level's *room*.
+
+1.  A subtree that exceeds the room is cut (subtree_cut.py). Its upper part, the *top*, becomes a partition,
+and
+    the subtrees below the top become a new level.
+2.  A subtree that fits the room but exceeds C tokens runs in DFS order, in pieces of at most C tokens. Each
+piece
+    is the parent of the next one: the ancestors of a token are in its own piece, in pieces before, or above
+    all.
+3.  All other subtrees, and the last pieces of step 2, share partitions: best fit, the largest subtree first.
+
+Invariant: every path of a subtree fits its level's room. This holds at the root because K is at least the
+longest path. A cut preserves it: a top of t tokens leaves a room of K - b - t, and no path below it is longer
+than that.
+
+Complexity: near linear in the nodes in practice, plus the keys of all partitions. The choice of a cut is a
+heuristic with one parameter (DISCOUNTS). The plan with the fewest partitions among all values of this
+parameter is used.
 """
 
 from __future__ import annotations
@@ -24,17 +41,18 @@ from titan_tree.errors import UserError
 from titan_tree.tree.partition import Partition, in_tree_order
 from titan_tree.tree.token_tree import TokenTree
 
-DISCOUNTS = (
-    1,
-    2,
-    4,
-)  # of what subtree_cut leave to be cut again: no one suits all trees, the best plan is taken
+# How strongly a cut avoids subtrees that must be cut again. No single value suits all trees.
+DISCOUNTS = (1, 2, 4)
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
-    """max_chain_tokens: None is the larger of ``max_tokens`` and the longest path.
+    """Returns the partitions, depth first.
 
-    Raises UserError where it is less than the longest path.
+    Args:
+        max_chain_tokens: None stands for the larger of ``max_tokens`` and the longest path.
+
+    Raises:
+        UserError: ``max_chain_tokens`` is less than the longest path.
     """
     longest = tree.stats.longest_path
     if max_chain_tokens is None:
@@ -42,7 +60,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
     if max_chain_tokens < longest:
         raise UserError(
             f"TreePartitioner: max_chain_tokens: expected at least the longest path, {longest:,} tokens, got "
-            f"{max_chain_tokens:,}; raise it, or leave it out"
+            f"{max_chain_tokens:,}; raise it or remove it"
         )
     heights = Heights(tree)
     planners = [Planner(heights, max_tokens, max_chain_tokens, discount) for discount in DISCOUNTS]
@@ -54,15 +72,23 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
 
 @dataclass
 class _Bin:
-    """Subtrees that share a partition. The first may have pieces of its own above that one."""
+    """A partition that subtrees of one level share.
+
+    If the first subtree exceeds ``max_tokens``, only its last piece is in this partition. Its other pieces
+    are partitions above this one.
+    """
 
     token: int  # first token of the first subtree
     size: int  # tokens of the first subtree
-    shared: list[tuple[int, int]] = field(default_factory=list)  # (first token, tokens) of the others
+    others: list[tuple[int, int]] = field(default_factory=list)  # (first token, tokens) of the other subtrees
 
 
 class Planner:
-    """Fills ``owned``, the tokens of each partition, and ``parents``; a parent comes before its children."""
+    """Plans the partitions of a tree for one value of ``discount``.
+
+    ``run`` fills two lists, with a parent before its children: ``parents``, the parent of each partition, and
+    ``owned``, its own tokens.
+    """
 
     def __init__(self, heights: Heights, max_tokens: int, max_chain_tokens: int, discount: float) -> None:
         self.max_tokens, self.max_chain_tokens, self.discount = max_tokens, max_chain_tokens, discount
@@ -73,15 +99,16 @@ class Planner:
         self.owned: list[Ranges] = []
 
     def run(self) -> None:
+        """Plans level after level."""
         roots = [(self.start[node], node) for node, above in enumerate(self.node_parent) if above < 0]
-        self.levels = [(roots, -1, 0)]  # (subtrees, parent partition, its chain)
+        self.levels = [(roots, -1, 0)]  # (subtrees, parent partition, tokens of the parent's chain)
         while self.levels:
             self._level(*self.levels.pop())
 
     def _level(self, subtrees: list[Subtree], parent: int, chain: int) -> None:
         room = self.max_chain_tokens - chain
         bins: list[_Bin] = []
-        free: list[tuple[int, int]] = []  # (tokens that still fit, bin), ascending
+        free: list[tuple[int, int]] = []  # (tokens that still fit, number of the bin), ascending
         for size, subtree in sorted(((self._size(s), s) for s in subtrees), reverse=True):
             if size > room:
                 own, hanging = SubtreeCut(self.heights, subtree, self.max_tokens, room).best(self.discount)
@@ -91,13 +118,13 @@ class Planner:
             fitting = range(bisect_left(free, (size, 0)), len(free))
             slot = next((i for i in fitting if self._may_share(subtree, bins[free[i][1]])), None)
             if slot is None:
-                above = (size - 1) // self.max_tokens * self.max_tokens  # pieces above the last one
+                above = (size - 1) // self.max_tokens * self.max_tokens  # in pieces before the last
                 insort(free, (min(self.max_tokens, room - above) - (size - above), len(bins)))
                 bins.append(_Bin(subtree[0], size))
             else:
                 left, number = free.pop(slot)
                 insort(free, (left - size, number))
-                bins[number].shared.append((subtree[0], size))
+                bins[number].others.append((subtree[0], size))
         for bin in bins:
             self._add_bin(parent, bin)
 
@@ -105,23 +132,28 @@ class Planner:
         return self.end[subtree[1]] - subtree[0]
 
     def _may_share(self, subtree: Subtree, bin: _Bin) -> bool:
-        """Under pieces of the bin's first subtree may run what hangs from an ancestor of that subtree."""
+        """Returns whether the bin's partition can have ``subtree`` as another subtree.
+
+        The keys of the partition's parent must include the context of all subtrees. If the first subtree has
+        pieces above the partition, the parent is such a piece, and its keys are the piece and its ancestors.
+        So ``subtree`` must hang from an ancestor of the first subtree.
+        """
         if bin.size <= self.max_tokens:
-            return True  # there are no such pieces
+            return True  # no pieces: the parent is that of the level, which has all of the context
         token, node = subtree
         if token > self.start[node]:
-            return False  # it hangs from a token inside a node, from which nothing else hangs
+            return False  # it hangs from a token inside a node, which has no other children
         above = self.node_parent[node]
         return above < 0 or self.start[above + 1] <= bin.token < self.end[above]
 
     def _add_bin(self, parent: int, bin: _Bin) -> None:
         token, end, step = bin.token, bin.token + bin.size, self.max_tokens
-        if not bin.shared:
-            step = -(-bin.size // -(-bin.size // step))  # pieces of one size
+        if not bin.others:
+            step = -(-bin.size // -(-bin.size // step))  # pieces of equal size
         while end - token > step:
             parent = self._add(parent, (np.array([token]), np.array([token + step])))
             token += step
-        tokens, sizes = np.array(sorted([(token, end - token), *bin.shared])).T
+        tokens, sizes = np.array(sorted([(token, end - token), *bin.others])).T
         self._add(parent, (tokens, tokens + sizes))
 
     def _add(self, parent: int, own: Ranges) -> int:
@@ -131,8 +163,8 @@ class Planner:
 
 
 def _build(tree: TokenTree, parents: list[int], owned: list[Ranges]) -> list[Partition]:
-    """The partitions, depth first."""
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last: of no parent
+    """Returns the partitions in depth-first order."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # last: without parent
     for number, parent in enumerate(parents):
         children[parent].append(number)
     tokens = np.arange(len(tree), dtype=np.int32)
@@ -149,11 +181,18 @@ def _build(tree: TokenTree, parents: list[int], owned: list[Ranges]) -> list[Par
 def _partition(
     tree: TokenTree, tokens: np.ndarray, parent: int, above: np.ndarray, starts: np.ndarray, stops: np.ndarray
 ) -> Partition:
-    """One partition; ``above`` are the keys of its parent, ``tokens`` all tokens of the tree."""
+    """Returns one partition.
+
+    Args:
+        tokens: all tokens of the tree, 0 .. N-1.
+        above: the keys of the parent.
+        starts: first tokens of the ranges of own tokens, ascending.
+        stops: their exclusive last tokens.
+    """
     start, stop = int(starts[0]), int(stops[-1])
     root = stop - 1 - int(tree.positions[stop - 1])
     if len(starts) == 1 and root >= 0 and tree.positions[root] == 0:
-        # The keys are one path without a gap: no search, and views, as such a path may have many pieces.
+        # The keys are one contiguous path. Views save memory: a long path may have thousands of pieces.
         m = stop - root
         return Partition(
             parent=parent,
@@ -162,7 +201,7 @@ def _partition(
             key_index=np.arange(start - root, m, dtype=np.int32),
             scores=np.ones(stop - start, bool),
         )
-    # A token is above this partition if the first own token after it is below it.
+    # A token is an ancestor of own tokens if the first own token after it lies in its subtree.
     next_own = np.append(starts, len(tree))[np.searchsorted(starts, above)]
     context = above[next_own < tree.subtree_end[above]]
     return in_tree_order(tree, parent, ranges(starts, stops), context)

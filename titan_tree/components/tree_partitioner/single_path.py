@@ -1,10 +1,15 @@
-"""single_path: leaves share one prefix per traversal, and nothing below it (Tree Training, 2511.00413).
+"""single_path: leaves of a traversal share one prefix and nothing below it (Tree Training, arXiv:2511.00413).
 
-A traversal at node u holds the path to u once and then, for each leaf below u, an unmerged copy of the rest
-of its path: L(u) + R(u) tokens, R(u) = sum over leaves l below u of L(l) - L(u). Run alone, the n_u leaves
-would need (n_u - 1) L(u) more. Which nodes to choose, at most one on each path, is a dynamic program:
+Problem: a traversal at node u runs the path to u once. For each of the n_u leaves below u it then runs a
+separate copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) sums L(l) - L(u)
+over these leaves l. That is (n_u - 1) L(u) tokens less than running each path alone. Choose nodes, at most
+one on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens. Idea: a dynamic program
+from the leaves up decides between a node and the best choices below its children:
 
     saving(u) = max( (n_u - 1) L(u) if L(u) + R(u) <= max_tokens,  sum of saving(v) over the children v )
+
+Invariant: every leaf is below exactly one chosen node. A leaf can choose itself, because every path fits.
+Complexity: O(nodes) for the choice, O(executed tokens) for the partitions.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
-    """O(nodes) for the choice. Leaves under no chosen node run alone."""
+    """Returns a partition per chosen node. Raises UserError if a path is longer than ``max_tokens``."""
     check_paths_fit(tree, max_tokens, "single_path")
     parent = tree.node_parent.tolist()
     leaves = find_leaves(tree)
@@ -35,19 +40,19 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
 
 
 def _chosen(tree: TokenTree, leaves: np.ndarray, max_tokens: int) -> list[int]:
-    """Nodes (-1: the virtual root) whose leaves make a traversal, in DFS order; all leaves are below one."""
+    """Returns the chosen nodes in DFS order; -1: virtual root. Each leaf is below exactly one of them."""
     parent = tree.node_parent.tolist()
     length = [*path_tokens(tree).tolist(), 0]
-    count = [0] * len(length)  # leaves below, and their summed L
-    total = [0] * len(length)
+    count = [0] * len(length)  # leaves below the node
+    total = [0] * len(length)  # sum of their L
     for leaf in leaves.tolist():
         count[leaf], total[leaf] = 1, length[leaf]
-    saving = [0] * len(length)  # at first that of the children
+    saving = [0] * len(length)  # sums up the children first
     is_chosen = [False] * len(length)
     for node in range(len(parent) - 1, -2, -1):
         own = (count[node] - 1) * length[node]
         fits = length[node] + total[node] - count[node] * length[node] <= max_tokens
-        if fits and own >= saving[node]:  # of equals the one with fewer traversals
+        if fits and own >= saving[node]:  # prefer fewer traversals
             saving[node], is_chosen[node] = own, True
         if node >= 0:
             above = parent[node]
@@ -65,17 +70,17 @@ def _chosen(tree: TokenTree, leaves: np.ndarray, max_tokens: int) -> list[int]:
 
 
 def _node_range(tree: TokenTree, node: int) -> tuple[int, int]:
-    """First node and exclusive last node of a subtree."""
+    """Returns the first node and the exclusive last node of a subtree."""
     return node, int(np.searchsorted(tree.node_offsets, tree.node_subtree_end[node]))
 
 
 def _unmerged(
     tree: TokenTree, parent: list[int], node: int, leaves: list[int], scored: np.ndarray
 ) -> Partition:
-    """The traversal at ``node``; what it scores is marked in ``scored``."""
+    """Returns the traversal at ``node``, and marks the tokens whose edges it scores in ``scored``."""
 
     def path(end: int, start: int) -> list[int]:
-        """Nodes below ``start`` down to and with ``end``."""
+        """Returns the nodes below ``start`` on the way to ``end``, with ``end``."""
         nodes = []
         while end != start:
             nodes.append(end)
@@ -85,7 +90,7 @@ def _unmerged(
     parts = [node_tokens(tree, path(node, -1)), *(node_tokens(tree, path(leaf, node)) for leaf in leaves)]
     keys = np.concatenate(parts).astype(np.int32)
     ends = np.cumsum([len(part) for part in parts])
-    ends[0] = len(keys)  # every copy sees the path
+    ends[0] = len(keys)  # all copies see the shared prefix
     token, first = np.unique(keys, return_index=True)
     scores = np.zeros(len(keys), bool)
     scores[first] = ~scored[token]

@@ -1,7 +1,28 @@
-"""Where redundancy_free cuts a subtree that does not fit: its top runs first, what hangs from it later.
+"""SubtreeCut: where redundancy_free cuts a subtree that exceeds its room.
 
-The *height* of a token is the number of tokens from it down to the deepest leaf below it. A top is all tokens
-of height > h, for some h: of all subtree_cut that leave no path of more than h tokens it is the smallest.
+The *height* of a token is the number of tokens on the longest path from it down to a leaf, itself included.
+The *top* of a subtree for a height h is the set of its tokens of height > h. A cut runs the top as one
+partition. The subtrees that *hang* from the top run later. Here are the heights in a subtree of 9 tokens. For
+h = 2 the top has 4 tokens, and subtrees of 2, 2 and 1 tokens hang from it:
+
+    6 5 4 -+- 3 | 2 1
+           +-   | 2 1
+           +-   | 1
+
+Problem: choose a set of tokens that is closed under ancestors as the partition. It must fit ``max_tokens``,
+and the paths below it must fit the rest of the ``room``, the tokens that are left for this part of the chain.
+Among all such sets that leave no path of more than h tokens, the top for h is the smallest. So only h must be
+chosen.
+
+Idea: h is *legal* if |top| <= max_tokens and |top| + h <= room. Compute the lowest legal h, try up to
+CANDIDATES values from there up to the first fork, and keep the one with the most tokens per partition
+(``SubtreeCut._value``).
+
+Invariant: if h is legal, so is every larger height, because a step down in h adds at least one token to the
+top.
+
+Complexity: O(n log n) for the n nodes that the top for the lowest legal h reaches, and their children. The
+work does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -12,32 +33,43 @@ import numpy as np
 
 from titan_tree.tree.token_tree import TokenTree
 
-CANDIDATES = 24  # heights tried for a cut
-Subtree = tuple[int, int]  # its first token, which may be inside a node, and that node
+CANDIDATES = 24  # largest number of heights to try for a cut
+Subtree = tuple[int, int]  # its first token, which may be inside a node, and the node of this token
 Ranges = tuple[np.ndarray, np.ndarray]  # starts and exclusive stops of runs of tokens, ascending
 
 
 class Heights:
-    """What cuts read of a tree, node by node: hence Python lists."""
+    """The heights of a tree's tokens, as Python lists over nodes: cuts read them one by one."""
 
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
         length, parent = tree.node_length.tolist(), tree.node_parent.tolist()
-        self.below = [0] * len(length)  # height of the highest child; 0 at a leaf
+        self.below = [0] * len(length)  # largest height of a child's first token; 0 for a leaf
         for node in range(len(length) - 1, -1, -1):
             if (above := parent[node]) >= 0:
                 self.below[above] = max(self.below[above], self.below[node] + length[node])
         self.first = [a + b for a, b in zip(self.below, length, strict=True)]  # height of the first token
-        # The node after a node's subtree: its next sibling, if there is one.
+        # The first node after a node's subtree: its next sibling, if it has one.
         self.after = np.searchsorted(tree.node_offsets, tree.node_subtree_end).tolist()
 
 
 class SubtreeCut:
-    """The subtree_cut of a subtree that may become a partition of at most ``max_tokens``, and that leave no path
-    longer than the rest of ``room``, the tokens that the chain has left.
+    """The legal cuts of one subtree.
 
-    The subtree has more than ``room`` tokens, each of its paths at most that many. The work is per node of
-    the largest top and its children, never per token.
+    >>> from titan_tree.tree.paths import TokenPath
+    >>> paths = [[1, 1, 1, 2, 2, 2], [1, 1, 1, 3, 3], [1, 1, 1, 4]]  # the subtree in the module's docstring
+    >>> tree = TokenTree.from_paths([TokenPath(path) for path in paths])
+    >>> cut = SubtreeCut(Heights(tree), (0, 0), max_tokens=4, room=6)
+    >>> cut.lowest, cut._top(cut.lowest).tolist()  # lowest legal height; its top's tokens in each node
+    (2, [3, 1, 0, 0])
+    >>> top, hanging = cut.best(discount=1)  # the top for h = 3: tokens 0 to 2, which all paths share
+    >>> [array.tolist() for array in top], hanging
+    ([[0], [3]], [(3, 1), (6, 2), (8, 3)])
+
+    Args:
+        subtree: it has more than ``room`` tokens, but each of its paths has at most that many.
+        max_tokens: largest number of tokens in the top.
+        room: tokens that a chain may have inside the subtree.
     """
 
     def __init__(self, heights: Heights, subtree: Subtree, max_tokens: int, room: int) -> None:
@@ -45,18 +77,20 @@ class SubtreeCut:
         token, root = subtree
         tree = heights.tree
         self.lowest, nodes, above = self._sweep(heights, token, root)
-        # The nodes that a top may reach, and their tokens in the subtree; its root comes first.
+        # The nodes that a top may reach, and their children. The root comes first, from ``token`` on.
         self.node = np.array(nodes)
         self.start = tree.node_offsets[self.node]
         self.start[0] = token
         self.below = np.array([heights.below[node] for node in nodes])
-        self.first = self.below + tree.node_offsets[self.node + 1] - self.start  # height of the first token
-        self.above = np.array(above)  # height of the token before the first
-        self.size = tree.node_subtree_end[self.node] - self.start  # tokens in the node and below it
+        self.first = (
+            self.below + tree.node_offsets[self.node + 1] - self.start
+        )  # height of the token ``start``
+        self.above = np.array(above)  # height of the token before ``start``
+        self.size = tree.node_subtree_end[self.node] - self.start  # tokens in the node's subtree
 
     def best(self, discount: float) -> tuple[Ranges, list[Subtree]]:
-        """The top of the highest value, and the subtrees that hang from it."""
-        # The run of tokens before the first fork is on every path: a top without all of it is no better.
+        """Returns the top of the highest value, as ranges of tokens, and the subtrees that hang from it."""
+        # All paths share the tokens above the first fork, so a top without all of them is no better.
         highest = max(self.lowest, int(self.below[0]))
         tried = np.unique(np.linspace(self.lowest, highest, CANDIDATES).astype(int)).tolist()
         h = max(tried, key=lambda h: self._value(h, discount)) if len(tried) > 1 else tried[0]
@@ -68,15 +102,18 @@ class SubtreeCut:
         return (self.start[runs], stop[runs]), list(hanging)
 
     def _sweep(self, heights: Heights, token: int, root: int) -> tuple[int, list[int], list[int]]:
-        """The lowest legal h, |top| <= max_tokens and |top| + h <= room; all nodes in which a legal top may
-        end; and the height of the token before each of these.
+        """Returns the lowest legal h, the nodes that its top reaches with their children, and heights.
 
-        On the way down |top| grows by one for each node that has a token of this height, so |top| + h never
-        falls: a sweep over the heights at which nodes begin and end finds where a bound would be passed.
+        The last list holds for each of these nodes the height of the token before it.
+
+        The sweep goes down from the subtree's own height. A step down adds one token to the top for each
+        *active* node, which is a node with a token of this height. Between two events, the heights at which
+        nodes begin or end, the number of active nodes is constant. So a division tells how far down h remains
+        legal.
         """
         h = heights.first[root] - (token - int(heights.tree.node_offsets[root]))
         nodes, above, top, active = [root], [h + 1], 0, 0
-        events = [(-h, True, root)]  # (-height, does the node begin or end there?, node)
+        events = [(-h, True, root)]  # (-height, whether the node begins there or ends, node)
         while True:
             step = h + events[0][0]  # down to the next event
             legal = step
@@ -101,17 +138,19 @@ class SubtreeCut:
                 child = heights.after[child]
 
     def _top(self, h: int) -> np.ndarray:
-        """How many tokens of each node are higher than ``h``."""
+        """Returns the number of tokens of each node that belong to the top for ``h``."""
         return np.maximum(self.first, h) - np.maximum(self.below, h)
 
     def _hangs(self, h: int) -> np.ndarray:
-        """Does a subtree hang from the top that begins in this node, at its first token or further on?"""
+        """Returns for each node whether a subtree that hangs from the top for ``h`` begins in it."""
         return (self.below < h) & (h < self.above)
 
     def _value(self, h: int, discount: float) -> float:
-        """Tokens per forward, of the top and of what fits under it, for which forwards are taken as full.
+        """Returns the estimated tokens per partition if the subtree is cut at ``h``.
 
-        What does not fit is cut again, with less room the larger this top: hence the discount.
+        The estimate counts the top and all hanging subtrees that fit the rest of the room, as if they filled
+        their partitions. Larger hanging subtrees must be cut again, with the less room the larger this top
+        is. The estimate is therefore multiplied by a factor < 1 for them, to the power of ``discount``.
         """
         own = self._top(h)
         hanging = (self.size - own)[self._hangs(h)]

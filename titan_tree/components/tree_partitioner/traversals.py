@@ -1,9 +1,11 @@
-"""What the traversal strategies share: a traversal runs whole root-to-leaf paths, all by itself.
+"""Traversals: partitions of whole root-to-leaf paths. single_path, multi_path and greedy share this file.
 
-It needs no context, so its partition has no parent; ancestors of several traversals run in each of them. A
-*leaf* is a node without children, named by its index; L(u) are the tokens from the root to the end of node u.
-A forest hangs from a virtual root of 0 tokens, which Python lists of one entry more hold at index -1: the
-parent that the tree gives to a root.
+A *traversal* runs the paths of a set of leaves. It contains all ancestors of these leaves, so it needs no
+context, and its partition has no parent. A token above leaves of several traversals runs in each of them.
+
+A *leaf* is a node without children, named by its index. L(u) is the number of tokens from the root to the end
+of node u. The roots of a forest are children of a virtual root without tokens. Its index is -1, the parent of
+a root in ``TokenTree.node_parent``; in Python lists over nodes it is the additional last entry.
 """
 
 from __future__ import annotations
@@ -18,46 +20,50 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 def check_paths_fit(tree: TokenTree, max_tokens: int, strategy: str) -> None:
-    """Raises UserError where a path alone is longer than a traversal may be."""
+    """Raises UserError if a path is longer than a traversal may be."""
     longest = tree.stats.longest_path
     if longest > max_tokens:
         number = int(np.diff(tree.path_offsets).argmax())
         raise UserError(
-            f"TreePartitioner: strategy {strategy}: it runs whole paths, but path "
+            f"TreePartitioner: strategy {strategy} runs whole paths, but path "
             f"{tree.paths[number].id or number} has {longest:,} tokens, more than max_tokens = "
-            f"{max_tokens:,}; raise that, or use strategy redundancy_free, which cuts paths"
+            f"{max_tokens:,}; raise max_tokens, or use strategy redundancy_free, which cuts paths"
         )
 
 
 def find_leaves(tree: TokenTree) -> np.ndarray:
-    """Nodes without children, in DFS order."""
+    """Returns the nodes without children, in DFS order."""
     is_leaf = np.ones(len(tree.node_parent), bool)
     is_leaf[tree.node_parent[tree.node_parent >= 0]] = False
     return np.flatnonzero(is_leaf)
 
 
 def path_tokens(tree: TokenTree) -> np.ndarray:
-    """[K] L(u) of every node."""
+    """Returns L(u) of every node, [K] int32."""
     return tree.node_depth + tree.node_length
 
 
 def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """start, .., stop - 1 of every pair, one after another."""
+    """Concatenates the ranges start, .., stop - 1."""
     lengths = stops - starts
     first = np.cumsum(lengths) - lengths
     return np.repeat(starts - first, lengths) + np.arange(lengths.sum())
 
 
 def node_tokens(tree: TokenTree, nodes: Sequence[int]) -> np.ndarray:
-    """Tokens of ``nodes``, in the order given."""
+    """Returns the tokens of ``nodes``, in the order given."""
     index = np.asarray(nodes, np.intp)
     return ranges(tree.node_offsets[index], tree.node_offsets[index + 1])
 
 
 def run_each(tree: TokenTree, traversals: Iterable[Sequence[int]]) -> list[Partition]:
-    """A partition per traversal, given as its leaves: the union of their paths, in tree order."""
+    """Returns a partition for each traversal, given as lists of leaves.
+
+    A partition runs the union of its leaves' paths, in the order of the tree. The first traversal that runs a
+    token scores the edges to the token's children.
+    """
     parent = tree.node_parent.tolist()
-    last = [-1] * len(parent)  # the last traversal that ran this node
+    last = [-1] * len(parent)  # the last traversal that contains the node
     scored = np.zeros(len(tree), bool)
     partitions = []
     for number, leaves in enumerate(traversals):

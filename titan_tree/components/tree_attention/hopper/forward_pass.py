@@ -37,7 +37,6 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
-from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.hopper.pieces import (
     PIECE,
     Lists,
@@ -49,8 +48,8 @@ from titan_tree.components.tree_attention.hopper.pieces import (
     work_item,
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
-from titan_tree.components.tree_attention.plan import QUERIES, Plan
-from titan_tree.components.tree_attention.triton_kernels import LOG2_E, MASKED
+from titan_tree.components.tree_attention.plan import QUERIES, Plan, empty_lse
+from titan_tree.components.tree_attention.triton_kernels.kernels import LOG2_E, MASKED
 
 # 1. Memory.
 
@@ -270,10 +269,10 @@ SLOTS = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 def forward(
     q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """o [N, H, D] and lse [H, padded N], see ``triton_kernels.empty_lse``."""
+    """o [N, H, D] and lse [H, padded N], see ``plan.empty_lse``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
     block_k, stages = SLOTS[dim]
-    o, lse = torch.empty_like(q), triton_kernels.empty_lse(q)
+    o, lse = torch.empty_like(q), empty_lse(q)
     n_blocks = len(plan.query_order)
     n_items = n_blocks * heads
     _forward_kernel[(min(n_items, num_multiprocessors(q.device)),)](

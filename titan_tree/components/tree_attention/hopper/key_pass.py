@@ -56,7 +56,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
-from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 class Exchange(NamedTuple):

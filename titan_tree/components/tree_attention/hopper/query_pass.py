@@ -45,7 +45,7 @@ from titan_tree.components.tree_attention.hopper.pieces import (
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
-from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 class Memory(NamedTuple):

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_tree.components.rings import Ring, make_ring, matrix, release, vector, wait_empty, wait_full
-from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved
+from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved, run_rounds
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import CHUNK, Chunks
@@ -378,11 +378,11 @@ STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
 
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
-) -> Run:
-    """o of chains, and the slots that they fill."""
+) -> None:
+    """Fills the slots, round by round, and o."""
     tiles = _tiles(q, k, v, scores, saved)
     rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
-    return _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True)
+    run_rounds(_run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True), chains)
 
 
 def states(

@@ -1,0 +1,157 @@
+"""TreeLoss: reduces a loss of single sequences over the paths of a global batch.
+
+A loss maps the log-probs of a sequence's tokens to one number per token. TreeLoss gathers the log-probs of
+shared edges to the F (edge, path) pairs of a batch (``PathPairs``), where the tokens of each path are
+contiguous and in order. It applies the loss there, and autograd scatters the gradients back onto the shared
+edges. For token t of path p with loss l_{p,t}, path weight w_p, loss mask m_{p,t} and c_{p,t} = w_p m_{p,t}:
+
+    L = (1 / Z) sum_p sum_t c_{p,t} l_{p,t}
+
+    path_mean        Z = sum_p w_p               token losses are summed over a path, then paths are averaged
+    token_mean       Z = sum_p sum_t c_{p,t}     all counted tokens are averaged
+    path_token_mean  Z = sum_p w_p, and c_{p,t} is divided by sum_t m_{p,t}:
+                                                 tokens of a path are averaged, then paths are averaged
+
+Sums run over the *global* batch, that is, over all micro-batches and ranks of an optimizer step. Z is known
+before the first backward pass, so the losses of micro-batches and ranks add up to L. Tree Training
+(arXiv:2511.00413) uses path_mean; scattering the gradients yields its per-token weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from titan_tree.errors import UserError
+from titan_tree.registry import LOSSES
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+
+Reduction = Literal["path_mean", "token_mean", "path_token_mean"]
+# (log-probs [F] in nats, pairs, **options) -> losses [F], or losses [F] and metrics, each [F]
+LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+
+
+def whole_path_loss(function: LossFunction) -> LossFunction:
+    """Marks a loss in which a token's loss depends on other tokens of its path.
+
+    A partition of a tree sees only parts of the paths. For such a loss, TreeStep first scores all partitions
+    without gradients.
+    """
+    function.needs_whole_paths = True  # type: ignore[attr-defined]
+    return function
+
+
+def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunction], LossFunction]:
+    """Returns a decorator that makes a function available as ``TreeLoss(name)`` and as ``loss.name``.
+
+    The function is called as ``loss(logprobs [F], pairs, **options)`` and returns losses [F].
+
+    Args:
+        name: name of the loss.
+        whole_paths: whether a token's loss depends on other tokens of its path, see ``whole_path_loss``.
+    """
+
+    def register(function: LossFunction) -> LossFunction:
+        LOSSES.register(name, whole_path_loss(function) if whole_paths else function)
+        return function
+
+    return register
+
+
+class TreeLoss:
+    """A registered loss, reduced over the paths of a global batch.
+
+    Args:
+        name: "sft", "reinforce", "ppo", "grpo", "gspo", or a name given to ``register_loss``.
+        reduction: "path_mean", "token_mean" or "path_token_mean", see the module's docstring.
+        entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
+        options: keyword arguments of the loss function.
+
+    Raises:
+        UserError: the name, the reduction or an option does not exist.
+    """
+
+    def __init__(
+        self, name: str = "sft", reduction: Reduction = "path_mean", entropy: float = 0.0, **options: float
+    ) -> None:
+        self.function: LossFunction = LOSSES[name]
+        if reduction not in get_args(Reduction):
+            raise UserError(
+                f"loss.reduction: expected one of {', '.join(get_args(Reduction))}, got {reduction!r}"
+            )
+        known = list(inspect.signature(self.function).parameters)[2:]
+        if unknown := [option for option in options if option not in known]:
+            raise UserError(
+                f"loss {name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
+            )
+        self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
+
+    @property
+    def needs_whole_paths(self) -> bool:
+        """Whether a token's loss depends on other tokens of its path."""
+        return getattr(self.function, "needs_whole_paths", False)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``__call__`` needs the entropies of the model's predictions."""
+        return self.entropy != 0.0
+
+    def normalizer(self, paths: Iterable[TokenPath]) -> float:
+        """Returns these paths' contribution to Z. Sum it over all paths of the global batch."""
+        if self.reduction == "token_mean":
+            return float(sum(path.weight * path.loss_tokens for path in paths))
+        return float(sum(path.weight for path in paths))
+
+    def __call__(
+        self, logprobs: Tensor, batch: TreeBatch, normalizer: float, entropy: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes this batch's share of the global batch's loss.
+
+        Args:
+            logprobs: [E] fp32, nats: log-probs of the batch's edges.
+            batch: the batch that was scored.
+            normalizer: Z of the global batch, > 0.
+            entropy: [E] fp32, nats: required if ``needs_entropy``, otherwise only a metric.
+
+        Returns:
+            The loss, an fp32 scalar, and a dict of detached scalars. Each metric is a sum over pairs,
+            weighted by w_p m_{p,t}; "token_weight" is the sum of these weights. All of them add up over
+            batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
+
+        Raises:
+            UserError: ``normalizer`` is not positive, or the loss needs a field that the paths do not have.
+        """
+        pairs = batch.pairs
+        if not normalizer > 0:
+            raise UserError(
+                f"loss: nothing to train on: the weights of the global batch sum to {normalizer}; "
+                "check loss masks and path weights"
+            )
+        token_weight = pairs.weight[pairs.path] * pairs.loss_mask
+        coefficient = token_weight
+        if self.reduction == "path_token_mean":
+            coefficient = token_weight / pairs.loss_tokens.clamp_min(1e-30)[pairs.path]
+
+        # Log-probs become 0 where the mask is 0, as old and reference log-probs are: the ratio is 1, and
+        # 0 * inf cannot occur.
+        path_logprobs = torch.where(pairs.loss_mask > 0, logprobs[pairs.edge], 0.0)
+        result: Any = self.function(path_logprobs, pairs, **self.options)
+        losses, metrics = result if isinstance(result, tuple) else (result, {})
+        metrics["nll"] = -path_logprobs
+        if entropy is not None:
+            metrics["entropy"] = entropy[pairs.edge]
+        if self.needs_entropy:
+            if entropy is None:
+                raise ValueError(
+                    "TreeLoss: entropy != 0 needs the model's entropy: call model(batch, entropy=True)"
+                )
+            losses = losses - self.entropy * metrics["entropy"]
+
+        loss = (coefficient * losses).sum() / normalizer
+        sums = {name: (token_weight * value.detach()).sum() for name, value in metrics.items()}
+        return loss, sums | {"token_weight": token_weight.sum()}

@@ -1,0 +1,108 @@
+"""Policy-gradient losses: reinforce, ppo, grpo and gspo.
+
+Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they
+belong to. It returns losses [F], or losses and a dict of metrics, each [F].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titan_tree.components.tree_loss.loss import whole_path_loss
+from titan_tree.errors import UserError
+from titan_tree.tree.batch import PathPairs
+
+
+def reinforce(logprobs: Tensor, pairs: PathPairs) -> Tensor:
+    """Returns the on-policy policy gradient loss -A log p (REINFORCE; Williams, 1992)."""
+    return -_field(pairs, "advantage") * logprobs
+
+
+def ppo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns PPO's clipped surrogate loss, with one ratio per token (PPO, arXiv:1707.06347).
+
+    Args:
+        clip_low: the ratio is clipped from below at 1 - clip_low.
+        clip_high: the ratio is clipped from above at 1 + clip_high.
+
+    Returns:
+        Losses, and the metrics clip_fraction and old_kl, an estimate of KL(old || new).
+    """
+    advantage = _field(pairs, "advantage")
+    log_ratio = logprobs - _field(pairs, "old_logprobs")
+    ratio = log_ratio.exp()
+    loss, is_clipped = _clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    # The k3 estimator of Schulman (2020): unbiased and never negative.
+    return loss, {"clip_fraction": is_clipped, "old_kl": ratio - 1 - log_ratio}
+
+
+def grpo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns PPO's loss plus a penalty for diverging from a reference policy (GRPO, arXiv:2402.03300).
+
+    Paths carry their advantages; ``data.advantage = "group"`` computes them from rewards as GRPO does.
+
+    Args:
+        clip_low: see ``ppo``.
+        clip_high: see ``ppo``.
+        kl: coefficient of the k3 estimate of KL(new || reference).
+
+    Returns:
+        Losses, and the metrics of ``ppo`` and, unless ``kl`` is 0, ref_kl.
+    """
+    loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
+    if kl:
+        log_ratio = _field(pairs, "ref_logprobs") - logprobs
+        metrics["ref_kl"] = log_ratio.exp() - 1 - log_ratio
+        loss = loss + kl * metrics["ref_kl"]
+    return loss, metrics
+
+
+@whole_path_loss
+def gspo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns PPO's clipped surrogate loss with one ratio per path (GSPO, arXiv:2507.18071).
+
+    A path's ratio is the geometric mean of its tokens' ratios. GSPO counts each path once: use the reduction
+    "path_token_mean".
+
+    Args:
+        clip_low: see ``ppo``.
+        clip_high: see ``ppo``.
+
+    Returns:
+        Losses, and the metric clip_fraction.
+    """
+    log_ratio = (logprobs - _field(pairs, "old_logprobs")) * pairs.loss_mask
+    mean = torch.zeros_like(pairs.loss_tokens, dtype=log_ratio.dtype).index_add(0, pairs.path, log_ratio)
+    mean = mean / pairs.loss_tokens.clamp_min(1e-30)
+    ratio, advantage = mean.exp()[pairs.path], _field(pairs, "advantage")
+    loss, is_clipped = _clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    return loss, {"clip_fraction": is_clipped}
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the losses [F], and 1.0 wherever the clipped term is the smaller one and stops the gradient."""
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    return loss, ((clipped - ratio) * advantage < 0).float()
+
+
+_FIXES = {
+    "advantage": ", or set data.advantage = 'group' and give rewards",
+    "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
+}
+
+
+def _field(pairs: PathPairs, name: str) -> Tensor:
+    """Returns a per-token field of the paths. Raises UserError if the paths do not have it."""
+    if (value := getattr(pairs, name)) is None:
+        raise UserError(f"loss: the paths have no {name}; give it to every path{_FIXES.get(name, '')}")
+    return value
