@@ -10,6 +10,9 @@ state of another chunk.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because n, X and 1 / |q| are zero there.
+
+The kernel is long because five gradients share nearly all of their inputs, and each group interleaves
+products and waits by hand.
 """
 
 from __future__ import annotations

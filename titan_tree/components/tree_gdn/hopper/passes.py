@@ -11,6 +11,9 @@ same kernel runs again and writes them instead of the output.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there.
+
+The kernels are long because each loop interleaves copies, products and waits by hand. Both directions are in
+this file because they share the producer and the layout of shared memory.
 """
 
 from __future__ import annotations

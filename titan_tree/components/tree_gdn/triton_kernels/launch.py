@@ -68,11 +68,7 @@ def backward(
     passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
-    """``GdnBackend.backward`` with the kernels of ``passes``.
-
-    The function takes more than 60 lines because it allocates every buffer and orders every launch: its steps
-    share nearly all of their tensors.
-    """
+    """``GdnBackend.backward`` with the kernels of ``passes``."""
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
