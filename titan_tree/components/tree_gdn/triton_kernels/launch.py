@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_saved, empty_states
-from titan_tree.components.tree_gdn.triton_kernels.backward import sum_children
-from titan_tree.components.tree_gdn.triton_kernels.forward import make_scores, prepare_chunks
+from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import sum_children
+from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_scores, prepare_chunks
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
