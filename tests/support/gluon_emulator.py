@@ -17,8 +17,9 @@ timing.
 
 Raises:
     AssertionError: a deadlock; an access out of bounds; more arrivals than a barrier expects; a product or
-        store that is never waited for; operands of the wrong dtype or shape; a TMA copy of a vector from an
-        address that is not a multiple of 16 bytes.
+    store
+        that is never waited for; operands of the wrong dtype or shape; a TMA copy of a vector from an address
+        that is not a multiple of 16 bytes.
     AttributeError: a product that is used before its wait; a name of Gluon that is not emulated.
 """
 

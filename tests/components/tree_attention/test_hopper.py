@@ -243,6 +243,6 @@ def test_kernels_compile_for_hopper(dim, tmp_path):
     for result in results:
         assert result["shared"] <= SHARED_MEMORY, result
         assert not result["warnings"], result
-        # A few registers spill where three groups share 64 Ki registers, and where masks read columns.
-        allowed = 128 if result["with_dq"] else 64 if result["square"] is False else 0
-        assert result["spills"] <= allowed, result
+        # Some bytes spill in the forward pass, where three groups share 64 Ki registers, and where masks read
+        # columns.
+        assert result["spills"] <= (128 if result["with_dq"] else 0 if result["square"] else 64), result

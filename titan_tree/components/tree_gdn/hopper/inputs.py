@@ -1,15 +1,18 @@
 """The gradients of q, k, v, g and beta on Hopper, in Gluon.
 
-The algebra is that of ``triton_kernels/backward.py``. The kernel reads much memory for little arithmetic, so
-reading must never pause. A producer warp fetches the tiles of the next chunk and head by TMA as soon as there
-is room. Two groups of four warps share the work on one chunk and head. The first computes dq, dv and the row
-sums that belong to them. The second computes dk and, with these sums, dbeta and dg.
+The algebra is that of ``triton_kernels/backward_kernels.py``. The kernel reads much memory for little
+arithmetic, so reading must never pause. A producer warp fetches the tiles of the next chunk and head by TMA
+as soon as there is room. Two groups of four warps share the work on one chunk and head. The first computes
+dq, dv and the row sums that belong to them. The second computes dk and, with these sums, dbeta and dg.
 
 The gradient of a chunk's decay contains <S', dS'> = exp(G_last) <S, dS'> + sum d k . (dS' n), so it needs no
 state of another chunk.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because n, X and 1 / |q| are zero there.
+
+The kernel is long because five gradients share nearly all of their inputs, and each group interleaves
+products and waits by hand.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """The serial passes of the gated delta rule on Hopper, in Gluon: along each chain, and back.
 
-The algebra and the letters are those of ``triton_kernels/forward.py`` and ``backward.py``. A pass is serial:
-each chunk needs the state after the previous one, and its own products depend on each other. So the latency
-of one step decides the speed. A producer warp fetches whole chunks by TMA, several chunks ahead. Four warps
-hold the state of 64 columns of V in registers. Their products are asynchronous, and work outside of the chain
-of dependent products fills the gaps.
+The algebra and the letters are those of ``triton_kernels/forward_kernels.py`` and ``backward_kernels.py``. A
+pass is serial: each chunk needs the state after the previous one, and its own products depend on each other.
+So the latency of one step decides the speed. A producer warp fetches whole chunks by TMA, several chunks
+ahead. Four warps hold the state of 64 columns of V in registers. Their products are asynchronous, and work
+outside of the chain of dependent products fills the gaps.
 
 The forward pass computes the output on the way and writes neither states nor n. For the backward pass the
 same kernel runs again and writes them instead of the output.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there.
+
+The kernels are long because each loop interleaves copies, products and waits by hand. Both directions are in
+this file because they share the producer and the layout of shared memory.
 """
 
 from __future__ import annotations

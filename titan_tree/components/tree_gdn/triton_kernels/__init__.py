@@ -1,7 +1,7 @@
 """Backend "triton": the gated delta rule in plain Triton, for any GPU, in bfloat16 and float32.
 
-Read ``forward.py``, then ``backward.py``, then ``launch.py``, which orders the launches. Without a GPU,
-Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
+Read ``forward_kernels.py``, then ``backward_kernels.py``, then ``launch.py``, which orders the launches.
+Without a GPU, Triton's interpreter runs the kernels if TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titan_tree.components.tree_gdn.buffers import empty_saved
 from titan_tree.components.tree_gdn.triton_kernels import launch
-from titan_tree.components.tree_gdn.triton_kernels.backward import input_gradients, state_gradients
-from titan_tree.components.tree_gdn.triton_kernels.forward import make_states, outputs
+from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import input_gradients, state_gradients
+from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_states, outputs
 
 __all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
 

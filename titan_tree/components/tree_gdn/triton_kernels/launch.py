@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_saved, empty_states
-from titan_tree.components.tree_gdn.triton_kernels.backward import sum_children
-from titan_tree.components.tree_gdn.triton_kernels.forward import make_scores, prepare_chunks
+from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import sum_children
+from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_scores, prepare_chunks
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
@@ -68,11 +68,7 @@ def backward(
     passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
-    """``GdnBackend.backward`` with the kernels of ``passes``.
-
-    The function takes more than 60 lines because it allocates every buffer and orders every launch: its steps
-    share nearly all of their tensors.
-    """
+    """``GdnBackend.backward`` with the kernels of ``passes``."""
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))

@@ -29,6 +29,8 @@ Gates are summed in base 2. Offsets inside a tile are 32-bit on a 64-bit base; 6
 spill.
 
 Letters: N tokens, G value heads, GROUP value heads per key head, C tokens that a chunk has room for.
+
+The file is long because the five kernels share these conventions and are read together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backward kernels of the gated delta rule in Triton. ``forward.py`` explains the letters and memory layouts.
+"""Backward kernels of the gated delta rule in Triton. ``forward_kernels.py`` explains letters and layouts.
 
 From dS', the gradient of a chunk's last state, and X = dv, with s the scale of q:
 
@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_tree.components.tree_gdn.buffers import Run, Saved, precision, sizes
-from titan_tree.components.tree_gdn.triton_kernels.forward import (
+from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import (
     decayed,
     inverse_length,
     load_hidden,
