@@ -198,8 +198,8 @@ def test_a_loss_can_declare_that_it_needs_whole_paths(monkeypatch):
 
 def test_errors_name_the_setting_and_what_was_expected():
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])])
-    with pytest.raises(UserError, match=r"unknown loss 'gpo'; did you mean 'grpo'\? \(known: sft, "):
-        TreeLoss("gpo")
+    with pytest.raises(UserError, match=r"unknown loss 'stf'; did you mean 'sft'\? \(known: sft, "):
+        TreeLoss("stf")
     with pytest.raises(UserError, match=r"loss.reduction: expected one of path_mean, .* got 'mean'"):
         TreeLoss("sft", "mean")
     with pytest.raises(UserError, match=r"'ppo': unknown option 'clip' \(known: clip_low, clip_high\)"):

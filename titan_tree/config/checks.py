@@ -16,7 +16,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from titan_tree.errors import UserError
@@ -44,15 +43,12 @@ class Checked:
             cls._prefix = f"{table}."
 
     def __post_init__(self) -> None:
-        literals = _literal_checks(type(self))  # type: ignore[arg-type]  # a dataclass is hashable as a class
+        choices = _literal_checks(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, field.name)
             if value == MISSING or (value is None and field.default is None):
                 continue
-            for accepted in (
-                *_literal_checks(type(self)).get(field.name, ()),
-                *field.metadata.get("checks", ()),
-            ):
+            for accepted in (*choices.get(field.name, ()), *field.metadata.get("checks", ())):
                 if (expected := accepted(value)) is not None:
                     raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {value!r}")
 
@@ -118,7 +114,6 @@ def list_of(item: Check) -> Check:
     return accepted
 
 
-@cache
 def _literal_checks(cls: type) -> dict[str, tuple[Check]]:
     """Returns a check of the choices for every field whose type is a Literal."""
     hints = get_type_hints(cls)
