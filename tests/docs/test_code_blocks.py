@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import titan_tree.registry
 from tests.support.markdown import anchors, blocks, links
 from tests.support.page_runner import PAGES, ROOT, run_page, runnable_blocks
-from titan_tree.registry import Registry
 
 NOT_RUN = 0  # blocks with the comment
 
@@ -27,18 +24,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture
-def clean_registries() -> Iterator[None]:
-    """Removes what a page registers, so that other tests do not see it."""
-    registries = [value for value in vars(titan_tree.registry).values() if isinstance(value, Registry)]
-    entries = [dict(registry._entries) for registry in registries]
-    yield
-    for registry, before in zip(registries, entries, strict=True):
-        registry._entries = before
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)], ids=name)
-@pytest.mark.usefixtures("clean_registries")
 def test_code_blocks_run_and_print_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,15 +9,19 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import titan_tree.registry
 from tests.support.markdown import Block, blocks
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.config.toml import load_config
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,14 +42,12 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     """
     for folder in ("train_configs", "scripts", "tests"):
         Path(folder).symlink_to(ROOT / folder)
-    module = ModuleType("page")
-    sys.modules["page"] = module  # dataclasses look up their module
-    try:
+    with _namespace() as namespace:
         for block in runnable_blocks(page):
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 if block.language == "python":
                     code = "\n" * (block.line - 1) + block.code  # tracebacks show the page's lines
-                    exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
+                    exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
                 elif block.language == "bash":
                     for command in _commands(block.code):
                         _check_command(command)
@@ -54,8 +56,20 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
                 else:
                     _check_records(block.code)
             yield block, stdout.getvalue()
+
+
+@contextmanager
+def _namespace() -> Iterator[dict[str, Any]]:
+    """Provides the namespace of a page, and removes what the page registers."""
+    registries = [value for value in vars(titan_tree.registry).values() if isinstance(value, Registry)]
+    entries = [dict(registry._entries) for registry in registries]
+    module = sys.modules["page"] = ModuleType("page")  # dataclasses look up their module
+    try:
+        yield vars(module)
     finally:
         del sys.modules["page"]
+        for registry, before in zip(registries, entries, strict=True):
+            registry._entries = before
 
 
 def _check_config(text: str) -> None:
