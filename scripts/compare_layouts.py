@@ -1,7 +1,7 @@
 """Trains one configuration twice, as token trees and path by path, and compares losses and speed.
 
     python scripts/compare_layouts.py CONFIG --steps 50 [key=value ...]
-    python scripts/compare_layouts.py train_configs/demo.toml --steps 6        # on a CPU, about two minutes
+    python scripts/compare_layouts.py train_configs/demo.toml --steps 6        # on a CPU, some minutes
 
 Both runs see the same groups in the same order and start from the same weights. The baseline, data.layout =
 "flat", computes every path alone, packed into micro-batches of data.max_tokens without padding. The losses of

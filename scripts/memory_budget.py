@@ -29,28 +29,37 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # lets the attention kernels' checks pass on a CPU
-
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from titan_tree import TokenPath, TokenTree, TreeBatch, UserError, build_model
 from titan_tree.components.moe import Experts
+from titan_tree.components.tree_attention import operator, plan
 from titan_tree.distributed import titan
 from titan_tree.models.decoder import Decoder
-from titan_tree.registry import MODELS
+from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
 GIB = 2**30
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
 GRADIENTS = ("every", "last", "partitions")
+
+# An attention backend that allocates what the kernels write, and computes nothing. It runs on a CPU.
+SIZES = "memory_budget"
+ATTENTION_BACKENDS.register(
+    SIZES,
+    SimpleNamespace(
+        is_automatic=lambda device: False,
+        refusal=lambda q, deterministic: None,
+        prepare=plan.prepare,
+        attention=partial(operator.attention, SIZES),
+        forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> f
     config = MODELS[name].flavors[flavor]
     period = getattr(config, "full_attention_interval", 1)  # layers until their kinds repeat
     with torch.device("meta"):
-        model = build_model(name, flavor, "triton", num_hidden_layers=period, vocab_size=256).bfloat16()
+        model = build_model(name, flavor, SIZES, num_hidden_layers=period, vocab_size=256).bfloat16()
     if wrapper := POLICIES[policy]:
         wrapper(wrapper.Config(preserve_rng_state=False)).apply(model)
     for layer in model.blocks:
@@ -151,23 +160,14 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     layout = model.prepare(batch.layout)
     rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    library = torch.library.Library("titan_tree", "IMPL")  # what it registers lasts as long as this object
-    library.impl("tree_attention", _allocate_outputs, "CPU")
     gc.collect()  # what earlier calls left must not be freed while this one is measured
     with torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
-            x = layer(x, rope, layout).hidden
+            output = layer(x, rope, layout)  # with the experts of each token, which a model keeps too
+            x = output.hidden
         gc.collect()
-    del library
     events = run.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
-
-
-def _allocate_outputs(*inputs: Any) -> Any:
-    """Stands in for the attention operator, whose kernels need a GPU: only its outputs' sizes matter here."""
-    on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
-    outputs = torch.ops.titan_tree.tree_attention.default(*on_meta)
-    return tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), outputs)
 
 
 def activation_bytes(kept: float, everything: float, num_layers: int, num_tokens: int) -> float:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_fsdp import free_ports
+from tests.support.processes import process_group, run_ranks
 from titan_tree.build import build_parallel_model
 from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.optimizers import build_optimizers
@@ -35,29 +33,26 @@ def num_bytes(tensor):
     return tensor.codes.nbytes + tensor.scale.nbytes if hasattr(tensor, "codes") else tensor.nbytes
 
 
-def worker(rank: int, ranks: int, port: int) -> None:
-    """Runs an optimizer step on one rank and compares the bytes of its tensors with the budget."""
-    torch.set_num_threads(1)
+def compare_with_budget(rank: int, ports: list[int]) -> None:
     torch.compiler.set_stance("force_eager")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    for (name, sizes), optimizer in itertools.product(CASES, ("adamw", "adamw8bit")):
-        config = ModelConfig(name, "debug", overrides=sizes)
-        model = build_parallel_model(config, TrainingConfig(), ParallelConfig(), mesh)
-        optimizers = build_optimizers(OptimizerConfig(name=optimizer), model)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizers.step()
-        states = [state for each in optimizers for state in each.state.values()]
-        found = {
-            "weights": sum(map(num_bytes, model.parameters())),
-            "gradients": sum(num_bytes(parameter.grad) for parameter in model.parameters()),
-            "states": sum(num_bytes(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")),
-        }
-        if rank == 0:
-            expected = budget_of(name, sizes, ranks, optimizer)
-            assert found == {key: expected[key] for key in found}, (name, optimizer)
-    dist.destroy_process_group()
+    with process_group(rank, 2, ports[0]):
+        mesh = init_device_mesh("cpu", (2,))
+        for (name, sizes), optimizer in itertools.product(CASES, ("adamw", "adamw8bit")):
+            config = ModelConfig(name, "debug", overrides=sizes)
+            model = build_parallel_model(config, TrainingConfig(), ParallelConfig(), mesh)
+            optimizers = build_optimizers(OptimizerConfig(name=optimizer), model)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizers.step()
+            states = [state for each in optimizers for state in each.state.values()]
+            found = {
+                "weights": sum(map(num_bytes, model.parameters())),
+                "gradients": sum(num_bytes(parameter.grad) for parameter in model.parameters()),
+                "states": sum(num_bytes(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")),
+            }
+            if rank == 0:
+                expected = budget_of(name, sizes, 2, optimizer)
+                assert found == {key: expected[key] for key in found}, (name, optimizer)
 
 
 def budget_of(name, sizes, ranks, optimizer, gradients="every", expert_parallel=1):
@@ -71,7 +66,7 @@ def budget_of(name, sizes, ranks, optimizer, gradients="every", expert_parallel=
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_gradients_and_states_match_the_tensors_of_a_rank():
-    mp.spawn(worker, (2, *free_ports(1)), nprocs=2)
+    run_ranks(compare_with_budget, 2)
 
 
 def test_gathered_and_waiting_bytes_match_a_calculation_by_hand():

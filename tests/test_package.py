@@ -143,7 +143,8 @@ def test_mypy_accepts_the_code_in_the_readme_and_knows_every_public_name(tmp_pat
         capture_output=True,
         text=True,
     )
-    errors = [line for line in run.stdout.splitlines() if str(tmp_path) in line]
+    # A cached result shows the folder of an earlier run, so look for the files' names only.
+    errors = [line for line in run.stdout.splitlines() if Path(line.partition(":")[0]).name in files]
     assert len(README_BLOCKS) >= 1
     assert len(errors) == 1, run.stdout + run.stderr
     assert 'wrong.py:3: error: "type[TokenTree]" has no attribute "from_path"' in errors[0]

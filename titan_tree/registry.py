@@ -77,7 +77,7 @@ MODELS: Registry[Any] = Registry(
     },
 )
 
-# Modules; components/tree_attention/__init__.py describes their functions.
+# Modules with the interface of components/tree_attention/backend.py.
 ATTENTION_BACKENDS: Registry[Any] = Registry(
     "attention backend",
     {
@@ -89,7 +89,7 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
     },
 )
 
-# Modules; components/tree_gdn/__init__.py describes their functions.
+# Modules with the interface of components/tree_gdn/backend.py.
 GDN_BACKENDS: Registry[Any] = Registry(
     "gated DeltaNet backend",
     {

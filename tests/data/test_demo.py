@@ -1,4 +1,4 @@
-"""The embedded sample: the same every time, branching as real rollouts do, small."""
+"""The embedded sample is reproducible, small, and branches as real rollouts do."""
 
 import json
 from functools import cache
@@ -24,15 +24,15 @@ def test_records_are_the_same_on_every_call_and_in_a_file(tmp_path):
     assert len({record["id"] for record in first}) == len(first) == demo.NUM_TASKS
 
 
-def test_answers_are_right_where_rewarded():
-    """A shopkeeper's check: follow each rollout and add up what the tools said."""
+def test_only_correct_answers_have_reward_1():
+    """The expected answer is the sum of the tool results."""
     for record in demo.records():
         for trial in record["trajectories"]:
             total = sum(int(m["content"]) for m in trial["messages"] if m["role"] == "tool")
             assert (int(trial["messages"][-1]["content"]) == total) == (trial["reward"] == 1)
 
 
-def test_paths_overlap_and_part_as_rollouts_do():
+def test_paths_overlap_and_diverge_as_real_rollouts_do():
     for options in ({}, {"keep_reasoning": False}):
         stats = [tree.stats for tree in trees(**options)]
         total = TreeStats.total(stats)
@@ -49,7 +49,7 @@ def test_paths_overlap_and_part_as_rollouts_do():
     assert reasons == {ENDS, OTHER_TEXT}
 
 
-def test_dropped_thoughts_are_branches():
+def test_dropping_earlier_thoughts_adds_branches():
     with_thoughts, without = (
         sum(t.stats.n_branches for t in trees(keep_reasoning=keep)) for keep in (True, False)
     )

@@ -1,4 +1,4 @@
-"""The merge report on trees small enough to read."""
+"""The merge report, on trees that are small enough to read."""
 
 import io
 
@@ -28,7 +28,7 @@ def tree_of(*texts):
     return TokenTree.from_paths([TokenPath([WORDS.index(word) for word in t.split("|")]) for t in texts])
 
 
-def test_other_text_and_a_path_that_ends():
+def test_branch_points_are_other_texts_and_ends_of_paths():
     tree = tree_of("<s>| the| cat| sat| on", "<s>| the| cat| sat", "<s>| the| dog")
     fork, end = branch_points(tree, decode)
     assert (fork.depth, fork.n_paths, fork.n_ending, fork.before) == (2, 3, 0, "<s> the")
@@ -42,7 +42,7 @@ def test_other_text_and_a_path_that_ends():
     assert end.reasons == [ENDS]
 
 
-def test_retokenization_is_same_text_in_other_tokens():
+def test_the_same_text_in_other_tokens_is_retokenization():
     tree = tree_of("<s>| the|re| cat| sat", "<s>| there| cat", "<s>| dog")
     (point,) = branch_points(tree, decode)
     assert [(c.text, c.reason) for c in point.children] == [
@@ -53,19 +53,19 @@ def test_retokenization_is_same_text_in_other_tokens():
     assert point.reasons == [OTHER_TEXT, RETOKENIZED]
 
 
-def test_retokenization_of_the_second_against_the_third_child():
+def test_retokenization_is_found_between_any_two_children():
     tree = tree_of("<s>| dog| sat| on| the", "<s>| c|at| on", "<s>| cat| on")
     (point,) = branch_points(tree, decode)
     assert sorted(c.reason for c in point.children) == ["", OTHER_TEXT, RETOKENIZED]
 
 
-def test_a_shared_beginning_of_two_words_is_not_retokenization():
-    """ "c" and "cat" begin alike, yet the texts differ within the longer first token."""
+def test_words_that_only_begin_alike_are_not_retokenization():
+    """ "c" and "cat" begin alike, but the texts differ inside the longer first token."""
     (point,) = branch_points(tree_of("<s>| c| on", "<s>| cat"), decode)
     assert point.reasons == [OTHER_TEXT]
 
 
-def test_paths_without_a_common_token_part_at_the_root():
+def test_paths_without_a_common_token_diverge_at_the_root():
     (point,) = branch_points(tree_of(" the", " dog| sat"), decode)
     assert (point.node, point.depth, point.n_paths, point.n_ending, point.before) == (-1, 0, 2, 0, "")
     assert [c.text for c in point.children] == [" dog sat", " the"]
@@ -75,14 +75,14 @@ def test_a_chain_and_duplicates_have_no_branch_points():
     assert branch_points(tree_of("<s>| the", "<s>| the"), decode) == []
 
 
-def test_without_text_ids_are_shown():
+def test_without_a_tokenizer_ids_are_shown():
     (point,) = branch_points(tree_of("<s>| the|re", "<s>| there"))
     assert point.before == "0"
     assert [(c.text, c.reason) for c in point.children] == [("1 3", ""), ("2", OTHER_TOKENS)]
 
 
-def test_texts_follow_the_path_and_not_the_neighbour():
-    """Behind the branch, "before" walks up to the parent, not into the elder sibling's tokens."""
+def test_text_before_a_branch_point_follows_the_path():
+    """It comes from the parent node, not from the preceding sibling in the token array."""
     tree = tree_of("<s>| the| cat| sat", "<s>| the| dog", "<s>| on| cat", "<s>| on| c")
     last = branch_points(tree, decode)[-1]
     assert last.before == "<s> on"
@@ -95,7 +95,7 @@ def rendered(what):
     return console.export_text()
 
 
-def test_renderings_say_what_the_report_says():
+def test_renderings_show_the_branch_points():
     tree = tree_of("<s>| the|re| cat", "<s>| there| cat| on", "<s>| there| cat", "<s>| dog")
     text = rendered(render_report(tree, decode))
     assert "4 paths, 2 branch points" in text

@@ -8,7 +8,7 @@ from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.sample_reader import NO_LIMITS
 from titan_tree.errors import UserError
-from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.paths import ExpertSizes, ModelLimits, TokenPath
 
 LIMITS = ModelLimits(max_positions=10, vocab_size=256)
 
@@ -256,6 +256,14 @@ def test_a_malformed_record_is_an_error_with_file_line_and_field(tmp_path, line,
 def test_limits_are_inclusive(tmp_path):
     file = write(tmp_path / "f", {"tokens": [255] * 10})
     assert len(read(file, limits=LIMITS)) == 1
+
+
+def test_recorded_experts_are_checked_only_if_they_are_replayed(tmp_path):
+    file = write(tmp_path / "f", {"tokens": [1, 2], "routed_experts": [[[0, 1]]]})
+    limits = ModelLimits(experts=ExpertSizes(num_layers=2, top_k=2, num_experts=6))
+    assert len(read(file, limits=limits)) == 1
+    with pytest.raises(UserError, match=r"f:1: .*routed_experts"):
+        read(file, limits=limits, replay="first")
 
 
 def test_messages_need_a_tokenizer(tmp_path):

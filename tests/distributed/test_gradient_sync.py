@@ -1,4 +1,4 @@
-"""fp32 weights in a bf16 computation on a rank alone: cast once, gradients added up in fp32."""
+"""A single rank computes in bf16 with fp32 weights: cast once per step, gradients accumulated in fp32."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 class Failing(TreeLoss):
     def __call__(self, *args):
-        raise RuntimeError("on the way")
+        raise RuntimeError("in the loss")
 
 
 def bf16_model():
@@ -26,7 +26,7 @@ def micro_batches(count):
 
 
 def gradients(model, batches):
-    """Of one step, the loss divided by the same number whatever its micro-batches."""
+    """Returns the gradients of one step. The divisor of the loss does not depend on its micro-batches."""
     loss = TreeLoss()
     loss.normalizer = lambda paths: 6.0
     step = TreeStep(model, loss)
@@ -35,8 +35,8 @@ def gradients(model, batches):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def test_gradients_of_micro_batches_are_added_in_fp32():
-    """Exactly: each is rounded to bf16 once, their sum is not."""
+def test_gradients_of_micro_batches_are_accumulated_in_fp32():
+    """Each gradient is rounded to bf16 once; their sum is not rounded."""
     model, batches = bf16_model(), micro_batches(6)
     together = gradients(model, batches)
     apart = [gradients(model, [batch]) for batch in batches]
@@ -44,14 +44,14 @@ def test_gradients_of_micro_batches_are_added_in_fp32():
     for name, total in together.items():
         assert total.dtype == torch.float32
         parts = [part[name] for part in apart]
-        if not name.startswith("embed"):  # tied: of two gradients itself, in bf16
+        if not name.startswith("embed"):  # tied: itself a bf16 sum of two gradients
             assert all(torch.equal(part, part.bfloat16().float()) for part in parts), name
         torch.testing.assert_close(total, sum(parts), rtol=1e-6, atol=1e-7)
         rounded += not torch.equal(total, total.bfloat16().float())
     assert rounded == len(together)
 
 
-def test_weights_are_the_models_own_before_and_after():
+def test_the_model_gets_its_own_weights_back():
     model = bf16_model()
     own = dict(model.named_parameters())
     with cast_weights(model):
@@ -60,7 +60,7 @@ def test_weights_are_the_models_own_before_and_after():
         assert all(p.dtype == torch.bfloat16 and torch.equal(p, own[n].bfloat16()) for n, p in inside.items())
     assert all(p is own[name] for name, p in model.named_parameters())
     step = TreeStep(model, Failing())
-    with pytest.raises(RuntimeError, match="on the way"):
+    with pytest.raises(RuntimeError, match="in the loss"):
         step.run(step.prepare(micro_batches(1)))
     assert all(p is own[name] for name, p in model.named_parameters())
 
@@ -75,7 +75,7 @@ def test_frozen_weights_have_no_gradients():
     assert [name for name, p in model.named_parameters() if p.grad is None] == frozen
 
 
-def test_a_model_in_its_own_dtype_is_left_alone():
+def test_a_model_that_computes_in_its_own_dtype_is_unchanged():
     model = tree_model(hf_model(tied=True))
     own = list(model.parameters())
     model.compute_dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Clipping and stepping with both optimizers, and that 8-bit states are AdamW's but for their rounding."""
+"""Optimizers clip, step and skip steps that are not finite; 8-bit AdamW stays close to AdamW."""
 
 import math
 import shutil
@@ -8,46 +8,26 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.config import OptimizerConfig
-from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.registry import OPTIMIZERS
 
-NAMES = ["adamw", "adamw8bit"]
+NAMES = list(OPTIMIZERS)
 
 
 @pytest.fixture(autouse=True)
 def _eager():
-    """AdamW8bit compiles its step, for which tests have no time."""
+    """AdamW8bit would compile its step, which takes long."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def model_and_optimizers(name, lr=1e-2):
-    torch.manual_seed(0)
-    model = build_model("qwen3", "debug", num_hidden_layers=1)
-    return model, build_optimizers(OptimizerConfig(name=name, lr=lr), model)
-
-
-def draw_gradients(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = 0.02 * torch.randn(parameter.shape, generator=generator)
-
-
-def plain_state(optimizers):
-    """Every number of every state."""
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                yield value.dequantize() if hasattr(value, "codes") else value.clone()
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, math.inf])
-def test_the_first_step_is_adamws_on_clipped_gradients(name, max_norm):
-    """8-bit states are rounded after the step that makes them, so the first steps are equal."""
+def test_the_first_step_is_adamw_on_clipped_gradients(name, max_norm):
+    """8-bit states are rounded after the step that creates them, so the first step has no rounding."""
     model, optimizers = model_and_optimizers(name)
     reference, _ = model_and_optimizers(name)
     for each in (model, reference):
@@ -58,7 +38,7 @@ def test_the_first_step_is_adamws_on_clipped_gradients(name, max_norm):
     want_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     assert norm.item() == pytest.approx(want_norm, rel=1e-5)
     for parameter in reference.parameters():
-        # After one step from zero AdamW's moments are g and g^2.
+        # After one step from zero, the bias-corrected moments are g and g^2.
         g = parameter.grad.double() * min(1.0, max_norm / want_norm)
         decay = 0.0 if parameter.ndim == 1 else 1e-2 * 0.1
         parameter.data = ((1 - decay) * parameter.double() - 1e-2 * g / (g.abs() + 1e-8)).float()
@@ -68,7 +48,7 @@ def test_the_first_step_is_adamws_on_clipped_gradients(name, max_norm):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_what_is_not_finite_changes_nothing(name, bad):
+def test_a_step_that_is_not_finite_changes_nothing(name, bad):
     model, optimizers = model_and_optimizers(name)
     draw_gradients(model, seed=1)
     clip_and_step(optimizers, torch.ones(()), 1.0)
@@ -83,8 +63,21 @@ def test_what_is_not_finite_changes_nothing(name, bad):
     assert len(after) == len(states) == 3 * len(weights)
     assert all(map(torch.equal, after, states))
     draw_gradients(model, seed=2)
-    clip_and_step(optimizers, torch.ones(()), 1.0)  # and the next one steps
+    clip_and_step(optimizers, torch.ones(()), 1.0)  # the next step works again
     assert not any(map(torch.equal, weights, model.parameters()))
+
+
+def test_a_new_optimizer_is_one_spec(monkeypatch):
+    """SGD ignores what it does not need; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
+    model, optimizers = model_and_optimizers("sgd", lr=0.1)
+    draw_gradients(model, seed=1)
+    matrix = model.embed_tokens.weight
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    want = (1 - 0.1 * 0.1) * matrix.detach() - 0.1 * matrix.grad * 0.5 / norm
+    clip_and_step(optimizers, torch.ones(()), 0.5)
+    torch.testing.assert_close(matrix, want)
 
 
 def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
@@ -109,10 +102,10 @@ def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
                 assert moment.scale.nbytes == 4 * parameter.numel() // 256
 
 
-def test_a_run_resumes_exactly(tmp_path: Path) -> None:
+def test_a_run_with_8_bit_states_resumes_exactly(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "optimizer__name": "adamw8bit",
-        "model__overrides__intermediate_size": 128,  # 4,096 weights: some of the states have 8 bits
+        "model__overrides__intermediate_size": 128,  # some weights have 4,096 numbers: 8-bit states
         "training__steps": 6,
         "checkpoint__interval": 2,
         "lr_scheduler__warmup_steps": 2,
@@ -128,11 +121,11 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     states = [list(plain_state(trainer.optimizers)) for trainer in (resumed, whole)]
     assert all(map(torch.equal, *states))
     slower = train(tiny_config(tmp_path, **options | {"training__steps": 7, "optimizer__lr": 5e-4}))
-    assert float(read_metrics(slower.config)[-1]["lr"]) < 5e-4  # the configuration has the last word
+    assert float(read_metrics(slower.config)[-1]["lr"]) < 5e-4  # the configuration overrides the checkpoint
     with pytest.raises(UserError, match=r"model or optimizer: optimizer = adamw8bit \(now adamw\)"):
         train(tiny_config(tmp_path, **options | {"optimizer__name": "adamw"}))
 
 
-def test_asynchronous_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_of_8_bit_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"checkpoint\.async_save: expected false with .*adamw8bit"):
         train(tiny_config(tmp_path, optimizer__name="adamw8bit", checkpoint__async_save="true"))

@@ -1,4 +1,4 @@
-"""Float8 linears on a GPU: any number of tokens, compiled, and how much noisier than bf16 they are."""
+"""Float8 linears on a GPU work for any number of tokens, compiled, with bounded noise."""
 
 import copy
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.test_float8 import RECIPES, by_definition
+from tests.support.float8 import RECIPES, by_definition
 from tests.support.gpu import DENSE, FOREST, HYBRID
 from tests.support.oracle import (
     hf_model,
@@ -32,8 +32,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_rounded_operands(recipe, compiled):
-    """For any number of tokens, 1 among them. The bound is that of bf16's rounding."""
+def test_products_use_rounded_operands(recipe, compiled):
+    """For several numbers of tokens, including 1. The bound is the rounding of bf16."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Linear(256, 384)]).cuda().bfloat16()
     weight = layers[0].weight
@@ -51,13 +51,13 @@ def test_products_are_those_of_rounded_operands(recipe, compiled):
         wants = by_definition(recipe, x.detach(), weight.detach(), dy)
         for what, mine, want in zip(("y", "dx", "dweight"), got, wants, strict=True):
             assert relative_error(mine, want) < 1e-2, (num_tokens, what)
-    assert counted.frame_count <= 2 * compiled  # one token is a graph of its own
+    assert counted.frame_count <= 2 * compiled  # one token has a graph of its own
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("make", "sizes"), [(hf_model, DENSE), (hybrid_model, HYBRID)])
-def test_noise(recipe, make, sizes):
-    """Errors against fp32, of log-probs and of all gradients as one vector: 2 to 14 times those of bf16."""
+def test_noise_is_a_small_multiple_of_bf16(recipe, make, sizes):
+    """Errors of log-probs, and of all gradients as one vector, are 2 to 14 times those of bf16."""
     hf = make(True, device="cuda", max_position_embeddings=4096, **sizes)
     exact = tree_model(hf, "triton")
     plain = copy.deepcopy(exact).bfloat16()
@@ -87,8 +87,8 @@ def flat(gradients):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiled_run_learns_as_in_bf16(tmp_path: Path, recipe: str) -> None:
-    """The trainer's model: fp32 weights, selective checkpointing, compiled, partitions that are offloaded."""
+def test_a_compiled_run_learns_as_well_as_in_bf16(tmp_path: Path, recipe: str) -> None:
+    """With fp32 weights, selective checkpointing, compile and offloaded partitions."""
     rows = []
     for float8 in ("none", recipe):
         config = tiny_config(

@@ -1,11 +1,11 @@
-"""AdamW8bit as it runs on a GPU: compiled. Its contract is tested in tests/test_optimizer.py."""
+"""8-bit AdamW compiled, as on a GPU. Its contract is tested in tests/distributed/test_optimizer.py."""
 
 import math
 
 import pytest
 import torch
 
-from tests.distributed.test_optimizer import draw_gradients, model_and_optimizers, plain_state
+from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.oracle import relative_error
 from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
@@ -14,7 +14,7 @@ pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]
 pytestmark = pytest.mark.gpu
 
 
-def test_compiled_steps_equal_eager_ones_on_a_cpu():
+def test_compiled_steps_equal_eager_steps_on_a_cpu():
     on_cpu, cpu_optimizers = model_and_optimizers("adamw8bit", lr=1e-3)
     start = {name: p.detach().clone() for name, p in on_cpu.named_parameters()}
     on_gpu = model_and_optimizers("adamw8bit")[0].cuda()
@@ -23,11 +23,11 @@ def test_compiled_steps_equal_eager_ones_on_a_cpu():
         draw_gradients(on_cpu, step)
         for ours, theirs in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
             ours.grad = theirs.grad.cuda()
-        loss = torch.tensor(math.nan if step == 3 else 1.0)  # which changes nothing
+        loss = torch.tensor(math.nan if step == 3 else 1.0)  # nan: the step changes nothing
         norm = clip_and_step(gpu_optimizers, loss.cuda(), 1.0)
         with torch.compiler.set_stance("force_eager"):
             assert norm.item() == pytest.approx(clip_and_step(cpu_optimizers, loss, 1.0).item(), rel=1e-5)
     for (name, ours), theirs in zip(on_gpu.named_parameters(), on_cpu.parameters(), strict=True):
-        # A moment near the middle of two 8-bit numbers may be rounded either way.
+        # A moment halfway between two 8-bit numbers may be rounded either way.
         assert relative_error(ours.cpu() - start[name], theirs - start[name]) < 5e-3, name
     assert all(value.isfinite().all() for value in plain_state(gpu_optimizers))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.components.tree_attention.test_tree_attention import assert_exact_on_a_bank
 from tests.support.gpu import DENSE, FOREST, HOPPER
+from tests.support.layouts import assert_exact_in_gateway_cache
 from tests.support.oracle import (
     hf_model,
     in_one_pass,
@@ -38,8 +38,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
-def test_attention_on_context_in_a_bank(backend):
-    assert_exact_on_a_bank(backend, tolerance=1e-2, dim=64, dtype=torch.bfloat16, device="cuda")
+def test_attention_on_a_gateway_cache_equals_definition(backend):
+    assert_exact_in_gateway_cache(backend, tolerance=1e-2, dim=64, dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -16,7 +16,7 @@ from tests.support.layouts import (
     random_qkv,
 )
 from tests.support.oracle import KINDS, hf_model, in_one_pass, random_groups, relative_error, tree_model
-from titan_tree.components.tree_attention import TreeAttention, flash, triton_kernels
+from titan_tree.components.tree_attention import TreeAttention, flash
 from titan_tree.components.tree_attention.hopper import (
     forward_pass,
     jobs,
@@ -24,6 +24,7 @@ from titan_tree.components.tree_attention.hopper import (
     query_pass,
     wide_key_pass,
 )
+from titan_tree.components.tree_attention.triton_kernels import kernels as triton_kernels
 from titan_tree.tree.layout import TreeLayout
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ TREES = SMALL | {
     "forest": random_nodes(9, 60, 1, 30, roots=0.3),
     "long": [(-1, 700), (0, 300), (1, 130), (0, 400)],
 }
-# FlexAttention, the yardstick, fails to compile trees of one block after others, depending on their order.
+# After larger trees, FlexAttention fails to compile for trees of one block: do not compare with it.
 SMALL_TREES = [name for name, nodes in TREES.items() if sum(length for _, length in nodes) <= 128]
 LARGE = {
     "65,536 nodes of one token": random_nodes(10, 65_536, 1, 1, roots=0.0),
@@ -60,8 +61,8 @@ LARGE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_shapes():
-    """FlexAttention compiles for some properties of each shape, more often than torch allows by default."""
-    few_properties = torch.fx.experimental._config.patch(use_duck_shape=False)  # N = M is none
+    """FlexAttention recompiles for some properties of shapes, more often than torch allows by default."""
+    few_properties = torch.fx.experimental._config.patch(use_duck_shape=False)  # N = M is not one of them
     with torch._dynamo.config.patch(recompile_limit=64), few_properties:
         yield
 
@@ -73,7 +74,7 @@ def results(attention, layout, q, k, v, do):
 
 
 def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None, deterministic=False) -> list[list[float]]:
-    """For each backend the error of o, dq, dk, dv against float64 on the same inputs, relative to do."""
+    """For each backend the errors of o, dq, dk and dv against float64, relative to the norm of do."""
     mask, layout = ancestor_mask(nodes, queries).cuda(), make_layout(nodes, queries).to("cuda")
     q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device="cuda")
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -91,7 +92,7 @@ def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None, deterministi
 
 
 def context_queries(nodes, kind) -> np.ndarray:
-    """Query columns: the gateway context is in front of them, or between them."""
+    """Key columns of the queries. The other keys, the context, are in front of them or in between."""
     n = sum(length for _, length in nodes)
     if kind == "front":
         return np.arange(n // 3, n)
@@ -99,7 +100,7 @@ def context_queries(nodes, kind) -> np.ndarray:
 
 
 def assert_as_exact_as_flex(nodes, backends, dim, queries=None):
-    """Every error in bf16 is at most 1.1 times FlexAttention's, and that a rounding."""
+    """Every error in bf16 is at most 1.1 times FlexAttention's, which is below one rounding."""
     if dim in (64, 128) and flash.available(torch.device("cuda")):
         backends = [*backends, "flash"]
     floor, *ours = errors(nodes, ["flex", *backends], torch.bfloat16, dim, queries=queries)
@@ -110,13 +111,13 @@ def assert_as_exact_as_flex(nodes, backends, dim, queries=None):
 
 
 def our_backends() -> list[str]:
-    """Those that run in 16 bits on this GPU."""
+    """Our backends that run on this GPU."""
     return ["triton", "hopper"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_triton_fp32(name):
-    """CUDA-core products: no TF32, or the error would be 1e-4."""
+def test_triton_is_exact_in_fp32(name):
+    """Products run on CUDA cores. With TF32 the error would be 1e-4."""
     assert max(errors(TREES[name], ["triton"], torch.float32, 64)[0]) < 1e-6
 
 
@@ -125,7 +126,7 @@ def test_triton_fp32(name):
     [(torch.bfloat16, 16), (torch.float16, 32), *((torch.float32, dim) for dim in (16, 64, 128, 256))],
     ids=str,
 )
-def test_triton_dtypes_and_head_dims(dtype, dim):
+def test_triton_is_exact_for_all_dtypes_and_head_dims(dtype, dim):
     rounding = torch.finfo(dtype).eps
     assert max(errors(TREES["random"], ["triton"], dtype, dim)[0]) < max(rounding, 1e-6)
 
@@ -137,8 +138,7 @@ def test_bf16_is_as_exact_as_flex(name, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_small_trees_in_bf16(dim):
-    """Within one rounding."""
+def test_small_trees_in_bf16_are_exact_to_one_rounding(dim):
     for name in SMALL_TREES:
         for backend, got in zip(
             our_backends(), errors(TREES[name], our_backends(), torch.bfloat16, dim), strict=True
@@ -156,14 +156,14 @@ def test_bf16_with_context_is_as_exact_as_flex(kind, dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dim", "heads"), [(64, (6, 2)), (128, (8, 1)), (256, (4, 1))])
 @pytest.mark.parametrize("backend", OURS)
-def test_fp16_and_heads(backend, dim, heads, deterministic):
+def test_fp16_is_exact_for_any_heads(backend, dim, heads, deterministic):
     for name in ("random", "forest", "long"):
         (got,) = errors(TREES[name], [backend], torch.float16, dim, heads, deterministic=deterministic)
         assert max(got) < 1e-3
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
-def test_triton_fp32_with_context(share):
+def test_triton_is_exact_in_fp32_with_context(share):
     nodes = random_nodes(3, 60, 1, 60, roots=0.0)
     n = sum(length for _, length in nodes)
     queries = np.flatnonzero(np.random.default_rng(0).random(n) < share)
@@ -171,8 +171,8 @@ def test_triton_fp32_with_context(share):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_extremes(name):
-    """All rows against float64, in bf16: each result within one rounding of its norm."""
+def test_extreme_trees_are_exact_to_one_rounding(name):
+    """All rows against float64, in bf16, relative to each result's norm."""
     layout = make_layout(LARGE[name]).to("cuda")
     n = len(layout.key_index)
     q, k, v, do = random_qkv(n, n, (2, 1), 128, dtype=torch.bfloat16, device="cuda")
@@ -189,7 +189,9 @@ def test_extremes(name):
 @pytest.mark.parametrize("backend", OURS)
 def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
     attention = TreeAttention(backend, deterministic)
-    layout = make_layout([(-1, 3000), *random_nodes(7, 80, 1, 120)]).to("cuda")  # with cut ranges
+    layout = make_layout([(-1, 3000), *random_nodes(7, 80, 1, 120)]).to(
+        "cuda"
+    )  # the plan cuts ranges into jobs
     n = len(layout.key_index)
     inputs = random_qkv(n, n, (16, 8), dim, dtype=torch.bfloat16, device="cuda")
     first = results(attention, layout, *inputs)
@@ -202,7 +204,7 @@ def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
 
 @pytest.mark.parametrize("backend", OURS)
 def test_new_trees_launch_cached_kernels(backend):
-    """Another N, another tree, a forest, context: no kernel is compiled again."""
+    """Another N, another tree, a forest or a context compiles no kernel again."""
     of_hopper = [forward_pass, jobs, key_pass, query_pass, wide_key_pass]
     modules = [triton_kernels, *of_hopper] if backend == "hopper" else [triton_kernels]
     kernels = {
@@ -219,7 +221,7 @@ def test_new_trees_launch_cached_kernels(backend):
         return {name: len(kernel.device_caches[device][0]) for name, kernel in kernels.items()}
 
     trunk = [(-1, 1501), *random_nodes(1, 30, 1, 50)]
-    run(trunk, context_queries(trunk, "front"))  # as many keys as queries, or more: two compilations
+    run(trunk, context_queries(trunk, "front"))  # kernels compile once for M = N and once for M > N
     first = run(trunk)
     assert sum(count > 0 for count in first.values()) >= 4
     for name, nodes in TREES.items():
@@ -232,7 +234,7 @@ def test_new_trees_launch_cached_kernels(backend):
 
 @pytest.mark.parametrize("backend", OURS)
 def test_never_waits_for_the_gpu(backend):
-    """Neither the plan nor the kernels: the host runs ahead."""
+    """Neither the plan nor the kernels synchronize: the host runs ahead."""
     attention = TreeAttention(backend)
     layout = make_layout(TREES["long"]).to("cuda")
     n = len(layout.key_index)
@@ -246,8 +248,8 @@ def test_never_waits_for_the_gpu(backend):
 
 
 @pytest.mark.parametrize("backend", OURS)
-def test_offsets_past_int32(backend):
-    """Row offsets beyond 2**31 elements: N * Hq * D = 2.2e9. Every token is a root: o is v, dv is do."""
+def test_row_offsets_may_exceed_int32(backend):
+    """N * Hq * D = 2.2e9 elements. Every token is a root, so o = v and dv = do."""
     n, heads, dim = 2**17 + 64, 128, 128
     column = torch.arange(n, dtype=torch.int32, device="cuda")
     layout = TreeLayout(positions=column, subtree_end=column + 1, key_index=column)
@@ -261,7 +263,7 @@ def test_offsets_past_int32(backend):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiled_checkpointed_model_has_the_eager_gradients(head_dim):
-    """Fullgraph, dynamic, selective checkpointing, bf16: as near to fp32 as the eager model."""
+    """With fullgraph, dynamic shapes and checkpointing, bf16 gradients are as exact as in eager mode."""
     from titan_tree.distributed.parallelize import parallelize
 
     torch._dynamo.reset()
@@ -271,7 +273,7 @@ def test_compiled_checkpointed_model_has_the_eager_gradients(head_dim):
     exact, eager, compiled = (tree_model(hf, backend) for backend in ("reference", "auto", "auto"))
     parallelize(eager, alone)
     parallelize(compiled, alone, activation_checkpoint="selective", compile=True)
-    squares = []  # per forest, model and parameter: of the errors
+    squares = []  # squared errors per forest, model and parameter
     for seed in range(2 * len(KINDS)):
         groups = random_groups(seed, vocab_size=300, max_length=90, num_nodes=10)
         want, *got = (in_one_pass(model, groups)[2].values() for model in (exact, eager, compiled))

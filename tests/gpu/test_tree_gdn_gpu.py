@@ -1,16 +1,20 @@
-"""TreeGDN and its convolution on a GPU: at full size, on extreme trees, and as exact as path by path."""
+"""TreeGDN and its convolution on a GPU: extreme trees, precision in bf16, and the choice of the backend."""
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.components.tree_gdn.test_tree_gdn import layout_of, predecessors
+from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.components.tree_gdn.reference import gated_delta_rule
+from titan_tree.errors import UserError
 
 pytestmark = pytest.mark.gpu
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 
 def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0):
@@ -33,30 +37,30 @@ def results(rule, inputs, do):
 
 def exact(inputs, do, before):
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    layout = layout_of(before).to("cuda")
-    return results(lambda *x: gated_delta_rule(*x, layout, None)[0], wide, do)
+    chunks = recurrent_layout(before).to("cuda").chunks
+    return results(lambda *x: gated_delta_rule(*x, None, chunks)[0], wide, do)
 
 
 def errors(got, want):
-    """Relative; where all should be 0, as dg is where no token has one before it, absolute."""
+    """Relative errors; absolute ones where the exact tensor is 0, as dg is if no token has a predecessor."""
     return [((a.double() - b).norm() / (b.norm() or 1.0)).item() for a, b in zip(got, want, strict=True)]
 
 
-def on_tree(before, gdn=None):
-    layout, gdn = layout_of(before).to("cuda"), gdn or TreeGDN()
+def on_tree(before, backend="auto"):
+    layout, gdn = recurrent_layout(before).to("cuda"), TreeGDN(backend)
     return lambda *x: gdn(*x, layout)[0]
 
 
 EXTREME = {
     "10,000 roots of one token": np.full(10_000, -1),
     "10,000 leaves of one token": np.array([-1, *range(70), *[70] * 10_000]),
-    # Each node of two tokens has a leaf and, below it, the next one: chains hang 1,000 deep.
+    # Every second node has a leaf and the next node below it, so chains nest 1,000 deep.
     "depth 1,000": predecessors([(-1, 2), *[(2 * i, n) for i in range(1000) for n in (1, 2)]]),
 }
 
 
 @pytest.mark.parametrize("name", EXTREME)
-def test_extreme_trees(name):
+def test_extreme_trees_equal_the_reference(name):
     before = EXTREME[name]
     inputs, do = random_inputs(len(before), 1, 2, 16)
     got = results(on_tree(before), inputs, do)
@@ -64,28 +68,25 @@ def test_extreme_trees(name):
     assert all(map(torch.equal, got, results(on_tree(before), inputs, do)))
 
 
-def test_bf16_is_as_exact_as_path_by_path():
-    """128 dims, key heads shared by two: errors against float64, summed over trees, at most 1.2 times those
-    of the same kernels on every path alone."""
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=HOPPER)])
+def test_bf16_is_as_exact_as_path_by_path(backend):
+    """Errors against float64, summed over trees, are at most 1.2 times those of single paths."""
     mine, theirs = np.zeros(6), np.zeros(6)
     for seed in range(4):
         before = predecessors(random_nodes(seed, 24, 1, 200, roots=0.0))
         n = len(before)
         inputs, do = random_inputs(n, 2, 4, 128, torch.bfloat16, seed)
         want = exact(inputs, do, before)
-        mine += np.square(errors(results(on_tree(before), inputs, do), want))
+        mine += np.square(errors(results(on_tree(before, backend), inputs, do), want))
 
         out, gradients = torch.zeros_like(want[0]), [torch.zeros_like(x) for x in want[1:]]
         done = np.zeros(n, bool)
-        for leaf in sorted(set(range(n)) - set(before.tolist())):
-            path = [leaf]
-            while before[path[-1]] >= 0:
-                path.append(before[path[-1]])
-            path = np.array(path[::-1])
+        for leaf in leaves(before):
+            path = np.array(path_of(leaf, before))
             alone = [x.detach()[torch.from_numpy(path)].requires_grad_() for x in inputs]
-            # A token's output counts on the first of its paths.
+            # A token's output counts on its first path only.
             upstream = do[torch.from_numpy(path)] * torch.from_numpy(~done[path]).cuda()[:, None, None]
-            got = results(on_tree(np.arange(len(path)) - 1), alone, upstream)
+            got = results(on_tree(np.arange(len(path)) - 1, backend), alone, upstream)
             out[torch.from_numpy(path)] = got[0].double()
             for total, part in zip(gradients, got[1:], strict=True):
                 total[torch.from_numpy(path)] += part.double()
@@ -96,9 +97,26 @@ def test_bf16_is_as_exact_as_path_by_path():
     assert ratios.max() <= 1.2
 
 
+@HOPPER
+def test_auto_takes_hopper_where_it_can_and_triton_elsewhere():
+    before = predecessors(random_nodes(0, 8, 1, 90, roots=0.1))
+    for dtype, dim, backend in (
+        (torch.bfloat16, 64, "hopper"),
+        (torch.bfloat16, 32, "triton"),
+        (torch.float32, 64, "triton"),
+    ):
+        inputs, do = random_inputs(len(before), 1, 2, dim, dtype)
+        want = results(on_tree(before, backend), inputs, do)
+        assert all(map(torch.equal, results(on_tree(before), inputs, do), want))
+    with pytest.raises(
+        UserError, match=r"backend 'hopper' needs a GPU of compute capability 9.0, q, k and v in"
+    ):
+        results(on_tree(before, "hopper"), inputs, do)
+
+
 def test_never_waits_for_the_gpu():
     before = predecessors(random_nodes(0, 40, 1, 90, roots=0.1))
-    layout = layout_of(before).to("cuda")
+    layout = recurrent_layout(before).to("cuda")
     inputs, do = random_inputs(len(before), 2, 2, 64, torch.bfloat16)
     x = torch.randn(len(before), 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(512, 4, device="cuda", requires_grad=True)

@@ -224,7 +224,7 @@ def test_training_flops_equal_a_count_by_hand():
         ),
         (("qwen3", "debug"), {"head_dim": 31}, "head_dim: expected an even number, got 31"),
         (("qwen3", "debug"), {"vocab_size": 0}, "vocab_size: expected an integer > 0, got 0"),
-        (("qwen3", "debug", "magic"), {}, "backend: expected one of auto"),
+        (("qwen3", "debug", "magic"), {}, "unknown TreeAttention backend 'magic'"),
     ],
 )
 def test_wrong_names_and_sizes_are_refused(arguments, overrides, message):

@@ -181,6 +181,7 @@ def test_partitions_equal_one_pass(seed):
         assert relative_error(got[name], gradient) < 1e-9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
     """With the router's losses, in one pass and in partitions, the same numbers as without."""

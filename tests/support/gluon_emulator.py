@@ -1,21 +1,24 @@
-"""Runs a Gluon kernel for Hopper on the CPU, to test its logic where there is no such GPU.
+"""Runs a Gluon kernel for Hopper on the CPU, to test its logic without such a GPU.
 
-``EmulatedKernel(kernel, seed)`` is launched like the kernel, program after program. What is modelled:
+``EmulatedKernel(kernel, seed)`` is launched like the kernel. It runs one program after the other. It models:
 
-- Partitions of ``warp_specialize`` are threads of which one runs at a time; at every access to what they
-  share the turn goes to one that can go on, at random. Within a partition all is in program order.
-- What is asynchronous happens as late as the wait for it allows: copies and additions by TMA read shared
-  memory, products read their operands (or at once, at random), and copies land in shared memory at a random
-  later time. So a slot released or written too early, or read before it is filled, gives wrong numbers.
-  Fresh shared memory is NaN.
-- mbarriers count arrivals and bytes; a wait is for the parity of a phase. Deadlocks are found.
-- TMA reads zeros outside the tensor and writes nothing there.
+- Warp groups. Partitions of ``warp_specialize`` are threads, of which one runs at a time. At every access to
+  shared resources, the turn goes to a random partition that can continue. Each partition runs in program order.
+- Asynchronous work, as late as the waits for it allow. Copies and additions by TMA read shared memory then;
+  products read their operands then, or at once, at random. Copies arrive in shared memory at a random later
+  time. So a slot that is released or written too early, or read before it is filled, gives wrong numbers. Fresh
+  shared memory is NaN.
+- mbarriers, which count arrivals and bytes. A wait names the parity of a phase. Deadlocks are detected.
+- TMA, which reads zeros outside of the tensor and writes nothing there.
 
-AssertionError: a deadlock; an access out of bounds; more arrivals than a barrier expects; a product or store
-never waited for; operands of wrong dtype or shape; a TMA coordinate of a vector that is not a multiple of 16
-bytes. AttributeError: a product used before its wait; a name of Gluon's that is not emulated.
+It does not model layouts, registers, proxies and their fences, int32 overflow, concurrent programs or real
+timing.
 
-Not modelled: layouts, registers, proxies and their fences, int32 overflow, concurrent programs, real timing.
+Raises:
+    AssertionError: a deadlock; an access out of bounds; more arrivals than a barrier expects; a product or store
+        that is never waited for; operands of the wrong dtype or shape; a TMA copy of a vector from an address
+        that is not a multiple of 16 bytes.
+    AttributeError: a product that is used before its wait; a name of Gluon that is not emulated.
 """
 
 from __future__ import annotations
@@ -40,24 +43,24 @@ from triton.runtime.jit import JITFunction
 
 @dataclass
 class Partition:
-    """A group of warps with its own flow of control."""
+    """A group of warps with its own control flow."""
 
     name: str
     can_go_on: Callable[[], bool] = lambda: True
     ended: bool = False
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    products: list[Product] = field(default_factory=list)  # not computed yet, oldest first
-    stores: list[Callable[[], Any]] = field(default_factory=list)  # not done yet, oldest first
+    products: list[Product] = field(default_factory=list)  # not yet computed, oldest first
+    stores: list[Callable[[], Any]] = field(default_factory=list)  # not yet done, oldest first
 
 
 class Program:
-    """One program of the grid: hands the turn from partition to partition."""
+    """One program of the grid. It passes the turn from partition to partition."""
 
     def __init__(self, index: int, width: int, rng: random.Random) -> None:
         self.index, self.width, self.rng = index, width, rng
         self.partitions: list[Partition] = []
-        self.copies: list[Callable[[], Any]] = []  # by TMA into shared memory, in flight
-        self.late: Partition | None = None  # runs when nothing else can go on
+        self.copies: list[Callable[[], Any]] = []  # TMA copies into shared memory that are in flight
+        self.late: Partition | None = None  # runs only when nothing else can continue
         self.failure: BaseException | None = None
 
     def warp_specialize(
@@ -77,7 +80,7 @@ class Program:
             raise self.failure
 
     def pause(self, partition: Partition, can_go_on: Callable[[], bool]) -> None:
-        """Let others run, at least until ``can_go_on()``, and sometimes as far as they get."""
+        """Lets others run until ``can_go_on()``, and sometimes until they cannot continue either."""
         partition.can_go_on = can_go_on
         if self.late is None and self.rng.random() < 0.1:
             self.late = partition
@@ -126,7 +129,7 @@ def others_may_run(can_go_on: Callable[[], bool] = lambda: True) -> None:
 
 
 class Value(Tensor):
-    """A value of Triton: ``x += y`` makes a new one."""
+    """A Triton value: ``x += y`` creates a new one."""
 
     __iadd__ = Tensor.__add__
     __iand__ = Tensor.__and__
@@ -147,7 +150,7 @@ class Pointer:
         return Pointer(self.memory, self.offset + offset)
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Offsets, 0 where masked, and the mask."""
+        """The offsets, 0 where masked, and the mask."""
         offset = torch.as_tensor(self.offset).long()
         mask = torch.as_tensor(True if mask is None else mask).expand(offset.shape)
         offset = torch.where(mask, offset, 0)
@@ -191,7 +194,7 @@ class Shared:
 
 
 class Descriptor:
-    """A tensor in global memory that TMA moves in tiles."""
+    """A tensor descriptor: TMA moves tiles of the tensor."""
 
     def __init__(self, host: TensorDescriptor) -> None:
         self.tensor, self.layout, self.dtype = host.base.detach(), host.layout, host.base.dtype
@@ -200,10 +203,10 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)
 
     def inside(self, corner: Sequence[Any], tile: Shared) -> tuple[Tensor, Tensor]:
-        """The part of the tensor that a tile covers, and the part of the tile that it covers."""
-        assert (tile.shape, tile.dtype) == (self.block_shape, self.dtype), "a tile of other shape or dtype"
+        """The part of the tensor inside of a tile, and the part of the tile inside of the tensor."""
+        assert (tile.shape, tile.dtype) == (self.block_shape, self.dtype), "a tile of another shape or dtype"
         bytes_before = int(corner[-1]) * self.dtype.itemsize
-        assert len(corner) > 1 or bytes_before % 16 == 0, f"TMA of a vector from byte {bytes_before}"
+        assert len(corner) > 1 or bytes_before % 16 == 0, f"TMA copies a vector from byte {bytes_before}"
         in_tensor, in_tile = self.tensor, tile.tensor
         for dim, (start, length) in enumerate(zip(map(int, corner), tile.shape, strict=True)):
             low = min(max(start, 0), self.tensor.shape[dim])
@@ -236,7 +239,7 @@ class Descriptor:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all arrivals and all bytes are there."""
+    """An mbarrier: a phase ends when all expected arrivals and bytes are there."""
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -285,13 +288,13 @@ def store_wait(pending: int) -> None:
 
 @dataclass
 class Product:
-    """An asynchronous product: of a value or shared memory, and shared memory; on top of acc or not."""
+    """An asynchronous product a b or acc + a b. a is a value or shared memory, b is shared memory."""
 
     a: Value | Shared
     b: Shared
     acc: Value
     use_acc: bool
-    result: Value = field(init=False)  # once computed: earlier use is an AttributeError
+    result: Value = field(init=False)  # exists once computed: earlier use is an AttributeError
 
     def __call__(self) -> None:
         a = self.a.tensor if isinstance(self.a, Shared) else self.a
@@ -337,7 +340,7 @@ _LANGUAGE = SimpleNamespace(
     maximum=lambda x, y: torch.maximum(value(x), value(y)),
     max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2, expand_dims=torch.unsqueeze,
     convert_layout=lambda x, layout: x,
-    inline_asm_elementwise=lambda *args, **options: 0,  # all that is left of opaque_zero
+    inline_asm_elementwise=lambda *args, **options: 0,  # only opaque_zero uses inline assembly
     SliceLayout=_no_layout, DotOperandLayout=_no_layout, NVMMADistributedLayout=_no_layout,
     BlockedLayout=_no_layout,
     SharedLinearLayout=_no_layout, NVMMASharedLayout=SimpleNamespace(get_default_for=_no_layout),
@@ -361,7 +364,7 @@ _EMULATED: list[tuple[Any, Any]] = [
 
 
 class EmulatedKernel:
-    """``kernel`` for CPU tensors. ``substitutes``: functions to take for names of its file."""
+    """``kernel`` for CPU tensors. substitutes: functions that replace names of the kernel's file."""
 
     def __init__(self, kernel: JITFunction, seed: int, **substitutes: Callable) -> None:
         self.rng, self.substitutes = random.Random(seed), substitutes
@@ -377,7 +380,7 @@ class EmulatedKernel:
         return launch
 
     def _translate(self, x: Any) -> Any:
-        """What stands for a global of a kernel's file."""
+        """The replacement of a global of a kernel's file."""
         if isinstance(x, gl.constexpr):
             return x.value
         if isinstance(x, JITFunction):

@@ -1,18 +1,21 @@
-"""Trees as (parent, length) lists, their layouts, and attention by its definition in float64."""
+"""Trees as lists of (parent, length), their layouts, and attention by its definition in float64."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.tree.layout import TreeLayout
 
 Nodes = list[tuple[int, int]]  # DFS order; parent -1: a root
 
 
 def random_nodes(seed: int, count: int, low: int, high: int, roots: float = 0.05) -> Nodes:
-    """A random DFS tree with nodes of low .. high tokens; now and then a new root."""
+    """A random tree in DFS order, with nodes of low .. high tokens. roots: the chance of a new root."""
     rng = np.random.default_rng(seed)
     nodes: Nodes = []
     path: list[int] = []
@@ -40,7 +43,7 @@ SMALL: dict[str, Nodes] = {
 
 
 def subtree_ends(nodes: Nodes) -> np.ndarray:
-    """[N] exclusive subtree end of each token."""
+    """[N]: the exclusive end of each token's subtree."""
     lengths = [length for _, length in nodes]
     ends = np.cumsum(lengths)
     for i in range(len(nodes) - 1, -1, -1):
@@ -50,14 +53,14 @@ def subtree_ends(nodes: Nodes) -> np.ndarray:
 
 
 def make_layout(nodes: Nodes, queries: np.ndarray | None = None) -> TreeLayout:
-    """The layout of all tokens, or of the given query columns with the others as context."""
+    """The layout of all tokens, or of the given query columns with all other keys as context."""
     end = torch.from_numpy(subtree_ends(nodes)).int()
     columns = torch.arange(len(end)).int() if queries is None else torch.from_numpy(queries).int()
     return TreeLayout(positions=columns, subtree_end=end, key_index=columns)
 
 
 def ancestor_mask(nodes: Nodes, queries: np.ndarray | None = None) -> Tensor:
-    """[N, M] bool from parent pointers alone: what a token may see, found without intervals."""
+    """[N, M] bool: which keys each query may see, from parent pointers alone and not from intervals."""
     starts = np.cumsum([0] + [length for _, length in nodes])
     mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for i, (_, length) in enumerate(nodes):
@@ -79,7 +82,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayout) -> list[Tensor]:
-    """o, dq, dk, dv in float64, 1024 queries at a time: for trees whose mask is too large."""
+    """o, dq, dk and dv in float64, 1024 queries at a time: for trees whose dense mask is too large."""
     out, dq = (torch.zeros_like(q, dtype=torch.float64) for _ in range(2))
     dk, dv = (torch.zeros_like(k, dtype=torch.float64) for _ in range(2))
     key = torch.arange(len(k), device=k.device)
@@ -95,7 +98,44 @@ def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayou
 
 
 def random_qkv(n: int, m: int, heads: tuple[int, int], dim: int, **factory) -> list[Tensor]:
-    """q [n, Hq, dim], k and v [m, Hkv, dim], all requiring grad, and a do like q."""
+    """q [n, Hq, dim], k and v [m, Hkv, dim], which require gradients, and a gradient do like q."""
     q, do = (torch.randn(n, heads[0], dim, **factory) for _ in range(2))
     k, v = (torch.randn(m, heads[1], dim, **factory) for _ in range(2))
     return [*(x.requires_grad_() for x in (q, k, v)), do]
+
+
+def assert_exact_in_gateway_cache(
+    backend: str,
+    tolerance: float,
+    dim: int = 16,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    nodes: Nodes | None = None,
+) -> None:
+    """Context rows scattered over a larger cache give the same results as all keys in one tensor."""
+    nodes = nodes or random_nodes(0, 20, 5, 20, roots=0.0)
+    n, heads = sum(length for _, length in nodes), (4, 2)
+    columns = np.arange(n // 3, n, 2)
+    own = np.isin(np.arange(n), columns)
+    rows = n + 50
+    place = np.random.default_rng(0).permutation(rows)[: n - len(columns)]
+    source = np.empty(n, np.int64)
+    source[~own], source[own] = place, rows + np.arange(len(columns))
+    layout = replace(make_layout(nodes, columns), key_source=torch.from_numpy(source)).to(device)
+    mask = ancestor_mask(nodes, columns).to(device)
+    q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device=device)
+    q, k, v = (x.detach() for x in (q, k, v))
+    cache = torch.randn(rows, 2, heads[1], dim, device=device, dtype=dtype)
+    cache[place] = torch.stack([k, v], 1)[~own]
+    inputs = [x.requires_grad_() for x in (q, k[own], v[own], cache)]
+    attention = TreeAttention(backend)
+    out = attention(*inputs[:3], attention.prepare(layout), inputs[3])
+    got = torch.autograd.grad(out, inputs, do)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = exact_attention(*exact, mask)
+    dq, dk, dv = torch.autograd.grad(expected, exact, do.double())
+    dcache = torch.zeros_like(cache, dtype=torch.float64)
+    dcache[place] = torch.stack([dk, dv], 1)[~own]
+    results = zip((out, *got), (expected, dq, dk[own], dv[own], dcache), strict=True)
+    assert all((a - b).norm() < tolerance * b.norm() for a, b in results)
+    assert not got[3][[row for row in range(rows) if row not in place]].any()  # nobody reads these rows

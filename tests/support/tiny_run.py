@@ -1,4 +1,4 @@
-"""What the tests of the trainer share: a small data file and a configuration that trains on it in seconds."""
+"""A small data file, and a configuration that trains on it in seconds."""
 
 import csv
 import json
@@ -13,24 +13,24 @@ from titan_tree.config.toml import load_config
 from titan_tree.trainer import Trainer
 
 VOCAB = 64
-# Options for each model; Qwen3.5-MoE has a layer of either kind instead of three and one.
+# Options for each model. The hybrid models have one layer of either kind instead of three and one.
+HYBRID = {"model__overrides__num_hidden_layers": 2, "model__overrides__full_attention_interval": 2}
 SMALL: dict[str, dict[str, Any]] = {
-    name: {"model__name": name} for name in ("qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+    "qwen3": {"model__name": "qwen3"},
+    "qwen3_5": {"model__name": "qwen3_5", **HYBRID},
+    "qwen3_moe": {"model__name": "qwen3_moe"},
+    "qwen3_5_moe": {"model__name": "qwen3_5_moe", **HYBRID},
 }
-SMALL["qwen3_5_moe"] |= {
-    "model__overrides__num_hidden_layers": 2,
-    "model__overrides__full_attention_interval": 2,
-}
-# The columns that no two runs share; the last two on a GPU.
+# Columns that differ between equal runs. The last two exist only on a GPU.
 MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "mfu", "peak_memory_gib")
 
 
 def write_groups(path: Path, num_groups: int = 9, seed: int = 0) -> Path:
-    """Groups of token-id samples that branch twice; weights, masks and lengths differ. Group 4 is masked."""
+    """Writes groups of token ids that branch twice, with various weights and lengths. Group 4 has no loss."""
     draw = random.Random(seed)
 
     def tokens(low: int, high: int) -> list[int]:
-        # Few distinct successors, so that there is something to learn.
+        # Each token has only two possible successors, so the model can learn them.
         start = draw.randrange(VOCAB)
         return [(start + 7 * i + draw.randrange(2)) % VOCAB for i in range(draw.randint(low, high))]
 
@@ -52,12 +52,12 @@ def write_groups(path: Path, num_groups: int = 9, seed: int = 0) -> Path:
 
 
 def write_config(folder: Path) -> Path:
-    """A TOML file for a run in ``folder``/run on data in ``folder``."""
+    """Writes a TOML file for a run in ``folder``/run on data in ``folder``."""
     data = folder / "data.jsonl"
     if not data.exists():
         write_groups(data)
     path = folder / "config.toml"
-    if path.exists():  # another rank may be reading it
+    if path.exists():  # another rank may be reading the file
         return path
     path.write_text(
         f"""
@@ -85,14 +85,14 @@ loggers = ["console", "csv"]
 
 
 def tiny_config(folder: Path, **options: Any) -> Config:
-    """Options as ``training__steps=3``."""
+    """Returns a configuration; options override keys: ``training__steps=3`` sets training.steps."""
     folder.mkdir(exist_ok=True, parents=True)
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
     return load_config(write_config(folder), overrides)
 
 
 def train(config: Config) -> Trainer:
-    """A whole run in this process."""
+    """Trains from start to end in this process."""
     try:
         trainer = Trainer(config)
         trainer.train()
@@ -105,6 +105,6 @@ def train(config: Config) -> Trainer:
 
 
 def read_metrics(config: Config) -> list[dict[str, str]]:
-    """The rows of metrics.csv as they stand there, without what was measured."""
+    """Returns the rows of metrics.csv as text, without the columns in ``MEASURED``."""
     with (Path(config.folder) / "metrics.csv").open(newline="") as file:
         return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]

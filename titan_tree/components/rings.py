@@ -1,4 +1,12 @@
-"""What the kernels for Hopper share: rings of shared memory, and descriptors of tensors that TMA moves."""
+"""What the Gluon kernels for Hopper share: rings of shared memory, and descriptors of tensors that TMA moves.
+
+TMA is Hopper's engine for asynchronous copies between global and shared memory. An mbarrier is a counter in
+shared memory: a phase completes when all expected arrivals and all expected bytes of copies are there, and a
+wait names the parity of the phase that it waits for.
+
+A kernel has one producer warp, which only issues copies, and groups of four consumer warps, which compute.
+They communicate through rings: the producer fills slot after slot while consumers read earlier slots.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +22,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Ring(NamedTuple):
-    """Slots that one side fills, mostly the producer warp by TMA, and groups of consumer warps read.
+    """STAGES slots of shared memory. One side fills them, mostly the producer by TMA; consumer groups read.
 
-    A slot is full when TMA's bytes, or all WRITERS, have arrived, and empty when all READERS have.
-    The n-th filling is in slot n % STAGES; the phase of its barriers is the parity of n // STAGES.
+    A slot is full when the bytes of its copies, or all WRITERS, have arrived. It is empty when all READERS
+    have released it. Filling number n uses slot n % STAGES, and the parity of n // STAGES is the phase of its
+    barriers.
     """
 
     slots: gl.shared_memory_descriptor  # [STAGES, rows, D]
-    full: gl.shared_memory_descriptor  # [STAGES, 1] barriers: slot is filled
-    empty: gl.shared_memory_descriptor  # [STAGES, 1] barriers: all readers are done
+    full: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers: the slot is filled
+    empty: gl.shared_memory_descriptor  # [STAGES, 1] mbarriers: all readers are done
 
 
 @gluon.jit
 def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
+    """A ring of these slots. READERS and WRITERS: how many arrivals empty and fill a slot."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -37,25 +47,29 @@ def make_ring(slots, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.co
 
 @gluon.jit
 def wait_full(ring, n, STAGES: gl.constexpr):
+    """Waits until filling n is in its slot."""
     mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
 def wait_empty(ring, n, STAGES: gl.constexpr):
+    """Waits until the slot of filling n is empty. The first STAGES fillings do not wait."""
     mbarrier.wait(ring.empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
 
 
 @gluon.jit
 def release(ring, n, STAGES: gl.constexpr):
+    """Says that this reader is done with filling n."""
     mbarrier.arrive(ring.empty.index(n % STAGES), count=1)
 
 
 @gluon.jit
 def opaque_zero(i):
-    """0 that LLVM does not know.
+    """A 0 that LLVM cannot see through. i: a value that changes in every iteration of the loop.
 
-    Descriptors of an operand at an address made from it are computed in every step, by the uniform datapath,
-    not hoisted out of the loop into two registers each, which then spill.
+    An operand in shared memory needs a descriptor of its address. LLVM hoists constant ones out of the loop,
+    into two registers each, which then spill. If the address includes this 0, the uniform datapath computes
+    the descriptor in every iteration.
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, 0; // $1", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
@@ -63,20 +77,24 @@ def opaque_zero(i):
 
 
 def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [N, H, D] as a matrix [N, H * D] moved by TMA in tiles; rows past N read as zero, are not written."""
+    """A TMA descriptor of x [N, H, D] as a matrix [N, H * D], moved in tiles of rows x columns.
+
+    Rows past N read as zero and are not written.
+    """
     return TensorDescriptor.from_tensor(x.flatten(1), [rows, columns], _tile_layout(rows, columns, x.dtype))
 
 
-@functools.cache  # to make one takes the host as long as a launch
+@functools.cache  # making one takes the host as long as a launch
 def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
 def vector(x: Tensor, size: int) -> TensorDescriptor:
-    """x as a vector of 32-bit values that TMA reads in runs of ``size``, zero past its end.
+    """A TMA descriptor of x as a vector of 32-bit values, read in runs of ``size``; zeros past its end.
 
-    A run starts at a multiple of 4: TMA knows only addresses of 16 bytes, and stops the GPU at others.
+    Every run must start at a multiple of 4 values: TMA faults at addresses that are not multiples of 16
+    bytes.
     """
     return TensorDescriptor.from_tensor(x.flatten(), [size], _VECTOR_LAYOUT)
 
@@ -85,7 +103,7 @@ _VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is a GPU of compute capability 9.0. Not cached: torch.compile traces it."""
+    """Whether ``device`` is a GPU of compute capability 9.0. Not cached, because torch.compile traces it."""
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -94,4 +112,5 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
+    """The number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

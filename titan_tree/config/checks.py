@@ -7,7 +7,7 @@
     OptimizerConfig(lr=-1)  # UserError: optimizer.lr: expected at least 0, got -1
 
 A check is a function of the field's value. It returns None for a valid value, else a phrase that names the
-values it accepts.
+values it accepts. A field of type ``Literal`` accepts only its choices and needs no check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from titan_tree.errors import UserError
 from titan_tree.registry import Registry
@@ -43,11 +43,12 @@ class Checked:
             cls._prefix = f"{table}."
 
     def __post_init__(self) -> None:
+        choices = _literal_checks(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, field.name)
             if value == MISSING or (value is None and field.default is None):
                 continue
-            for accepted in field.metadata.get("checks", ()):
+            for accepted in (*choices.get(field.name, ()), *field.metadata.get("checks", ())):
                 if (expected := accepted(value)) is not None:
                     raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {value!r}")
 
@@ -111,6 +112,12 @@ def list_of(item: Check) -> Check:
         return None if wrong is None else f"a list in which every item is {wrong}"
 
     return accepted
+
+
+def _literal_checks(cls: type) -> dict[str, tuple[Check]]:
+    """Returns a check of the choices for every field whose type is a Literal."""
+    hints = get_type_hints(cls)
+    return {name: (one_of(*get_args(hint)),) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def _is_number(value: Any) -> bool:

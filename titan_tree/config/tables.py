@@ -58,7 +58,7 @@ class DataConfig(Checked, table="data"):
             lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
         ),
     )
-    format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the format by the file's content
+    format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
@@ -68,9 +68,11 @@ class DataConfig(Checked, table="data"):
     # Train with the routed_experts recorded in the samples. If paths record different experts for a token
     # they share, use those of the "first" path or of the "majority", or "split" the paths (docs/routing.md).
     replay: Literal["off", "first", "majority", "split"] = "off"
-    max_tokens: int = 32_768  # tokens of one forward pass; larger trees are partitioned, see [partition]
-    global_batch_groups: int = 8  # groups per optimizer step, over all ranks
-    shuffle_buffer: int = 256  # groups from which the next one is drawn; 0 keeps the order of the files
+    # Tokens of one forward pass; larger trees are partitioned, see [partition].
+    max_tokens: int = setting(32_768, at_least(1))
+    global_batch_groups: int = setting(8, at_least(1))  # groups per optimizer step, over all ranks
+    # Groups from which the next one is drawn at random; 0 keeps the order of the files.
+    shuffle_buffer: int = setting(256, at_least(0))
     seed: int = 0  # seed of the shuffling
 
     def __post_init__(self) -> None:

@@ -12,23 +12,20 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Replay, has_records
+from titan_tree.tree.replay import has_records
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from titan_tree.config import DataConfig
 
 logger = logging.getLogger(__name__)
-
-CHOICES = {"merge": ("group", "batch"), "layout": ("tree", "flat"), "replay": get_args(Replay)}
-MINIMA = {"global_batch_groups": 1, "max_tokens": 1, "shuffle_buffer": 0}
 
 
 class TreeDataset:
@@ -53,8 +50,7 @@ class TreeDataset:
         world_size: number of processes that split the data.
 
     Raises:
-        UserError: a setting with a wrong value; malformed data, naming file, line and field; or a tree that
-            is too large.
+        UserError: malformed data, naming file, line and field; or a tree that is too large.
     """
 
     def __init__(
@@ -67,7 +63,6 @@ class TreeDataset:
         world_size: int = 1,
     ) -> None:
         assert 0 <= rank < world_size, (rank, world_size)
-        _check(config)
         self.config = config
         self.reader = reader
         self.allow_larger = allow_larger
@@ -177,12 +172,3 @@ class TreeDataset:
                 f"{what} has {tokens:,} tokens, more than data.max_tokens = {limit:,}; raise the limit, or "
                 "cut larger trees with partition.strategy = 'auto'"
             )
-
-
-def _check(config: DataConfig) -> None:
-    for name, allowed in CHOICES.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise UserError(f"data.{name}: expected one of {', '.join(allowed)}; got {value!r}")
-    for name, minimum in MINIMA.items():
-        if (number := getattr(config, name)) < minimum:
-            raise UserError(f"data.{name}: expected at least {minimum}, got {number}")

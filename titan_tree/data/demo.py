@@ -1,9 +1,9 @@
 """The embedded sample: branching tool-use rollouts that a tiny byte-level model learns in a few dozen steps.
 
-A customer asks a shop clerk how many pieces of two things there are, then of a third as well. The clerk
-looks numbers up and adds them. Trials of a task part where real agents' do: tools called in parallel or
-one by one, other words in a thought, a wrong sum; and thoughts of an earlier turn, which chat templates
-drop once the customer speaks again.
+A customer asks a shop clerk for the number of two items, and then of a third one. The clerk looks the numbers
+up and adds them. The trials of a task diverge where those of real agents do. Tools are called in parallel or
+one by one, thoughts use other words, and sums may be wrong. Chat templates also drop the thoughts of an
+earlier turn when the customer speaks again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Message = dict[str, Any]
 
 
 def records() -> Iterator[dict[str, Any]]:
-    """One record per task, in the schema of ``titan_tree.data.readers``; the same on every call."""
+    """Yields one record per task in the schema of titan_tree/data/groups.py, the same on every call."""
     for task in range(NUM_TASKS):
         draw = random.Random(f"demo/{task}")
         items = draw.sample(ITEMS, 3)
         count = {item: draw.randint(1, 9) for item in items}
-        # Half of the trials call tools in parallel, one in four answers wrongly.
+        # Half of the trials call tools in parallel. One in four gives a wrong answer.
         trials = [_trial(items, count, parallel=t % 2 == 0, draw=draw, slip=t == 3) for t in range(TRIALS)]
         rewards = [0.0 if t == 3 else 1.0 for t in range(TRIALS)]
         yield {
@@ -56,14 +56,14 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 def write(path: str | Path) -> None:
-    """Write the records as JSON Lines."""
+    """Writes the records to a JSON Lines file."""
     Path(path).write_text("".join(json.dumps(record) + "\n" for record in records()), encoding="utf-8")
 
 
 def _trial(
     items: list[str], count: dict[str, int], parallel: bool, draw: random.Random, slip: bool
 ) -> list[Message]:
-    """One rollout; a ``slip`` adds 1 to the last sum."""
+    """Returns the messages of one rollout. With ``slip``, the last sum is too large by 1."""
     first, second, third = items
     total = count[first] + count[second]
     look = draw.choice(("Look up", "I need"))

@@ -1,8 +1,8 @@
-"""Merge report: where the paths of a token tree part, and why.
+"""Merge report: where the paths of a token tree diverge, and why.
 
-Two samples that were meant to share more than they do usually part over one of three things: one of them
-ends, their texts differ, or the same text was tokenized differently (retokenization: text decoded and
-encoded again, a whitespace more, a prompt cut inside a word). The last one is waste that can be repaired.
+Two samples diverge for one of three reasons: one of them ends, their texts differ, or the same text became
+other tokens. The last one is called retokenization. It happens when text is decoded and encoded again, or
+when a prompt is cut inside a word. It costs sharing without need, so it is worth fixing.
 """
 
 from __future__ import annotations
@@ -23,58 +23,61 @@ Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
 RETOKENIZED = "same text, other tokens (retokenization)"
 OTHER_TEXT = "other text"
-OTHER_TOKENS = "other tokens"  # without a decode function
-CONTEXT = 24  # tokens read and compared around a branch point
-SHOWN = 50  # characters of those in a rendering
+OTHER_TOKENS = "other tokens"  # the reason if there is no text to compare
+CONTEXT = 24  # tokens that are compared and shown around a branch point
+SHOWN = 50  # of these, at most so many characters are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One way on from a branch point."""
+    """One continuation after a branch point."""
 
     node: int
-    token: int  # its first token id
-    text: str  # the first tokens of it, along its heaviest path
+    token: int  # id of its first token
+    text: str  # its beginning, along its heaviest path
     n_paths: int
-    n_tokens: int  # distinct tokens from here on
-    reason: str  # why it does not go with its heavier siblings; "" for the heaviest
+    n_tokens: int  # distinct tokens in its subtree
+    reason: str  # why it diverges from its heavier siblings; "" for the heaviest child
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """A place where the paths of a tree part: behind ``depth`` shared tokens."""
+    """A place where paths of a tree diverge after ``depth`` shared tokens."""
 
-    node: int  # the node that ends here; -1: the paths do not even share their first token
-    depth: int  # tokens before this point on each of the paths
+    node: int  # the node that ends here, or -1 if the paths do not share their first token
+    depth: int  # tokens that the paths share before this point
     n_paths: int
-    n_ending: int  # paths that end here, while others go on
-    before: str  # the last tokens before this point
+    n_ending: int  # paths that end here while others continue
+    before: str  # the end of the shared text
     children: tuple[Child, ...]  # heaviest first
 
     @property
     def reasons(self) -> list[str]:
-        """Why paths part here, each reason once."""
+        """Returns why paths diverge here, each reason once."""
         reasons = [ENDS] if self.n_ending else []
         return reasons + sorted({child.reason for child in self.children if child.reason})
 
 
 def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchPoint]:
-    """All places of ``tree`` where paths part or end inside it, in DFS order.
+    """Returns the branch points of a tree in depth-first order.
 
-    decode: token ids -> text, of the tokenizer that made them. Without it ids stand for text, and
-        retokenization cannot be told from other text.
+    Args:
+        tree: the tree to report on.
+        decode: token ids -> text. Without it, ids are shown as text, and retokenization cannot be told from
+            other text.
     """
     return list(_branch_points(tree, decode))
 
 
 def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoint]:
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent))
-    children: list[list[int]] = [[] for _ in range(len(tree.node_parent) + 1)]  # the last: the roots
+    children: list[list[int]] = [[] for _ in range(len(tree.node_parent) + 1)]  # [-1]: the roots
     for node, parent in enumerate(tree.node_parent.tolist()):
         children[parent].append(node)
     for node in range(-1, len(tree.node_parent)):
-        below = children[node]
-        if not below or (len(below) == 1 and (node < 0 or not ending[node])):
+        nodes = children[node]
+        is_branch = len(nodes) > 1 or (len(nodes) == 1 and node >= 0 and ending[node] > 0)
+        if not is_branch:
             continue
         end = int(tree.node_offsets[node + 1]) if node >= 0 else 0
         yield BranchPoint(
@@ -83,28 +86,28 @@ def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoi
             n_paths=int(tree.node_paths[node]) if node >= 0 else len(tree.paths),
             n_ending=int(ending[node]) if node >= 0 else 0,
             before=_text(_tokens_before(tree, end), decode),
-            children=tuple(_children(tree, below, decode)),
+            children=tuple(_children(tree, nodes, decode)),
         )
 
 
 def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Iterator[Child]:
-    """Heaviest child first, as DFS order has it: it goes on with the first of its own children."""
-    elder: list[list[int]] = []
+    """Yields the children at a branch point, heaviest first, which is their order in the tree."""
+    siblings: list[list[int]] = []  # how heavier siblings begin
     for node in nodes:
         start, end = int(tree.node_offsets[node]), int(tree.node_subtree_end[node])
         ahead = tree.tokens[start : start + min(CONTEXT, _heavy_length(tree, node))].tolist()
-        if not elder:
+        if not siblings:
             reason = ""
         elif decode is None:
             reason = OTHER_TOKENS
         else:
-            reason = RETOKENIZED if any(_same_text(ahead, e, decode) for e in elder) else OTHER_TEXT
-        elder.append(ahead)
+            reason = RETOKENIZED if any(_same_text(ahead, s, decode) for s in siblings) else OTHER_TEXT
+        siblings.append(ahead)
         yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
 
 
 def _heavy_length(tree: TokenTree, node: int) -> int:
-    """Tokens of the path from ``node`` that always takes the first child: contiguous in DFS order."""
+    """Counts the tokens from ``node`` on along first children, which are contiguous in the tree."""
     first = node
     while node + 1 < len(tree.node_parent) and tree.node_parent[node + 1] == node:
         node += 1
@@ -112,7 +115,7 @@ def _heavy_length(tree: TokenTree, node: int) -> int:
 
 
 def _tokens_before(tree: TokenTree, end: int) -> list[int]:
-    """The last tokens of the path that ends before DFS index ``end``."""
+    """Returns the last tokens of the path that ends before index ``end`` of the tree."""
     before: list[int] = []
     token = end - 1
     while token >= 0 and len(before) < CONTEXT:
@@ -122,10 +125,9 @@ def _tokens_before(tree: TokenTree, end: int) -> list[int]:
 
 
 def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
-    """Do two continuations begin with the same text, at least as long as either's first token?"""
-    shared = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decode(a), decode(b), strict=False))
-    )
+    """Returns whether two continuations begin with the same text, at least for the longer first token."""
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(decode(a), decode(b), strict=False))
+    shared = sum(1 for _ in equal)
     return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)
 
 
@@ -134,7 +136,7 @@ def _text(tokens: list[int], decode: Decode | None) -> str:
 
 
 def render_report(tree: TokenTree, decode: Decode | None = None) -> Text:
-    """The branch points of ``tree``, for people: what stands before each, its ways on, and why they part."""
+    """Renders the branch points of a tree: the text before each, its children, and why they diverge."""
     points = branch_points(tree, decode)
     tally = Counter(reason for point in points for reason in point.reasons)
     out = Text(f"{_count(len(tree.paths), 'path')}, {_count(len(points), 'branch point')}\n")
@@ -155,7 +157,7 @@ def render_report(tree: TokenTree, decode: Decode | None = None) -> Text:
 
 
 def render_picture(tree: TokenTree, decode: Decode | None = None) -> Tree:
-    """The nodes of ``tree`` as an indented drawing: length, paths, and how the text of each begins."""
+    """Renders the nodes of a tree as an indented drawing, with their sizes and how their texts begin."""
     ending = np.bincount(tree.path_node, minlength=len(tree.node_parent)).tolist()
     picture = Tree(f"{_count(len(tree), 'token')}, {_count(len(tree.paths), 'path')}")
     drawn: list[Tree] = []
@@ -174,6 +176,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _quoted(text: str, last: bool = False) -> str:
-    """``text`` on one line, the first or last SHOWN characters of it."""
+    """Quotes the first or last SHOWN characters of a text on one line."""
     text = text[-SHOWN:] if last else text[:SHOWN]
     return json.dumps(text, ensure_ascii=False)

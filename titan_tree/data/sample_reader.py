@@ -54,14 +54,12 @@ class SampleReader:
         files: the paths that ``config.files`` names, globs expanded.
 
     Raises:
-        UserError: a file does not exist, or ``config.advantage`` is unknown.
+        UserError: a file does not exist.
     """
 
     def __init__(
         self, config: DataConfig, tokenizer: SampleTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
-        if config.advantage not in ("given", "group"):
-            raise UserError(f"data.advantage: expected one of given, group; got {config.advantage!r}")
         self.config = config
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)

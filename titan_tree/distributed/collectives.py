@@ -1,4 +1,7 @@
-"""Collective operations over all ranks. Every rank makes the same calls in the same order."""
+"""Collective operations over all ranks. Every rank makes the same calls in the same order.
+
+A single rank gets its arguments back.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,7 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
         loss: 0-dim fp32.
         sums: 0-dim tensors of any dtype.
     Returns:
-        The summed loss, and the sums in fp32 in alphabetical order of all ranks' names. One rank alone gets
-        its arguments back.
+        The summed loss, and the sums in fp32, in alphabetical order of the names of all ranks.
     """
     if world_size() == 1:
         return loss, sums

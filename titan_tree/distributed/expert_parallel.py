@@ -88,7 +88,7 @@ def fully_shard_experts(
 
 
 class _TakeLocal:
-    """Stores this rank's weights in ``Experts.local_weights`` before a block runs, so that no graph sees a DTensor."""
+    """Sets ``Experts.local_weights`` before a block runs, so that no graph sees a DTensor."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts

@@ -26,8 +26,7 @@ from titan_tree.tree.layout import TreeLayout
 class Mixer(nn.Module, ABC):
     """The part of a layer that mixes a token with its ancestors: attention or a recurrence."""
 
-    # One entry per exported tensor: the stream of the gateway cache, "keys" or "states", that stores its
-    # rows.
+    # One entry per exported tensor: the stream of the gateway cache that stores it, "keys" or "states".
     cache_streams: ClassVar[tuple[str, ...]]
     # Attribute names of linears that must not run in float8, because they need more precision.
     high_precision: ClassVar[tuple[str, ...]] = ()

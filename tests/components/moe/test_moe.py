@@ -121,6 +121,7 @@ def test_every_run_gives_the_same_bits():
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_compiled_graph_serves_all_sizes(backend):
     made = small_moe(dtype=torch.float32)

@@ -103,6 +103,7 @@ def test_biases_balance_a_router(counts):
     assert max(loads[-5:]) < 1.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"])
 def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp_path, model):
     """Bit for bit, with several micro-batches, partitions, and recomputed forwards."""

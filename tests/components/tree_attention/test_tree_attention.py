@@ -1,5 +1,6 @@
 """TreeAttention against its definition in float64, built from parent pointers alone."""
 
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.layouts import SMALL, ancestor_mask, exact_attention, make_layout, random_nodes, random_qkv
+from tests.support.layouts import (
+    SMALL,
+    ancestor_mask,
+    assert_exact_in_gateway_cache,
+    exact_attention,
+    make_layout,
+    random_nodes,
+    random_qkv,
+)
 from titan_tree.components.tree_attention import TreeAttention, context, operator, triton_kernels
 from titan_tree.components.tree_attention.plan import (
     JOBS,
@@ -20,11 +29,12 @@ from titan_tree.components.tree_attention.plan import (
     prepare,
 )
 from titan_tree.errors import UserError
+from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
 
 def context_queries(n: int, kind: str) -> np.ndarray:
-    """Query columns among n keys: the gateway context is in front of them, between them, or nearly all."""
+    """Query columns among n keys. The other keys, the context, are in front, in between, or nearly all."""
     if kind == "front":
         return np.arange(n - n // 3, n)
     if kind == "last":
@@ -36,7 +46,7 @@ def context_queries(n: int, kind: str) -> np.ndarray:
 
 
 def assert_exact(nodes, queries=None, backend="triton", heads=(2, 1), dim=16, tolerance=1e-6, **factory):
-    """Output and all gradients: error norm against float64, relative to the norm of the cotangent."""
+    """Output and gradients against float64: the norm of each error, relative to the norm of do."""
     layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
     q, k, v, do = random_qkv(*mask.shape, heads, dim, **factory)
     attention = TreeAttention(backend)
@@ -62,76 +72,48 @@ def test_reference_equals_definition(name):
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=["MHA", "GQA 3"])
-def test_triton_heads(heads):
-    assert_exact(SMALL["star"], heads=heads)
+def test_grouped_query_heads_equal_definition(heads):
+    assert_exact([(-1, 40), (0, 30), (0, 20)], heads=heads)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_triton_head_dims(dim):
+def test_head_dims_equal_definition(dim):
     assert_exact([(-1, 40), (0, 30), (0, 20)], dim=dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["front", "between", "nearly all"])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_gateway_context(kind, backend):
-    nodes = random_nodes(3, 25, 5, 25, roots=0.0)
+def test_keys_that_are_not_queries_equal_definition(kind, backend):
+    nodes = random_nodes(3, 20, 5, 20, roots=0.0)
     n = sum(length for _, length in nodes)
     assert_exact(nodes, context_queries(n, kind), backend=backend)
 
 
-def assert_exact_on_a_bank(backend, tolerance, dim=16, device="cpu", dtype=torch.float32):
-    """Rows of context anywhere in a larger bank, own rows apart: as with all keys in one tensor."""
-    nodes = random_nodes(0, 40, 5, 20, roots=0.0)
-    n, heads = sum(length for _, length in nodes), (6, 3)
-    columns = np.arange(n // 3, n, 2)
-    own = np.isin(np.arange(n), columns)
-    rows = n + 50
-    place = np.random.default_rng(0).permutation(rows)[: n - len(columns)]
-    source = np.empty(n, np.int64)
-    source[~own], source[own] = place, rows + np.arange(len(columns))
-    layout = replace(make_layout(nodes, columns), key_source=torch.from_numpy(source)).to(device)
-    mask = ancestor_mask(nodes, columns).to(device)
-    q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device=device)
-    q, k, v = (x.detach() for x in (q, k, v))
-    bank = torch.randn(rows, 2, heads[1], dim, device=device, dtype=dtype)
-    bank[place] = torch.stack([k, v], 1)[~own]
-    inputs = [x.requires_grad_() for x in (q, k[own], v[own], bank)]
-    attention = TreeAttention(backend)
-    out = attention(*inputs[:3], attention.prepare(layout), inputs[3])
-    got = torch.autograd.grad(out, inputs, do)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = exact_attention(*exact, mask)
-    dq, dk, dv = torch.autograd.grad(expected, exact, do.double())
-    dbank = torch.zeros_like(bank, dtype=torch.float64)
-    dbank[place] = torch.stack([dk, dv], 1)[~own]
-    results = zip((out, *got), (expected, dq, dk[own], dv[own], dbank), strict=True)
-    assert all((a - b).norm() < tolerance * b.norm() for a, b in results)
-    assert not got[3][[row for row in range(rows) if row not in place]].any()  # nobody reads these
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("reference", torch.float64)])
-def test_context_in_a_bank(backend, dtype):
-    assert_exact_on_a_bank(backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype)
+def test_context_in_a_gateway_cache_equals_definition(backend, dtype):
+    assert_exact_in_gateway_cache(backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype)
 
 
-def test_context_is_not_saved():
-    """The backward keeps own keys and values and the bank, which is there anyway, but no columns."""
+def test_gathered_columns_are_not_saved():
+    """The backward pass keeps own keys and values and the gateway cache, but no gathered columns."""
     layout = replace(make_layout([(-1, 100)], np.arange(90, 100)), key_source=torch.arange(100) + 5)
     q, k, v, _ = random_qkv(10, 10, (2, 1), 16)
-    bank = torch.randn(95, 2, 1, 16, requires_grad=True)
+    cache = torch.randn(95, 2, 1, 16, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         attention = TreeAttention("triton")
-        attention(q, k, v, attention.prepare(layout), bank)
+        attention(q, k, v, attention.prepare(layout), cache)
     large = [x for x in saved if x.is_floating_point() and len(x) > 10]
-    assert all(x is bank for x in large)
+    assert all(x is cache for x in large)
     assert len(large) == 1
 
 
 @pytest.mark.parametrize("kind", ["all", "front", "between", "last", "one past a block"])
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_covers_exactly_what_is_visible(seed, kind):
-    """Brute force: no visible pair outside the plan, no invisible pair in a block taken as full."""
+    """Brute force: no visible pair is outside the plan, and no invisible pair is in a block marked full."""
     nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
     nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a piece
     n = sum(length for _, length in nodes)
@@ -141,7 +123,7 @@ def test_plan_covers_exactly_what_is_visible(seed, kind):
     n_keys = mask.shape[1]
 
     def assert_lists(lists, visible, full_from, size):
-        """Query block i reads runs of ``size`` keys, all of them visible from the full_from[i]-th on."""
+        """Query block i reads runs of ``size`` keys; from run full_from[i] on, all keys are visible."""
         listed = torch.zeros_like(mask)
         for i, (stop, full) in enumerate(zip(visible.tolist(), full_from.tolist(), strict=True)):
             runs = lists[i, :stop].tolist()
@@ -176,7 +158,7 @@ def test_plan_covers_exactly_what_is_visible(seed, kind):
 @pytest.mark.parametrize(
     "nodes", [[(-1, 40_000)], random_nodes(1, 300, 1, 120), [(-1, 9000), *[(0, 9)] * 300]]
 )
-def test_jobs_are_the_ranges_cut_evenly(nodes):
+def test_jobs_cut_ranges_evenly(nodes):
     layout = make_layout(nodes)
     n, plan = len(layout.key_index), prepare(layout)
     tiles = [
@@ -207,7 +189,7 @@ def test_jobs_are_the_ranges_cut_evenly(nodes):
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_siblings_do_not_leak(backend):
-    """Other keys and values on one branch: bit for bit the same output on the other, and no gradient."""
+    """Keys and values on one branch change nothing on the other, bit for bit, and get no gradient from it."""
     nodes = [(-1, 60), (0, 50), (0, 40)]
     layout = make_layout(nodes)
     q, k, v, do = random_qkv(150, 150, (2, 1), 16)
@@ -223,10 +205,12 @@ def test_siblings_do_not_leak(backend):
     assert not dv[60:110].any()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_compiles_without_recompilation(backend, recompute):
-    """fullgraph, dynamic, checkpointed: the same gradients, and one graph for every tree and N."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "recompute"), [("triton", True), ("reference", False), ("reference", True)]
+)
+def test_all_trees_share_one_compiled_graph(backend, recompute):
+    """With fullgraph, dynamic shapes and checkpointing: equal gradients, one graph for every tree and N."""
     attention = TreeAttention(backend)
     graphs = 0
 
@@ -245,7 +229,7 @@ def test_compiles_without_recompilation(backend, recompute):
         )
 
     compiled = torch.compile(maybe_recomputed, fullgraph=True, dynamic=True, backend=count_graphs)
-    for nodes in (SMALL["star"], SMALL["branch at a block edge"], random_nodes(5, 30, 1, 40)):
+    for nodes in (SMALL["star"], [(-1, 128), (0, 3)], random_nodes(5, 20, 1, 20)):
         layout = attention.prepare(make_layout(nodes))
         n = len(layout.key_index)
         q, k, v, do = random_qkv(n, n, (2, 1), 16)
@@ -258,7 +242,7 @@ def test_compiles_without_recompilation(backend, recompute):
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
-def test_compiles_without_a_prepared_layout(backend):
+def test_a_layout_without_a_plan_compiles(backend):
     attention = TreeAttention(backend)
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
     nodes = [(-1, 40), (0, 33), (0, 18)]
@@ -267,8 +251,8 @@ def test_compiles_without_a_prepared_layout(backend):
     assert error.abs().max() < 1e-6
 
 
-def test_large_scores():
-    """Masked scores stay below the visible ones, however low these are."""
+def test_large_scores_stay_exact():
+    """Masked scores stay below visible ones, however low those are."""
     q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
     q, k = 300 * q, 300 * k
     nodes = [(-1, 40), (0, 33), (0, 18)]
@@ -278,10 +262,10 @@ def test_large_scores():
     assert error.abs().max() < 1e-4
 
 
-def test_any_address_and_stride():
+def test_any_address_and_stride_works():
     """Views that TMA cannot read: an odd storage offset, columns of a wider tensor, an expanded cotangent."""
-    nodes = SMALL["star"]
-    layout, n = make_layout(nodes), 220
+    nodes = [(-1, 70), *[(0, 3)] * 20]
+    layout, n = make_layout(nodes), 130
     layout = TreeLayout(
         layout.positions, torch.cat([torch.zeros(1).int(), layout.subtree_end])[1:], layout.key_index
     )
@@ -295,54 +279,88 @@ def test_any_address_and_stride():
         assert (a - b).abs().max() < 1e-5
 
 
-def test_operator_is_sound():
+def test_operator_keeps_its_contract():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)
     metadata = [layout.subtree_end, layout.key_index, *layout.attention_plan]
     torch.library.opcheck(operator.tree_attention, (q, k, v, None, None, metadata, "triton", False))
 
 
-def test_refuses_what_it_cannot_do(monkeypatch):
+def small_qkv(dim=16, dtype=torch.float32, m=5):
+    return random_qkv(5, m, (2, 1), dim, dtype=dtype)[:3]
+
+
+def test_inputs_that_do_not_fit_are_refused():
     layout = make_layout(SMALL["chain of 5"])
     attention = TreeAttention("triton")
-
-    def qkv(dim=16, dtype=torch.float32, m=5):
-        return random_qkv(5, m, (2, 1), dim, dtype=dtype)[:3]
-
-    with pytest.raises(UserError, match=r"head dim 16, 32, 64, 128 or 256, got 48"):
-        attention(*qkv(dim=48), layout)
-    with pytest.raises(UserError, match=r"float64"):
-        attention(*qkv(dtype=torch.float64), layout)
-    q, k, v = qkv()
-    for wrong in (qkv(m=6), (q, k.repeat(1, 3, 1), v.repeat(1, 3, 1)), (q, k[:, :0], v[:, :0]), (q[0], k, v)):
-        for backend in ("triton", "reference"):
-            with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
-                TreeAttention(backend)(*wrong, layout)
+    q, k, v = small_qkv()
+    wrong = (small_qkv(m=6), (q, k.repeat(1, 3, 1), v.repeat(1, 3, 1)), (q, k[:, :0], v[:, :0]), (q[0], k, v))
+    for inputs in wrong:
+        with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
+            attention(*inputs, layout)
     with pytest.raises(UserError, match=r"expected q, k, v and context of one dtype"):
         attention(q.half(), k, v, layout)
+    with pytest.raises(
+        UserError, match=r"context: expected \[R, 2, Hkv, D\] .* a layout that has key_source"
+    ):
+        attention(q, k, v, layout, torch.zeros(3, 2, 1, 16))
     for other in (TreeAttention("reference").prepare(layout), attention.prepare(make_layout([(-1, 200)]))):
         with pytest.raises(UserError, match=r"prepared for another backend"):
             attention(q, k, v, layout.with_plan(other.attention_plan))
-    with pytest.raises(UserError, match=r"layout of int32 tensors of one query or more, got torch.int64"):
+    with pytest.raises(UserError, match=r"layout of int32 tensors with at least one query, got torch.int64"):
         attention.prepare(
             TreeLayout(*(x.long() for x in (layout.positions, layout.subtree_end, layout.key_index)))
         )
+
+
+def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
+    layout = make_layout(SMALL["chain of 5"])
+    q, k, v = small_qkv()
+    with pytest.raises(UserError, match=r"'triton' expected head dim 16, 32, 64, 128 or 256, got 48"):
+        TreeAttention("triton")(*small_qkv(dim=48), layout)
+    with pytest.raises(UserError, match=r"'triton' expected bfloat16, float16 or float32, got torch.float64"):
+        TreeAttention("triton")(*small_qkv(dtype=torch.float64), layout)
     with pytest.raises(UserError, match=r"'flash' has no deterministic backward"):
-        TreeAttention("flash", deterministic=True)(q, k, v, layout)
+        TreeAttention("flash", deterministic=True)(q.half(), k.half(), v.half(), layout)
     with pytest.raises(UserError, match=r"'hopper' needs a GPU of compute capability 9.0"):
         TreeAttention("hopper")(q, k, v, layout)
     with pytest.raises(UserError, match=r"'flex' needs a CUDA device"):
         TreeAttention("flex").prepare(layout)
     with pytest.raises(
-        UserError, match=r"expected one of auto, hopper, triton, flash, flex, reference, got 'magic'"
+        UserError, match=r"unknown TreeAttention backend 'magic' \(known: auto, hopper, triton"
     ):
         TreeAttention("magic")
     monkeypatch.setattr(triton_kernels, "INTERPRET", False)
-    with pytest.raises(UserError, match=r"needs a CUDA device, got cpu"):
-        attention(*qkv(), layout)
+    with pytest.raises(UserError, match=r"'triton' needs a CUDA device, got cpu"):
+        TreeAttention("triton")(q, k, v, layout)
 
 
-def test_kernel_that_adds_gradients():
+def test_a_registered_backend_needs_no_other_change(monkeypatch):
+    """One entry of the registry: by name, and for "auto" once it is automatic and nothing before it is."""
+    mine = types.ModuleType("mine")
+    mine.is_automatic = lambda device: True
+    mine.refusal = lambda q, deterministic: "is not deterministic" if deterministic else None
+    mine.prepare = lambda layout: "my plan"
+
+    def attention(q, k, v, context, layout, plan, deterministic):
+        assert plan == "my plan"
+        return 2 * q
+
+    mine.attention = attention
+    monkeypatch.setattr(ATTENTION_BACKENDS, "_entries", dict(ATTENTION_BACKENDS._entries))
+    ATTENTION_BACKENDS.register("mine", mine)
+    layout, (q, k, v) = make_layout(SMALL["chain of 5"]), small_qkv()
+    assert torch.equal(TreeAttention("mine")(q, k, v, layout), 2 * q)
+    assert not torch.equal(TreeAttention()(q, k, v, layout), 2 * q)
+    with pytest.raises(UserError, match="TreeAttention: backend 'mine' is not deterministic"):
+        TreeAttention("mine", deterministic=True)(q, k, v, layout)
+    for name in ATTENTION_BACKENDS:
+        if name != "mine":
+            monkeypatch.setattr(ATTENTION_BACKENDS[name], "is_automatic", lambda device: False)
+    assert torch.equal(TreeAttention()(q, k, v, layout), 2 * q)
+
+
+def test_add_kernel_equals_addition():
     total, gradient = torch.randn(5000, dtype=torch.float64), torch.randn(5000)
     expected = total + gradient
     context._add_kernel[(2,)](total, gradient, 5000, 4096)

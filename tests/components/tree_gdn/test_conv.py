@@ -1,4 +1,4 @@
-"""The causal convolution on trees: the definition, the operator and its kernels, against single paths."""
+"""The causal convolution on trees: the definition, the operator and its kernels, against every path alone."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
 from titan_tree.components.tree_gdn import conv, reference
 from titan_tree.errors import UserError
-from titan_tree.tree.chunks import make_chunks
-from titan_tree.tree.layout import TreeLayout
 
 TREES = {
     "one token": [(-1, 1)],
@@ -27,34 +26,14 @@ TREES = {
 }
 
 
-def predecessors(nodes):
-    """[N]: each token's predecessor, -1 of a root."""
-    starts = np.cumsum([0] + [length for _, length in nodes])
-    before = np.arange(starts[-1]) - 1
-    for start, (parent, _) in zip(starts, nodes, strict=False):
-        before[start] = starts[parent + 1] - 1 if parent >= 0 else -1
-    return before
-
-
-def make_layout(before, exports=None, device="cpu"):
-    tensor = torch.from_numpy(before).int()
-    chunks = make_chunks(before, np.empty(0, np.int64) if exports is None else exports)
-    exports = None if exports is None else torch.from_numpy(exports)
-    layout = TreeLayout(tensor, tensor, tensor, predecessor=tensor, chunks=chunks, state_exports=exports)
-    return layout.to(device)
-
-
-def path_of(token, before):
-    path = [token]
-    while before[path[-1]] >= 0:
-        path.append(before[path[-1]])
-    return path[::-1]
+def make_layout(before, exports=(), device="cpu"):
+    return recurrent_layout(before, exports).to(device)
 
 
 def by_paths(x, weight, before):
-    """silu(conv1d) of every root-to-leaf path alone; of a token on several, one of its equal results."""
+    """silu(conv1d) of every root-to-leaf path alone. A token's results on its paths are equal."""
     y = [None] * len(x)
-    for leaf in sorted(set(range(len(x))) - set(before.tolist())):
+    for leaf in leaves(before):
         path = path_of(leaf, before)
         padded = F.pad(x[path].t(), (weight.shape[1] - 1, 0))
         out = F.silu(F.conv1d(padded[None], weight[:, None], groups=len(weight)))[0].t()
@@ -64,8 +43,8 @@ def by_paths(x, weight, before):
 
 
 def cut(convolve, x, weight, before, level):
-    """y of a tree run in parts, first the tokens of level 0; a bank hands tails on, as gateways do."""
-    bank = x.new_full((2, weight.shape[1] - 1, x.shape[1]), torch.nan)  # rows of nobody
+    """y of a tree computed in partitions, tokens of level 0 first; a gateway cache passes tails on."""
+    cache = x.new_full((2, weight.shape[1] - 1, x.shape[1]), torch.nan)  # rows that nobody reads
     rows, order, outputs = {}, [], []
     follows = [(p, t) for t, p in enumerate(before) if p >= 0 and level[p] < level[t]]
     for this in range(level.max() + 1):
@@ -73,17 +52,17 @@ def cut(convolve, x, weight, before, level):
         place = {token: i for i, token in enumerate(own)}
         part = np.array([-1 if p < 0 else place.get(p, -2 - rows.get(p, 0)) for p in before[own]])
         wanted = sorted({p for p, _ in follows if level[p] == this}, key=lambda p: -p)
-        exports = np.array([place[p] for p in wanted] + [len(own) - 1] * 2)  # the last ones fill up
-        y, tails = convolve(x[torch.from_numpy(own)], weight, make_layout(part, exports, x.device), bank)
-        rows |= {p: len(bank) + i for i, p in enumerate(wanted)}
-        bank = torch.cat([bank, tails])
+        exports = np.array([place[p] for p in wanted] + [len(own) - 1] * 2)  # two more, as padding has
+        y, tails = convolve(x[torch.from_numpy(own)], weight, make_layout(part, exports, x.device), cache)
+        rows |= {p: len(cache) + i for i, p in enumerate(wanted)}
+        cache = torch.cat([cache, tails])
         order.append(own)
         outputs.append(y)
     return torch.cat(outputs)[torch.from_numpy(np.concatenate(order).argsort())]
 
 
 def random_levels(before, seed, share=0.2):
-    """[N]: how often the path to each token is cut."""
+    """[N]: how many times the path to each token is cut."""
     rng = np.random.default_rng(seed)
     level = np.zeros(len(before), int)
     for token, p in enumerate(before):
@@ -117,7 +96,7 @@ class Way:
 
 @pytest.fixture(params=["reference", "operator", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def way(request, monkeypatch):
-    """How to compute: by definition, by the operator in plain torch, in the interpreter or on a GPU."""
+    """The ways to compute: the definition; the operator in plain PyTorch, interpreted, or on a GPU."""
     if request.param == "reference":
         return Way(reference.tree_causal_conv1d, torch.float64, 1e-13)
     if request.param == "operator":
@@ -125,7 +104,7 @@ def way(request, monkeypatch):
     if request.param == "cuda":
         return Way(conv.tree_causal_conv1d, torch.float32, 2e-6, "cuda")
     if torch.cuda.is_available():
-        pytest.skip("Triton compiles where there is a GPU")
+        pytest.skip("Triton compiles if there is a GPU")
     monkeypatch.setattr(conv, "_use_kernels", lambda x: True)
     return Way(conv.tree_causal_conv1d, torch.float32, 2e-6)
 
@@ -135,7 +114,7 @@ def doubles(*tensors):
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_tree_is_its_paths(name, way):
+def test_a_tree_equals_its_paths(name, way):
     before = predecessors(TREES[name])
     x, weight, dy = way.inputs(len(before))
     y, tails = way.convolve(x, weight, make_layout(before, device=way.device))
@@ -145,7 +124,7 @@ def test_a_tree_is_its_paths(name, way):
 
 
 @pytest.mark.parametrize(("channels", "width"), [(3, 1), (1, 2), (5, 3), (2, 6), (300, 4)])
-def test_sizes(channels, width, way):
+def test_any_number_of_channels_and_taps_works(channels, width, way):
     before = predecessors(random_nodes(4, 6, 1, 4, roots=0.2))
     x, weight, dy = way.inputs(len(before), channels, width)
     y, _ = way.convolve(x, weight, make_layout(before, device=way.device))
@@ -155,7 +134,7 @@ def test_sizes(channels, width, way):
 
 @pytest.mark.parametrize("share", [0.15, 0.6])
 @pytest.mark.parametrize("name", ["star", "1- and 2-token nodes", "forest", "deep"])
-def test_parts_are_the_whole(name, share, way):
+def test_partitions_equal_the_unpartitioned_tree(name, share, way):
     before = predecessors(TREES[name])
     level = random_levels(before, seed=0, share=share)
     assert level.max() > 0
@@ -165,17 +144,17 @@ def test_parts_are_the_whole(name, share, way):
     way.assert_equal(y, (x, weight), by_paths(*exact, before), exact, dy)
 
 
-def test_tails_are_inputs_before_the_exports(way):
-    """Also their gradients, of a gateway's rows and of tokens, each wanted by several."""
+def test_exported_tails_are_the_last_inputs(way):
+    """Also the gradients of gateway rows and of tokens that several windows or exports read."""
     before, exports = np.array([-4, 0, 1, -2, 3, 3, -1, -4]), np.array([1, 3, 6, 1])
     x, weight, dy = way.inputs(8)
-    tails, _, dtails = way.inputs(4 * 3)  # of rows 0 .. 3, of which 1 and 3 are not read
+    tails, _, dtails = way.inputs(4 * 3)  # rows 0 .. 3; nobody reads rows 1 and 3
     tails, dtails = (t.detach().view(4, 3, 5) for t in (tails, dtails))
     tails[[1, 3]] = torch.nan
     tails.requires_grad_()
     y, got = way.convolve(x, weight, make_layout(before, exports, way.device), tails)
     zero = torch.zeros_like(x[0])
-    one = torch.stack([tails[2, 2], x[0], x[1]])  # the last three at token 1
+    one = torch.stack([tails[2, 2], x[0], x[1]])  # the last three inputs at token 1
     want = torch.stack(
         [one, torch.stack([tails[0, 1], tails[0, 2], x[3]]), torch.stack([zero, zero, x[6]]), one]
     )
@@ -195,7 +174,7 @@ def test_tails_are_inputs_before_the_exports(way):
 
 
 @pytest.mark.parametrize("convolve", [reference.tree_causal_conv1d, conv.tree_causal_conv1d])
-def test_gradcheck(convolve):
+def test_gradients_pass_gradcheck(convolve):
     layout = make_layout(np.array([-3, 0, 1, 1, -1, -2, 5]), np.array([1, 5, 6, 6]))
     x, weight, tails = (
         torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((7, 2), (2, 4), (2, 3, 2))
@@ -204,7 +183,7 @@ def test_gradcheck(convolve):
 
 
 def test_nothing_leaks(way):
-    """Exactly the windows with a token change with it, and exactly a window gets its token's gradient."""
+    """A token changes exactly the windows with it, and a window's gradient reaches exactly its tokens."""
     before = predecessors(TREES["forest"])
     n = len(before)
     in_window = np.zeros((n, n), bool)
@@ -223,7 +202,7 @@ def test_nothing_leaks(way):
         assert ((dx != 0).cpu().numpy() == in_window[token, :, None]).all()
 
 
-def test_bit_equal_run_by_run(way):
+def test_results_repeat_bit_for_bit(way):
     before = predecessors(TREES["deep"])
     level = random_levels(before, seed=1)
     x, weight, dy = way.inputs(len(before))
@@ -237,9 +216,9 @@ def test_bit_equal_run_by_run(way):
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bf16_is_rounded_once(weight_dtype, way):
-    """Results are the nearest bf16 numbers, within what fp32 can tell; the interpreter rounds to zero."""
+    """Results are the nearest bf16 numbers, up to fp32 rounding. The interpreter rounds towards zero."""
     if way.convolve is reference.tree_causal_conv1d:
-        pytest.skip("sums dx in bf16")
+        pytest.skip("the definition sums dx in bf16")
     before = predecessors(TREES["star of 1-token nodes"])
     x, weight, dy = (t.detach().bfloat16() for t in way.inputs(len(before)))
     x, weight = x.requires_grad_(), weight.to(weight_dtype).requires_grad_()
@@ -253,8 +232,8 @@ def test_bf16_is_rounded_once(weight_dtype, way):
         assert ((got - exact).abs() <= unit * 2 ** exact.abs().log2().ceil() + 2e-6).all()
 
 
-def test_operators_keep_their_contracts():
-    """Fake results have the true shapes, strides and dtypes, and autograd is registered as it must be."""
+def test_operators_keep_their_contract():
+    """Fake results have the true shapes, strides and dtypes, and autograd is registered correctly."""
     layout = make_layout(np.array([-3, 0, 1, 1, -1, -2, 5]), np.array([1, 5, 6]))
     x, weight, tails = (torch.randn(*s, requires_grad=True) for s in ((7, 2), (2, 4), (2, 3, 2)))
     root = make_layout(np.array([-1, 0, 1, 1, -1, 4, 5]))
@@ -270,8 +249,8 @@ def test_operators_keep_their_contracts():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiles_without_recompilation(recompute):
-    """fullgraph, dynamic, checkpointed: the same numbers, and one graph for every tree."""
+def test_all_trees_share_one_compiled_graph(recompute):
+    """With fullgraph, dynamic shapes and checkpointing: equal numbers, and one graph for every tree."""
     graphs = 0
 
     def count_graphs(graph, inputs):
@@ -304,7 +283,7 @@ def test_compiles_without_recompilation(recompute):
     assert graphs == 1
 
 
-def test_compiles_without_a_plan():
+def test_a_call_without_a_plan_compiles():
     compiled = torch.compile(conv.tree_causal_conv1d, fullgraph=True, dynamic=True, backend="eager")
     before = predecessors(TREES["forest"])
     x, weight = torch.randn(len(before), 5), torch.randn(5, 4)
@@ -312,7 +291,7 @@ def test_compiles_without_a_plan():
     torch.testing.assert_close(y, by_paths(x, weight, before))
 
 
-def test_what_does_not_fit_is_refused():
+def test_inputs_that_do_not_fit_are_refused():
     layout = make_layout(np.array([-1, 0, 1]))
     x, weight = torch.randn(3, 5), torch.randn(5, 4)
     with pytest.raises(UserError, match="expected a layout of 4 tokens"):
@@ -325,7 +304,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_partition_needs_its_tails():
-    """Without them its first tokens would silently see an empty past."""
+    """Without tails, its first tokens would silently see an empty past."""
     x, weight = torch.randn(3, 5), torch.randn(5, 4)
     with pytest.raises(UserError, match="expected the gateway's tails for a partition, got none"):
         conv.tree_causal_conv1d(x, weight, make_layout(np.array([-2, 0, 1]), np.array([2])))

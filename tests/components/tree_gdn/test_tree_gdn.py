@@ -1,4 +1,4 @@
-"""The gated delta rule on trees in plain torch, in float64, against its recurrence on every path alone."""
+"""TreeGDN and its reference in float64, against the recurrence on every path alone; chunks of forests."""
 
 import itertools
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.forests import path_recurrence, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
-from titan_tree.components.tree_gdn import TreeGDN
+from titan_tree.components.tree_gdn import TreeGDN, hopper, triton_kernels
 from titan_tree.components.tree_gdn.reference import gated_delta_rule
 from titan_tree.errors import UserError
-from titan_tree.tree.chains import make_chains
+from titan_tree.registry import GDN_BACKENDS
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.layout import TreeLayout
 
@@ -21,111 +22,63 @@ TREES = {
     "deep": random_nodes(3, 10, 1, 6, roots=0.0),
     "forest": random_nodes(4, 12, 1, 9, roots=0.3),
 }
+NO_EXPORTS = np.empty(0, np.int64)
 
 
-def predecessors(nodes):
-    """[N] from (parent, length) of nodes in DFS order."""
-    ends, before = [], []
-    for parent, length in nodes:
-        start = len(before)
-        before += [ends[parent] - 1 if parent >= 0 else -1, *range(start, start + length - 1)]
-        ends.append(start + length)
-    return np.array(before)
-
-
-def layout_of(before, exports=(), size=64):
-    n = torch.zeros(len(before), dtype=torch.int32)
-    chunks = make_chunks(before, np.array(exports, int), size)
-    return TreeLayout(
-        positions=n,
-        subtree_end=n,
-        key_index=n,
-        predecessor=torch.from_numpy(before).int(),
-        state_exports=torch.tensor(exports) if len(exports) else None,
-        chunks=chunks,
-        chains=make_chains(chunks, max(0, -1 - int(before.min()))),
-    )
-
-
-def inputs(n, heads_k=2, heads=4, key=5, value=3, seed=0):
-    torch.manual_seed(seed)
+def random_inputs(n, heads_k=2, heads=4, key=5, value=3):
+    """q, k, v, g and beta in float64."""
     q, k = (torch.randn(n, heads_k, key, dtype=torch.float64) for _ in range(2))
     v = torch.randn(n, heads, value, dtype=torch.float64)
     g, beta = -torch.rand(n, heads, dtype=torch.float64), torch.rand(n, heads, dtype=torch.float64)
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
 
 
-def recurrence(q, k, v, g, beta, before, states=None):
-    """Token by token: o, and the state after every token. Each state comes from the token before."""
-    group = v.shape[1] // k.shape[1]
-    q, k = (
-        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1) for x in (q, k)
-    )
-    out, after = [], []
-    for t, source in enumerate(before.tolist()):
-        if source >= 0:
-            state = after[source]
-        else:
-            state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]) if source == -1 else states[-2 - source]
-        state = g[t].exp()[:, None, None] * state
-        change = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + torch.einsum("hk,hv->hkv", k[t], change)
-        out.append(torch.einsum("hkv,hk->hv", state, q[t]) * q.shape[2] ** -0.5)
-        after.append(state)
-    return torch.stack(out), torch.stack(after)
-
-
 def assert_close(got, want):
-    assert len(got) == len(want)
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("size", [1, 4, 64])
 @pytest.mark.parametrize("name", TREES)
-def test_equals_the_recurrence(name, size):
+def test_reference_equals_recurrence(name, size):
     before = predecessors(TREES[name])
-    x = inputs(len(before))
+    x = random_inputs(len(before))
     do = torch.randn_like(x[2])
-    out, states = gated_delta_rule(*x, layout_of(before, size=size), None)
-    want, _ = recurrence(*x, before)
-    assert states is None
+    out, states = gated_delta_rule(*x, None, recurrent_layout(before, size=size).chunks)
+    want, _ = path_recurrence(*x, predecessor=before, exports=NO_EXPORTS)
+    assert not len(states)
     assert_close([out, *torch.autograd.grad(out, x, do)], [want, *torch.autograd.grad(want, x, do)])
 
 
 @pytest.mark.parametrize("size", [2, 64])
-def test_states_come_from_and_go_to_gateways(size):
-    """Two pieces that hang from rows 1 and 3 of a gateway, and a root; four states are left, one twice."""
+def test_states_come_from_gateways_and_are_exported(size):
+    """Pieces continue rows 1 and 3 of a gateway, one piece is a root; one state is exported twice."""
     before = np.array([-3, 0, 1, 1, -5, 4, -1, 6, -3])
-    exports = [1, 1, 5, 8]
-    x = [*inputs(len(before)), torch.randn(4, 4, 5, 3, dtype=torch.float64, requires_grad=True)]
-    out, states = gated_delta_rule(*x[:5], layout_of(before, exports, size), x[5])
-    want, after = recurrence(*x[:5], before, x[5])
-    do, dstates = torch.randn_like(out), torch.randn_like(states)
-    got = torch.autograd.grad([out, states], x, [do, dstates])
-    assert_close(
-        [out, states, *got],
-        [want, after[exports], *torch.autograd.grad([want, after[exports]], x, [do, dstates])],
-    )
-    assert not got[5][[0, 2]].any()  # nobody starts from these rows
+    exports = np.array([1, 1, 5, 8])
+    x = [*random_inputs(len(before)), torch.randn(4, 4, 5, 3, dtype=torch.float64, requires_grad=True)]
+    outputs = TreeGDN("reference")(*x[:5], recurrent_layout(before, exports.tolist(), size), x[5])
+    want = path_recurrence(*x, predecessor=before, exports=exports)
+    upstream = [torch.randn_like(y) for y in outputs]
+    gradients = torch.autograd.grad(outputs, x, upstream)
+    assert_close([*outputs, *gradients], [*want, *torch.autograd.grad(want, x, upstream)])
+    assert not gradients[5][[0, 2]].any()  # no piece starts from these rows
 
 
-def test_gradcheck():
+def test_reference_passes_gradcheck():
     before = predecessors([(-1, 3), (0, 2), (0, 1)])
-    layout = layout_of(before, size=2)
-    x = inputs(len(before), heads_k=1, heads=2, key=2, value=2)
-    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule(*x, layout, None)[0], x)
+    chunks = recurrent_layout(before, size=2).chunks
+    x = random_inputs(len(before), heads_k=1, heads=2, key=2, value=2)
+    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule(*x, None, chunks)[0], x)
 
 
 def test_a_token_reads_its_ancestors_alone():
-    """The derivative of every output with respect to every value: 0 but on one's own path."""
+    """The derivative of an output with respect to a value is not 0 exactly on the output's own path."""
     before = predecessors(TREES["deep"])
     n = len(before)
-    x = inputs(n)
-    v = x[2]
+    q, k, v, g, beta = random_inputs(n)
+    chunks = recurrent_layout(before, size=4).chunks
     jacobian = torch.autograd.functional.jacobian(
-        lambda v: gated_delta_rule(x[0], x[1], v, x[3], x[4], layout_of(before, size=4), None)[0].sum((1, 2)),
-        v,
+        lambda v: gated_delta_rule(q, k, v, g, beta, None, chunks)[0].sum((1, 2)), v
     )
     reads = jacobian.abs().sum((2, 3)) > 0
     is_ancestor = torch.eye(n, dtype=torch.bool)
@@ -136,8 +89,7 @@ def test_a_token_reads_its_ancestors_alone():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_chunks(seed):
-    """Ranges of tokens, each from the state after a chunk's last token, and a chunk ends at every export."""
+def test_chunks_are_runs_of_one_path_and_end_at_exports(seed):
     rng = np.random.default_rng(seed)
     before = predecessors(random_nodes(seed, 15, 1, 9, roots=0.2))
     n, size = len(before), int(rng.integers(1, 8))
@@ -159,13 +111,75 @@ def test_chunks(seed):
     assert size > 5 or full
 
 
-def test_shapes_are_checked():
+def test_shapes_that_do_not_fit_are_refused():
     before = predecessors(TREES["chain"])
-    q, k, v, g, beta = inputs(len(before))
-    layout = layout_of(before)
+    q, k, v, g, beta = random_inputs(len(before))
+    layout = recurrent_layout(before)
     with pytest.raises(
         UserError, match=r"expected q, k \[N, H, K\], .* got \[30, 2, 5\], \[30, 2, 5\], \[30, 3"
     ):
         TreeGDN()(q, k, v[:, :3], g[:, :3], beta[:, :3], layout)
     with pytest.raises(UserError, match="expected a layout of 30 tokens with chunks and chains"):
         TreeGDN()(q, k, v, g, beta, TreeLayout(layout.positions, layout.subtree_end, layout.key_index))
+
+
+def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
+    layout = recurrent_layout(predecessors(TREES["chain"]))
+    small = random_inputs(30, key=5)
+    fitting = [x.detach().float() for x in random_inputs(30, key=16, value=16)]
+    with pytest.raises(UserError, match=r"unknown TreeGDN backend 'hoper'; did you mean 'hopper'\?"):
+        TreeGDN("hoper")
+    with pytest.raises(UserError, match=r"backend 'hopper' needs a GPU of compute capability 9.0.* got cpu"):
+        TreeGDN("hopper")(*fitting, layout)
+    with pytest.raises(UserError, match=r"backend 'triton' expected q, k and v all in bfloat16.*float64"):
+        TreeGDN("triton")(*small, layout)
+    with pytest.raises(UserError, match=r"backend 'triton' expected head dims .* got 5 and 3"):
+        TreeGDN("triton")(*(x.detach().float() for x in small), layout)
+    monkeypatch.setattr(triton_kernels, "INTERPRET", False)
+    with pytest.raises(UserError, match="backend 'triton' needs a CUDA device, got cpu"):
+        TreeGDN("triton")(*fitting, layout)
+
+
+def test_auto_takes_the_first_automatic_backend_that_supports_the_tensors(monkeypatch):
+    layout = recurrent_layout(predecessors(TREES["chain"]))
+    x = random_inputs(30)
+    calls = []
+
+    class Spy:
+        def __init__(self, name, automatic, reason):
+            self.name, self.automatic, self.reason = name, automatic, reason
+
+        def is_automatic(self, device):
+            return self.automatic
+
+        def refusal(self, q, k, v):
+            return self.reason
+
+        def __getattr__(self, attribute):
+            calls.append(self.name)
+            return getattr(GDN_BACKENDS["reference"], attribute)
+
+    entries = {
+        "hopper": Spy("hopper", False, None),
+        "triton": Spy("triton", True, "cannot"),
+        "reference": GDN_BACKENDS["reference"],
+        "mine": Spy("mine", True, None),
+    }
+    monkeypatch.setattr(GDN_BACKENDS, "_entries", entries)
+    want = TreeGDN("reference")(*x, layout)[0]
+    assert torch.equal(TreeGDN()(*x, layout)[0], want)
+    assert not calls
+    monkeypatch.setattr(GDN_BACKENDS["reference"], "is_automatic", lambda device: False)
+    assert torch.equal(TreeGDN()(*x, layout)[0], want)
+    assert set(calls) == {"mine"}
+    entries["mine"].reason = "is busy"
+    with pytest.raises(UserError, match="TreeGDN: backend 'triton' cannot; backend 'mine' is busy"):
+        TreeGDN()(*x, layout)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the choice on CPUs")
+def test_auto_on_a_cpu_is_the_reference():
+    device = torch.device("cpu")
+    assert not hopper.is_automatic(device)
+    assert not triton_kernels.is_automatic(device)
+    assert GDN_BACKENDS["reference"].is_automatic(device)

@@ -1,4 +1,4 @@
-"""Ids equal to the `tokenizers` library, the rank file of Qwen, and errors that say what to do."""
+"""TreeTokenizer: ids equal those of the library `tokenizers` and of Qwen; errors name file and field."""
 
 import base64
 import gzip
@@ -16,12 +16,12 @@ from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN
 from titan_tree.errors import UserError
 
 RANKS = REAL_DATA / "qwen.tiktoken.gz"
-# Qwen3.5 lets combining marks belong to words.
+# In Qwen3.5, combining marks belong to words.
 QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r"\s\p{L}\p{N}]+[", r"\s\p{L}\p{M}\p{N}]+["
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-WORDS = ("<think>", "</think>", "<tool_call>")  # added, not special: as in Qwen3
+WORDS = ("<think>", "</think>", "<tool_call>")  # added but not special, as in Qwen3
 CORPUS = [
     "The quick brown fox don't jump; def f(x):\n    return x + 1\n\n  # comment 'quoted' \"text\"\r\n" * 20,
     "日本語のテキスト。中文文本处理。Ünïcödé café naïve 한국어 텍스트 हिन्दी पाठ العربية 😀😃🤖 ñandú 1234 "
@@ -38,7 +38,7 @@ POOL = [
 
 
 def hf_tokenizer(pattern: str | None, normalizer: normalizers.Normalizer | None) -> Tokenizer:
-    """A small byte-level BPE. ``pattern`` None: the pattern built into the ByteLevel pre-tokenizer."""
+    """A small byte-level BPE. Without ``pattern``, the ByteLevel pre-tokenizer uses its own."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizer
@@ -87,7 +87,7 @@ def assert_same_ids(ours: TreeTokenizer, theirs: Tokenizer, texts: list[str]) ->
     ],
     ids=["qwen3", "qwen3.5", "gpt2", "two normal forms"],
 )
-def test_ids_equal_those_of_tokenizers(pattern, normalizer, tmp_path):
+def test_ids_equal_those_of_the_library(pattern, normalizer, tmp_path):
     theirs = hf_tokenizer(pattern, normalizer)
     save(theirs, tmp_path)
     ours = TreeTokenizer.from_hf(tmp_path)
@@ -100,15 +100,15 @@ def test_ids_equal_those_of_tokenizers(pattern, normalizer, tmp_path):
         )
 
 
-def test_fuzz_strings_need_nfc_and_added_tokens_first(qwen_like):
-    """The fuzz would notice: NFC before cutting out added tokens, and no NFC, both give other ids."""
+def test_fuzz_texts_depend_on_nfc_and_on_the_order_of_steps(qwen_like):
+    """Other ids result from NFC before cutting out added tokens, and from no NFC at all."""
     assert qwen_like.encode("<think>\u0338").ids != qwen_like.encode("<think\u226f").ids
     assert qwen_like.encode("cafe\u0301").ids == qwen_like.encode("caf\u00e9").ids
     assert any(">\u0338" in text for text in fuzz(2000))
 
 
-def test_ids_out_of_merge_order(qwen_like, tmp_path):
-    """Ids may be any permutation of the ranks (GPT-2's are), with gaps; added tokens may stand among them."""
+def test_ids_need_not_follow_merge_order(qwen_like, tmp_path):
+    """Ids may permute the ranks, as in GPT-2, with gaps and with added tokens in between."""
     spec = save(qwen_like, tmp_path)
     vocab = spec["model"]["vocab"]
     shuffled = random.Random(1).sample(range(2000), len(vocab))
@@ -122,8 +122,8 @@ def test_ids_out_of_merge_order(qwen_like, tmp_path):
     assert_same_ids(ours, theirs, fuzz(500))
 
 
-def test_added_tokens_matched_after_normalisation(tmp_path):
-    """What `tokenizer.add_tokens(["..."])` of transformers adds is marked normalized."""
+def test_normalized_added_tokens_are_cut_out_after_normalization(tmp_path):
+    """`tokenizer.add_tokens(["..."])` of transformers marks its tokens as normalized."""
     theirs = hf_tokenizer(QWEN_PATTERN, normalizers.NFC())
     theirs.add_tokens(
         [AddedToken(t, normalized=True) for t in ("<cafe\u0301>", "\u212b", "<think", "k>a", "k>ab")]
@@ -135,7 +135,7 @@ def test_added_tokens_matched_after_normalisation(tmp_path):
     assert_same_ids(TreeTokenizer.from_hf(tmp_path), theirs, texts)
 
 
-def test_added_tokens_of_tokenizer_config(qwen_like, tmp_path):
+def test_added_tokens_of_tokenizer_config_are_read(qwen_like, tmp_path):
     save(qwen_like, tmp_path)
     config = {"added_tokens_decoder": {"906": {"content": "<late>", "special": True}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -178,7 +178,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_what_cannot_be_honoured_is_refused(changes, message, qwen_like, tmp_path):
+def test_unsupported_tokenizers_are_refused(changes, message, qwen_like, tmp_path):
     spec = save(qwen_like, tmp_path)
     for field, value in changes.items():
         *parents, last = [int(key) if key.isdigit() else key for key in field.split(".")]
@@ -194,7 +194,7 @@ def test_what_cannot_be_honoured_is_refused(changes, message, qwen_like, tmp_pat
     assert "split pattern" in message or str(tmp_path / "tokenizer.json") in str(error.value)
 
 
-def test_missing_or_broken_files(tmp_path):
+def test_missing_and_broken_files_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read: No such file"):
         TreeTokenizer.from_hf(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -207,8 +207,8 @@ def write_ranks(path: Path, tokens: list[bytes]) -> Path:
     return path
 
 
-def test_rank_file(tmp_path):
-    """Merges by rank: worked by hand. Control tokens follow the ranks."""
+def test_rank_files_are_read(tmp_path):
+    """Ids are worked out by hand. Control tokens follow the ranks."""
     path = write_ranks(tmp_path / "a.tiktoken", [*(bytes([b]) for b in range(256)), b"ab", b"bc", b"abc"])
     ours = TreeTokenizer.from_tiktoken(path)
     assert ours.encode("abc") == [258]
@@ -225,12 +225,12 @@ def test_rank_file(tmp_path):
     [
         (b"YQ== 0\nYg== one\n", ":2: expected a base64 token and its rank"),
         (b"YQ== 0\n\nY 1\n", ":3: expected a base64 token"),
-        (b"YQ== 0\nYg== 0\n", "expected every rank once"),
+        (b"YQ== 0\nYg== 0\n", "expected every rank once, got a rank twice"),
         (b"YQ== 0\n", "none for byte 0"),
         (gzip.compress(b"YQ== 0\n" * 99, mtime=0)[:-9], "damaged gzip file"),
     ],
 )
-def test_malformed_rank_file(content, message, tmp_path):
+def test_malformed_rank_files_are_errors(content, message, tmp_path):
     (tmp_path / "a.tiktoken").write_bytes(content)
     with pytest.raises(UserError) as error:
         TreeTokenizer.from_tiktoken(tmp_path / "a.tiktoken")
@@ -238,15 +238,15 @@ def test_malformed_rank_file(content, message, tmp_path):
     assert message in str(error.value)
 
 
-def test_control_token_with_the_id_of_a_rank(tmp_path):
+def test_a_control_token_cannot_have_the_id_of_a_rank(tmp_path):
     path = write_ranks(tmp_path / "a.tiktoken", [bytes([b]) for b in range(256)])
-    with pytest.raises(UserError, match=r"special_tokens: expected ids that no rank .* has, got 7"):
+    with pytest.raises(UserError, match=r"special_tokens: expected ids that no rank .* uses, got 7"):
         TreeTokenizer.from_tiktoken(path, special_tokens={"<s>": 7})
 
 
 @pytest.mark.skipif(not RANKS.is_file(), reason="needs Qwen's rank file")
-def test_qwen_ranks():
-    """The known ids of Qwen's tokenizer; the built-in defaults need no more than the file's name."""
+def test_qwen_ids_are_the_published_ones():
+    """The defaults of ``from_tiktoken`` are enough."""
     qwen = TreeTokenizer.from_tiktoken(RANKS)
     assert qwen.encode("Hello world") == [9707, 1879]
     assert [qwen.encode(word) for word in ("assistant", "user", "system", "\n")] == [
@@ -263,8 +263,8 @@ def test_qwen_ranks():
     assert (len(qwen.special_tokens), qwen.vocab_size) == (26, 151669)
 
 
-def test_load_by_name(qwen_like, tmp_path):
-    """Each kind by its name, with the template asked for, or the kind's own."""
+def test_load_chooses_the_tokenizer_and_the_template(qwen_like, tmp_path):
+    """Each kind of name, with its own template and with another one."""
     ranks = write_ranks(tmp_path / "a.tiktoken", [*(bytes([b]) for b in range(256)), b"ab"])
     zipped = tmp_path / "a.tiktoken.gz"
     zipped.write_bytes(gzip.compress(ranks.read_bytes()))
@@ -287,7 +287,7 @@ def test_load_by_name(qwen_like, tmp_path):
         TreeTokenizer.load("nowhere")
 
 
-def test_byte_level_round_trip():
+def test_byte_level_tokens_decode_to_the_text():
     tokenizer = TreeTokenizer.byte_level()
     assert tokenizer.vocab_size == 256 + 26
     assert tokenizer.encode("é\n<|im_end|>") == [0xC3, 0xA9, 10, 258]
@@ -297,7 +297,7 @@ def test_byte_level_round_trip():
         assert tokenizer.encode(text, special=False) == list(text.encode())
 
 
-def test_what_is_no_text_and_no_id():
+def test_invalid_text_and_unknown_ids_are_errors():
     tokenizer = TreeTokenizer.byte_level()
     with pytest.raises(UserError, match=r"lone surrogate in '.ud83d!'"):
         tokenizer.encode("a\ud83d!")
@@ -306,8 +306,8 @@ def test_what_is_no_text_and_no_id():
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
-def test_forgetting_changes_nothing(monkeypatch):
-    """Pieces are encoded once and remembered, up to a limit."""
+def test_a_full_cache_changes_no_id(monkeypatch):
+    """The cache is cleared when it is full."""
     monkeypatch.setattr(bpe, "CACHE_CHARACTERS", 300)
     tokenizer = TreeTokenizer.byte_level()
     for text in fuzz(300) * 2:
@@ -316,8 +316,8 @@ def test_forgetting_changes_nothing(monkeypatch):
     assert len(tokenizer._encoder._cache) < 6
 
 
-def test_survives_pickling(qwen_like, tmp_path):
-    """Data workers get a copy."""
+def test_a_pickled_copy_encodes_and_renders_the_same(qwen_like, tmp_path):
+    """Data workers receive such a copy."""
     save(qwen_like, tmp_path)
     ours = TreeTokenizer.from_hf(tmp_path, template="qwen3")
     copy = pickle.loads(pickle.dumps(ours))

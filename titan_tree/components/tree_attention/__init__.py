@@ -1,95 +1,113 @@
 """TreeAttention: attention on a token tree, one module over several backends.
 
+Read the files in this order:
+
+    __init__.py      the module TreeAttention
+    backend.py       the interface of a backend
+    operator.py      the operator that autograd and torch.compile see
+    plan.py          which blocks of queries and keys meet
+    context.py       keys and values that a partition gets from its ancestors
+    reference.py     the definition in plain PyTorch
+    flex.py          FlexAttention;  flash.py: FlexAttention on the kernels of FlashAttention-4
+    triton_kernels/  kernels for any GPU
+    hopper/          kernels for Hopper GPUs, in Gluon
+
 A backend asked for by name is used or refused, never swapped.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.tree_attention import context as rows
-from titan_tree.components.tree_attention import flash, flex, hopper, operator, plan, reference
+from titan_tree.components.backends import AUTO, automatic_backends, import_backends, resolve
+from titan_tree.components.tree_attention import operator  # noqa: F401  # registers the operator
+from titan_tree.components.tree_attention.backend import AttentionBackend
 from titan_tree.errors import UserError
+from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
-Backend = Literal["auto", "hopper", "triton", "flash", "flex", "reference"]
-LIBRARY = {"flash": flash, "flex": flex, "reference": reference}  # not our kernels
+__all__ = ["AttentionBackend", "TreeAttention"]
 
 logger = logging.getLogger(__name__)
 
 
 class TreeAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v over the ancestors of each query: ``k <= key_index[q] < subtree_end[k]``.
+    """softmax(q k^T / sqrt(D)) v over the ancestors of each query.
+
+    Query i sees key j iff ``j <= layout.key_index[i] < layout.subtree_end[j]``. The module has no parameters.
 
     Args:
-        backend: whose kernels compute it.
-            "hopper": ours for Hopper GPUs (Gluon), 16 bits, head dim 64, 128 or 256.
-            "triton": ours for any GPU, 16 or 32 bits.
-            "flash": FlashAttention-4's through FlexAttention, where flash-attn-4 is installed.
-            "flex": FlexAttention's own, compiled.
-            "reference": plain torch with a dense mask: any device and dtype, small trees.
-            "auto": hopper where it can, else triton on a GPU, reference elsewhere.
-        deterministic: equal gradients, bit for bit, run by run; on also under
-            ``torch.use_deterministic_algorithms``. Triton's always are; hopper's backward takes 13 % longer.
+        backend: a name from ``registry.ATTENTION_BACKENDS``, or "auto".
+            "hopper": our kernels for Hopper GPUs, in Gluon. 16-bit dtypes, head dim 64, 128 or 256.
+            "triton": our kernels for any GPU. 16-bit dtypes and float32, head dim 16 to 256.
+            "flash": FlexAttention on FlashAttention-4's kernels; needs a Hopper GPU and flash-attn-4.
+            "flex": compiled FlexAttention, on any GPU.
+            "reference": plain PyTorch with a dense [N, M] mask. Any device and float dtype; small trees only.
+            "auto": the first of hopper, triton (on GPUs) and reference (elsewhere) that supports the tensors.
+        deterministic: whether equal inputs must give equal gradients, bit for bit.
+            ``torch.use_deterministic_algorithms`` also turns this on. Triton's gradients always are
+            deterministic; hopper's backward pass takes 13 % longer then; flash and flex refuse.
+
+    Raises:
+        UserError: the backend is unknown.
     """
 
-    def __init__(self, backend: str = "auto", deterministic: bool = False) -> None:
+    def __init__(self, backend: str = AUTO, deterministic: bool = False) -> None:
         super().__init__()
-        if backend not in get_args(Backend):
-            raise UserError(
-                f"TreeAttention: backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}"
-            )
+        import_backends("TreeAttention", ATTENTION_BACKENDS, backend)
         self.backend = backend
         self.deterministic = deterministic
         self._logged = False
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
-        """The layout with this backend's plan in it. Once per batch, for all layers and recomputation."""
-        library = LIBRARY.get(self._resolve(layout.positions))
-        if self.backend == "auto" and not self._logged and not torch.compiler.is_compiling():
-            ours = "hopper for what it supports, else triton"
-            logger.info("TreeAttention: backend auto is %s", "reference" if library else ours)
-            self._logged = True
+        """Returns the layout with this backend's plan. Call it once per batch, before the first layer.
+
+        All layers and the recomputation in the backward pass share the plan.
+
+        Raises:
+            UserError: the backend does not run on the layout's device.
+        """
+        names = [self.backend]
+        if self.backend == AUTO:
+            names = automatic_backends(ATTENTION_BACKENDS, layout.positions.device)
+            if not self._logged and not torch.compiler.is_compiling():
+                logger.info("TreeAttention: backend 'auto' tries %s", ", then ".join(names))
+                self._logged = True
         with torch.no_grad():
-            return layout.with_plan((library or plan).prepare(layout))
+            return layout.with_plan(ATTENTION_BACKENDS[names[0]].prepare(layout))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None = None
     ) -> Tensor:
-        """[N, Hq, D] from q [N, Hq, D] and k, v [M, Hkv, D] with Hkv a divisor of Hq (GQA); layout of N, M.
+        """Computes attention for N queries on M keys.
 
-        ``layout`` comes from ``prepare``; one that does not is prepared here, at that cost in every call.
-        Its tensors must stay as they were then.
+        Args:
+            q: [N, Hq, D].
+            k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention); v likewise. With ``context``
+                only the partition's own tokens: [N, Hkv, D].
+            layout: of N queries and M keys, from ``prepare``. A layout without a plan is prepared here, in
+                every call. The layout's tensors must not change after ``prepare``.
+            context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
+                ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
+                The backward pass keeps no copy of the context.
 
-        context: of a partition, [R, 2, Hkv, D] keys and values of ancestors; k and v are then of own tokens,
-            [N, Hkv, D], and ``layout.key_source`` names rows of both. Kept for the backward are no others.
+        Returns:
+            [N, Hq, D] in q's dtype.
+
+        Raises:
+            UserError: shapes or dtypes do not fit, the backend refuses the tensors, or the layout was
+                prepared for another backend.
         """
         _check(q, k, v, layout, context)
-        name = self._resolve(q)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        if deterministic and name in ("flash", "flex"):
-            raise UserError(
-                f"TreeAttention: backend {name!r} has no deterministic backward; use 'hopper' or 'triton'"
-            )
+        name = resolve("TreeAttention", ATTENTION_BACKENDS, self.backend, q.device, q, deterministic)
         if layout.attention_plan is None:
             layout = self.prepare(layout)
-        if name in LIBRARY:
-            if context is not None and layout.key_source is not None:
-                k, v = rows.join(k, v, context, layout.key_source)
-            return LIBRARY[name].attention(q, k, v, layout, layout.attention_plan)
-        return operator.attention(q, k, v, context, layout, layout.attention_plan, name, deterministic)
-
-    def _resolve(self, like: Tensor) -> str:
-        """The backend for tensors like this one. All of our kernels share one plan, so dtypes may differ."""
-        if self.backend != "auto":
-            return self.backend
-        if like.device.type != "cuda":
-            return "reference"
-        return "hopper" if hopper.supports(like) else "triton"
+        backend = ATTENTION_BACKENDS[name]
+        return backend.attention(q, k, v, context, layout, layout.attention_plan, deterministic)
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}, deterministic={self.deterministic}"
@@ -100,8 +118,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor 
     if context is not None:
         if layout.key_source is None or context.ndim != 4 or context.shape[1:] != (2, *k.shape[1:]):
             raise UserError(
-                "TreeAttention: context: expected [R, 2, Hkv, D] beside k of [N, Hkv, D] and a layout with "
-                f"key_source, got {list(context.shape)} beside {list(k.shape)}"
+                "TreeAttention: context: expected [R, 2, Hkv, D] with k of [N, Hkv, D] and a layout that has "
+                f"key_source, got context {list(context.shape)} with k {list(k.shape)}"
             )
         m = n
     fits = q.ndim == k.ndim == v.ndim == 3 and q.shape[0] == n and k.shape[0] == m and k.shape == v.shape

@@ -1,8 +1,9 @@
-"""Keys and values of a partition: rows of context, which ancestors left, and its own, in DFS order.
+"""Keys and values of a partition: some come from ancestors (the context), the others are its own tokens'.
 
-Row r of the [R] rows of context followed by the N own ones is named by ``source``: key column m is row
-``source[m]``. The columns in order exist while attention computes, never for the backward, which makes them
-again: what a partition keeps of its ancestors is nothing.
+The context has R rows and the partition N tokens. ``source`` gives each of the M key columns, in DFS order,
+its row: r < R names row r of the context, R + i the own token i. The M columns exist only while attention
+computes. The backward pass gathers them again, so a partition keeps no copy of its ancestors' keys and
+values.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 
-def join(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition: keys and values [M, Hkv, D] from own k, v [N, Hkv, D] and context [R, 2, Hkv, D]."""
+def join(k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [M, Hkv, D] from own k, v [N, Hkv, D] and a context [R, 2, Hkv, D]. Differentiable.
+
+    Without a context, k and v already are the columns.
+    """
+    if context is None or source is None:
+        return k, v
     joined = (torch.cat([old, own]) for old, own in zip(context.unbind(1), (k, v), strict=True))
     k, v = (x.index_select(0, source) for x in joined)
     return k, v
 
 
 def gather(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """``join``, not differentiable, all contiguous."""
+    """The same columns as ``join`` gives, in one pass over memory. All tensors contiguous; no autograd."""
     columns = k.new_empty(len(source), *k.shape[1:]), v.new_empty(len(source), *v.shape[1:])
     _move(source, context, k, v, *columns, to_columns=True)
     return columns
@@ -30,9 +36,9 @@ def gather(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tenso
 def scatter(
     dk: Tensor, dv: Tensor, context: Tensor, source: Tensor, num_own: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of own k and v and of the context from those of the columns, as ``join`` has them.
+    """The gradients of own k and v [num_own, Hkv, D] and of the context, from those of the M columns.
 
-    ``source`` names no row twice and every own one.
+    ``source`` must name every own token and no row twice.
     """
     own = dk.new_empty(num_own, *dk.shape[1:]), dv.new_empty(num_own, *dv.shape[1:])
     dcontext = torch.zeros_like(context)
@@ -41,7 +47,10 @@ def scatter(
 
 
 def add_gradient(total: Tensor, gradient: Tensor) -> None:
-    """``total += gradient``, contiguous; torch adds dtypes that differ at half of a GPU's bandwidth."""
+    """``total += gradient``, both contiguous.
+
+    For tensors of different dtypes, torch's own addition reaches half of a GPU's bandwidth.
+    """
     if total.device.type != "cuda":
         total += gradient
         return
@@ -49,7 +58,7 @@ def add_gradient(total: Tensor, gradient: Tensor) -> None:
         _add_kernel[(triton.cdiv(total.numel(), _ADDED),)](total, gradient, total.numel(), _ADDED)
 
 
-_ADDED = 4096  # elements of a program
+_ADDED = 4096  # elements per program
 
 
 @triton.jit
@@ -75,7 +84,7 @@ def _move_kernel(
     source, context, own_k, own_v, k, v, num_context, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TO_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program moves one key and its value, of SIZE elements, from its row to its column or back."""
+    """Each program copies one key and its value, SIZE elements each, from its row to its column or back."""
     column = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, BLOCK)
     mask = element < SIZE

@@ -1,6 +1,7 @@
-"""TreeAttention by FlexAttention on the kernels of FlashAttention-4, with the interval mask. Hopper only.
+"""Backend "flash": FlexAttention on the kernels of FlashAttention-4, with the interval mask.
 
-Optional: ``pip install -e '.[flash]'``. Its backward adds dq in no fixed order: not deterministic.
+It needs a Hopper GPU and an optional package: ``pip install -e '.[flash]'``. Its backward pass adds up dq in
+no fixed order.
 """
 
 from __future__ import annotations
@@ -17,39 +18,53 @@ from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
 
+def is_automatic(device: torch.device) -> bool:
+    """Never: our own kernels are faster."""
+    return False
+
+
+def refusal(q: Tensor, deterministic: bool) -> str | None:
+    """See ``AttentionBackend.refusal``."""
+    if deterministic:
+        return flex.NOT_DETERMINISTIC
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"expected bfloat16 or float16, got {q.dtype}; use 'auto'"
+    if q.shape[-1] not in (64, 128):  # wider heads need another block size in the forward or backward pass
+        return f"expected head dim 64 or 128, got {q.shape[-1]}; use 'auto'"
+    return None
+
+
 def available(device: torch.device) -> bool:
-    """Whether flash-attn-4 is installed and ``device`` is a GPU that this backend is for."""
-    return _installed() and is_hopper(device)
+    """Whether flash-attn-4 is installed and ``device`` is a Hopper GPU."""
+    return _is_installed() and is_hopper(device)
 
 
 def prepare(layout: TreeLayout) -> BlockMask:
-    """The 128 x 128 block mask. Raises UserError without flash-attn-4 or a Hopper GPU."""
+    """The mask in blocks of 128 x 128.
+
+    Raises:
+        UserError: flash-attn-4 is not installed, or the layout is not on a Hopper GPU.
+    """
     device = layout.positions.device
     if not is_hopper(device):
         raise UserError(
             f"TreeAttention: backend 'flash' needs a Hopper GPU, got {device}; use 'auto' or 'flex'"
         )
-    if not _installed():
+    if not _is_installed():
         raise UserError("TreeAttention: backend 'flash' needs flash-attn-4: pip install -e '.[flash]'")
     return flex.prepare(layout)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, plan: BlockMask) -> Tensor:
-    """See ``TreeAttention.forward``."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        raise UserError(
-            "TreeAttention: backend 'flash': expected q, k, v all bfloat16 or float16, "
-            f"got {q.dtype}, {k.dtype}, {v.dtype}; use 'auto'"
-        )
-    if q.shape[-1] not in (64, 128):  # wider heads want another block size, in the forward or the backward
-        raise UserError(
-            f"TreeAttention: backend 'flash': expected head dim 64 or 128, got {q.shape[-1]}; use 'auto'"
-        )
-    return flex.attention(q, k, v, layout, plan, kernels="FLASH")
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
+    deterministic: bool,
+) -> Tensor:  # fmt: skip
+    """See ``AttentionBackend.attention``."""
+    return flex.attention(q, k, v, context, layout, plan, deterministic, kernels="FLASH")
 
 
-def _installed() -> bool:
+def _is_installed() -> bool:
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # no flash_attn at all
+    except ModuleNotFoundError:  # the parent package flash_attn is missing too
         return False

@@ -1,33 +1,34 @@
-"""The operator tree_attention: all that autograd, torch.compile and activation checkpointing need to know.
+"""The operator titan_tree::tree_attention, for backends that have kernels of their own (``KernelBackend``).
 
-It computes with one of two sets of kernels: "triton" (``triton_kernels``) or "hopper". Saved for the backward are
-q, k, v, o and lse, as FlashAttention does; of a partition its own k and v only (``context``).
+Autograd, torch.compile and activation checkpointing see this operator and nothing below it. As in
+FlashAttention, the backward pass reads q, k, v, o and lse, the log-sum-exp of each row's scores. A partition
+saves its own k and v only: keys and values of its ancestors are gathered again (``context.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_attention import context as rows
-from titan_tree.components.tree_attention import hopper, triton_kernels
-from titan_tree.components.tree_attention.plan import PIECE, QUERIES, Plan
+from titan_tree.components.tree_attention import context as columns
+from titan_tree.components.tree_attention.plan import PIECE, QUERIES, Plan, empty_lse
 from titan_tree.errors import UserError
+from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
-
-KERNELS: dict[str, ModuleType] = {"triton": triton_kernels, "hopper": hopper}
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan, kernels: str,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """See ``TreeAttention.forward``. Raises UserError for a plan of another backend or of other sizes."""
-    KERNELS[kernels].check(q)
+    """``AttentionBackend.attention`` with the forward and backward kernels of the backend called ``backend``.
+
+    Raises:
+        UserError: the plan belongs to another backend or to a layout of other sizes.
+    """
     n_blocks, n_pieces = -(-q.shape[0] // QUERIES), -(-layout.subtree_end.shape[0] // PIECE)
     if not isinstance(plan, Plan) or plan.pieces.shape != (n_blocks, n_pieces + 3):
         raise UserError(
@@ -35,44 +36,44 @@ def attention(
         )
     metadata = [layout.subtree_end, layout.key_index, *plan]
     source = None if context is None else layout.key_source
-    return tree_attention(q, k, v, context, source, metadata, kernels, deterministic)[0]
+    return tree_attention(q, k, v, context, source, metadata, backend, deterministic)[0]
 
 
 @torch.library.custom_op("titan_tree::tree_attention", mutates_args=())
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
-    metadata: Sequence[Tensor], kernels: str, deterministic: bool,
+    metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [N, H, D] and lse, see ``triton_kernels.empty_lse``. metadata: subtree_end, key_index and the plan."""
+    """o [N, H, D] and lse, see ``plan.empty_lse``. metadata: subtree_end, key_index and the plan."""
     end, column, *plan = metadata
-    q, k, v, end = map(_as_rows, (q, k, v, end))
+    q, k, v, end = map(_for_tma, (q, k, v, end))
     with torch.cuda.device_of(q):
         if context is not None and source is not None:
-            k, v = rows.gather(k, v, context, source)
-        return KERNELS[kernels].forward(q, k, v, end, column, Plan(*plan))
+            k, v = columns.gather(k, v, context, source)
+        return ATTENTION_BACKENDS[backend].forward(q, k, v, end, column, Plan(*plan))
 
 
 @torch.library.custom_op("titan_tree::tree_attention_backward", mutates_args=())
 def tree_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None, o: Tensor,
-    lse: Tensor, metadata: Sequence[Tensor], kernels: str, deterministic: bool,
+    lse: Tensor, metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv and, where there is a context, its gradient, in the dtypes of q, k, v."""
+    """dq, dk, dv and, with a context, its gradient; in the dtypes of q, k, v."""
     end, column, *plan = metadata
-    do, q, k, v, end = map(_as_rows, (do, q, k, v, end))
+    do, q, k, v, end = map(_for_tma, (do, q, k, v, end))
     with torch.cuda.device_of(q):
         num_own = len(k)
         if context is not None and source is not None:
-            k, v = rows.gather(k, v, context, source)
+            k, v = columns.gather(k, v, context, source)
         inputs = do, q, k, v, o, lse, end, column, Plan(*plan), deterministic
-        dq, dk, dv = KERNELS[kernels].backward(*inputs)
+        dq, dk, dv = ATTENTION_BACKENDS[backend].backward(*inputs)
         if context is None or source is None:
             return [dq, dk, dv]
-        return [dq, *rows.scatter(dk, dv, context, source, num_own)]
+        return [dq, *columns.scatter(dk, dv, context, source, num_own)]
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """x, or a copy of it: contiguous and at an address that is a multiple of 16, as TMA needs it."""
+def _for_tma(x: Tensor) -> Tensor:
+    """x, copied if needed: contiguous, at an address that is a multiple of 16. TMA reads nothing else."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
@@ -80,31 +81,31 @@ def _as_rows(x: Tensor) -> Tensor:
 @tree_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
-    metadata: Sequence[Tensor], kernels: str, deterministic: bool,
+    metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), triton_kernels.empty_lse(q)
+    return q.new_empty(q.shape), empty_lse(q)
 
 
 @tree_attention_backward.register_fake
 def _(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None, o: Tensor,
-    lse: Tensor, metadata: Sequence[Tensor], kernels: str, deterministic: bool,
+    lse: Tensor, metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (q, k, v, context) if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, context, source, metadata, ctx.kernels, ctx.deterministic = inputs
+    q, k, v, context, source, metadata, ctx.backend, ctx.deterministic = inputs
     o, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, context, source, o, lse, *metadata)
 
 
 def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    # Once: checkpointing recomputes at each access.
+    # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     q, k, v, context, source, o, lse, *metadata = ctx.saved_tensors
     dq, dk, dv, *dcontext = tree_attention_backward(
-        do, q, k, v, context, source, o, lse, metadata, ctx.kernels, ctx.deterministic
+        do, q, k, v, context, source, o, lse, metadata, ctx.backend, ctx.deterministic
     )
     return dq, dk, dv, *(dcontext or [None]), None, [None] * len(metadata), None, None
 

@@ -1,14 +1,14 @@
-"""Plan: which blocks of queries and keys meet, for our attention kernels.
+"""The plan of a batch: which blocks of queries and keys meet, for the kernels of "triton" and "hopper".
 
-Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]``: one int32 per key. Two facts
-make blocks cheap (``end`` is the exclusive end of the key's subtree, DFS order):
+Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]`` and ``end``, the exclusive end
+of the key's subtree in DFS order. This costs one int32 per key. Two facts make it cheap for blocks, too:
 
-- a block of keys is seen by *one contiguous range* of queries, and seen in full by a contiguous part of
-  it, so a key-stationary pass needs four integers per key block;
-- a query-stationary pass reads a list of visible key blocks.
+- One contiguous range of queries sees any key of a block, and a contiguous part of that range sees all of its
+  keys. So a pass that keeps a block of keys needs four integers per block.
+- A pass that keeps a block of queries reads a list of the key blocks that the queries see.
 
-Everything is made of tensor operations on the layout's device, without host synchronisation: shapes depend
-on N and M alone. Largest is the list of pieces, N * M / 4096 int32.
+The plan is made by tensor operations on the layout's device. The host never waits for the device, since all
+shapes depend on N and M alone. The largest tensor is the list of pieces: N * M / 4096 int32.
 """
 
 from __future__ import annotations
@@ -21,58 +21,60 @@ from torch import Tensor
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
-# Granularity. A kernel's tiles may be smaller, dividing these.
-QUERIES = 128  # of a query block, the unit of lists
-KEYS = 128  # of a key block, the unit of ranges and of the block list
-PIECE = 32  # keys of a piece, the unit of the piece list
-TILE = 64  # queries of a tile, the unit of jobs
+# Granularity. A kernel's own tiles may be smaller, if they divide these.
+QUERIES = 128  # queries per query block: there is one list per query block
+KEYS = 128  # keys per key block: the unit of ranges and of the list of key blocks
+PIECE = 32  # keys per piece: the unit of the finer list
+TILE = 64  # queries per tile: the unit of jobs
 
-# A key block's range is cut into jobs of at most 1 / JOBS of all its tiles, so that no multiprocessor is
-# left with the trunk's blocks: with 8 key heads a job is at most 1/8 of what one of 132 multiprocessors does
-# in all. Shorter than SHORTEST_JOB tiles is not worth the sum over parts.
+# A key block's range of queries is cut into jobs of at most 1 / JOBS of all tiles. Otherwise the
+# multiprocessors that get the trunk, which all queries see, would finish last. With 8 key heads, a job is at
+# most 1/8 of the average work of one of 132 multiprocessors. Jobs shorter than SHORTEST_JOB tiles do not pay
+# for the sum over their parts.
 JOBS = 128
 SHORTEST_JOB = 8
 
 
 class Plan(NamedTuple):
-    """nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS; all int32.
+    """Int32 columns. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
 
-    One tensor per column: a dimension of constant size would be taken for nq or nk by torch.compile
-    where it happens to equal them, and recompiled where it does not.
+    Every column is a tensor of its own. In a stacked tensor, torch.compile would confuse the constant number
+    of columns with an equal nq or nk, and recompile where they differ.
     """
 
-    # Key blocks and, finer, key pieces visible to each query block.
-    key_blocks: Tensor  # [nq, nk]: partly visible, then fully, then unused
-    n_partial: Tensor  # [nq]: how many of them are partly visible
-    n_visible: Tensor  # [nq]: how many are visible at all
+    # Key blocks and, finer, key pieces that each query block sees.
+    key_blocks: Tensor  # [nq, nk]: partly visible, then fully visible, then unused
+    n_partial: Tensor  # [nq]: how many are partly visible
+    n_visible: Tensor  # [nq]: how many are visible
     pieces: Tensor  # [nq, np + 3]: on the diagonal, partly visible, 0-3 past M, fully visible, unused
-    n_diagonal: Tensor  # [nq]: how many pieces reach the block's first query or go past it: one or more
-    n_masked: Tensor  # [nq]: how many are not fully visible
-    n_pieces: Tensor  # [nq]: how many are to be read: a multiple of 4
+    n_diagonal: Tensor  # [nq]: how many pieces reach the block's first query or lie past it: at least one
+    n_masked: Tensor  # [nq]: how many pieces are not fully visible
+    n_pieces: Tensor  # [nq]: how many pieces to read: a multiple of 4
     query_order: Tensor  # [nq]: query blocks, most work first
-    # Queries that see each key block.
-    first: Tensor  # [nk]: queries first .. last - 1 see something of a key block,
-    first_full: Tensor  # [nk]: and first_full .. end_full - 1 all of it
+    # The range of queries that sees each key block.
+    first: Tensor  # [nk]: queries first .. last - 1 see some key of the block
+    first_full: Tensor  # [nk]: queries first_full .. end_full - 1 see all keys of the block
     end_full: Tensor  # [nk]
     last: Tensor  # [nk]
     range_order: Tensor  # [nk]: key blocks, most work first
-    # Ranges cut into jobs. Tile i is queries i * TILE .. i * TILE + TILE - 1.
-    job_stop: Tensor  # [nk]: jobs of range_order[:i + 1], before they are sorted
-    job_block: Tensor  # [nj]: key block of each job, most work first
-    job_begin: Tensor  # [nj]: its tiles are job_begin .. job_end - 1; -1 past the last job
+    # Ranges cut into jobs. Tile i is queries i * TILE .. (i + 1) * TILE - 1.
+    job_stop: Tensor  # [nk]: number of jobs of the key blocks range_order[:i + 1]
+    job_block: Tensor  # [nj]: the key block of each job, most work first
+    job_begin: Tensor  # [nj]: the job's tiles are job_begin .. job_end - 1; -1 past the last job
     job_end: Tensor  # [nj]
-    job_part: Tensor  # [nj]: its place among the parts of all cut ranges, -1 of an uncut range
+    job_part: Tensor  # [nj]: place of its sums among the parts of all cut ranges; -1 for an uncut range
 
 
 def prepare(layout: TreeLayout) -> Plan:
-    """The plan of a layout; on its device, shared by all layers and by recomputation.
+    """Returns the plan of a layout, on its device. All layers and the recomputation share it.
 
-    Raises UserError for a layout that is empty or not int32.
+    Raises:
+        UserError: the layout is empty or not int32.
     """
     end, column = layout.subtree_end, layout.key_index
     if not end.dtype == column.dtype == torch.int32 or not len(column):
         raise UserError(
-            "TreeAttention: expected a layout of int32 tensors of one query or more, "
+            "TreeAttention: expected a layout of int32 tensors with at least one query, "
             f"got {end.dtype}, {column.dtype}, {len(column)} queries"
         )
     query_bounds = _block_bounds(column, QUERIES, pad=column[-1:])
@@ -81,13 +83,24 @@ def prepare(layout: TreeLayout) -> Plan:
 
 
 def max_parts(n: int, m: int) -> int:
-    """Upper bound of the parts of cut ranges: each is half of 1 / JOBS of all tiles, or of SHORTEST_JOB."""
+    """An upper bound on the number of parts of cut ranges, for N = n queries and M = m keys.
+
+    A part has at least half of 1 / JOBS of all tiles, and at least half of SHORTEST_JOB tiles.
+    """
     tiles, blocks = -(-n // TILE), -(-m // KEYS)
     return min(2 * JOBS, 2 * blocks * tiles // SHORTEST_JOB) if tiles > SHORTEST_JOB else 0
 
 
+def empty_lse(q: Tensor) -> Tensor:
+    """An uninitialized lse [H, N rounded up to QUERIES] fp32 for q [N, H, D].
+
+    Kernels fill it with the log2 of the sum of exp2 of each row's scores, and with +inf past row N.
+    """
+    return q.new_empty(q.shape[1], -(-q.shape[0] // QUERIES) * QUERIES, dtype=torch.float32)
+
+
 def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """key_blocks, n_partial, n_visible, for query blocks of columns first .. last."""
+    """The columns key_blocks, n_partial and n_visible, for query blocks of key columns first .. last."""
     seen, full, _ = _visibility(end, KEYS, first, last)
     kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
     n_visible = seen.sum(1)
@@ -95,7 +108,7 @@ def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """pieces, n_diagonal, n_masked, n_pieces, query_order, for query blocks of columns first .. last."""
+    """The columns from pieces to query_order, for query blocks of key columns first .. last."""
     seen, full, diagonal = _visibility(end, PIECE, first, last)
     n_seen = seen.sum(1)
     padding = -n_seen % 4
@@ -108,10 +121,10 @@ def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def _visibility(end: Tensor, size: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[nq, M / size] bool of runs of ``size`` keys: visible, visible in full, and visible on the diagonal.
+    """Runs of ``size`` keys: visible, fully visible, visible on the diagonal; each [nq, M / size] bool.
 
-    The diagonal's runs reach the block's first query or go past it: there is one at least, and in all others
-    k <= q needs no test.
+    Runs on the diagonal reach the block's first query or lie past it. There is at least one. In all other
+    runs k <= q holds without a test.
     """
     lowest, highest = _block_bounds(end, size, pad=end.new_zeros(1))
     first_k = torch.arange(0, len(end), size, device=end.device)
@@ -127,7 +140,7 @@ def _bytes_like(mask: Tensor, value: int) -> Tensor:
 
 
 def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
-    """The columns from ``first`` on."""
+    """The columns from ``first`` to the last one."""
     lowest, highest = _block_bounds(end, KEYS, pad=end.new_zeros(1))
     first_k = torch.arange(0, len(end), KEYS, device=end.device, dtype=torch.int32)
     bounds = torch.stack([first_k, first_k + KEYS - 1, lowest, highest])
@@ -141,7 +154,7 @@ def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
 
 
 def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]:
-    """The columns job_*: key blocks ``order`` with ``work`` tiles each, descending, cut into jobs."""
+    """The columns job_*: key blocks ``order``, whose ``work`` in tiles descends, cut into jobs."""
     limit = (work.sum() / JOBS).clamp(min=SHORTEST_JOB)
     parts = (work / limit).ceil().long().clamp(min=1)
     stop = parts.cumsum(0)
@@ -154,13 +167,13 @@ def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]
     begin, end = work[rank] * part // of, work[rank] * (part + 1) // of
     by_work = torch.where(used, end - begin, -1).argsort(stable=True, descending=True)
     begin, end = (torch.where(used, first_tile[block] + x, -1) for x in (begin, end))
-    # The cut ranges are those of most work, so their jobs are the first ones.
+    # Ranges are cut if they have the most work, so their jobs come first and their numbers count parts.
     columns = block, begin, end, torch.where(of > 1, job, -1)
     return stop, *(x[by_work] for x in columns)
 
 
 def _block_bounds(values: Tensor, block: int, pad: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each run of ``block`` values, the last run filled up with ``pad``."""
+    """The minimum and maximum of each run of ``block`` values. The last run is filled up with ``pad``."""
     missing = -len(values) % block
     blocks = torch.cat([values, pad.expand(missing)]).view(-1, block)
     return blocks.amin(1), blocks.amax(1)

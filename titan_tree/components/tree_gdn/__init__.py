@@ -1,57 +1,65 @@
-"""Gated DeltaNet on token trees: the gated delta rule and the causal convolution before it.
+"""Gated DeltaNet on token trees: the gated delta rule and the causal convolution in front of it.
 
-    S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - S_t^T k_t))^T;  o_t = S_t^T q_t      (arXiv:2412.06464)
+For each head, with t - 1 the token before t on its path (Yang et al., arXiv:2412.06464):
 
-for each head, where t - 1 is the token before t *on its path*: a node starts from the state at its parent's
-end, and the gradients that its children send there add up. Of a partition the first states come from a
-gateway, and those that later forwards start from go into it.
+    S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - S_t^T k_t))^T;  o_t = S_t^T q_t
 
-chunks, chains   in data/: which tokens are read at once, from where their state comes, in which order
-reference.py     both in plain torch, to which all else is compared
-kernels_*.py     the rule in Triton, forward and backward, for any GPU
-hopper/          what takes most of the time once more for Hopper, in Gluon
-buffers.py       what the kernels hand to each other
-operator.py      what autograd, torch.compile and checkpointing know of it
-conv.py          the convolution: kernels and operator
+A node of the tree starts from the state at its parent's end. In the backward pass, the gradients that its
+children send to that state add up. A partition takes its first states from a gateway, and exports the states
+that later partitions start from.
+
+Read the files in this order. ``titan_tree/tree`` explains chunks (tokens that are computed at once) and
+chains (runs of chunks).
+
+    __init__.py      the module TreeGDN
+    backend.py       the interface of a backend
+    operator.py      the operator that autograd and torch.compile see
+    reference.py     the rule and the convolution in plain PyTorch, to which everything else is compared
+    buffers.py       tensors that kernels hand to each other
+    triton_kernels/  the rule for any GPU
+    hopper/          the same, with the most expensive kernels in Gluon for Hopper GPUs
+    conv.py          the convolution: plan and operator;  conv_kernels.py: its kernels
+
+A backend asked for by name is used or refused, never swapped.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from torch import Tensor, nn
 
+from titan_tree.components.backends import AUTO, import_backends, resolve
 from titan_tree.components.tree_gdn import operator
+from titan_tree.components.tree_gdn.backend import GdnBackend
 from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
 from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
 from titan_tree.errors import UserError
+from titan_tree.registry import GDN_BACKENDS
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
 from titan_tree.tree.layout import TreeLayout
 
-__all__ = ["Backend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]
-
-Backend = Literal["auto", "triton", "reference"]
+__all__ = ["GdnBackend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]
 
 
 class TreeGDN(nn.Module):
-    """The gated delta rule of N tokens on a forest, with queries and keys normalised to length 1.
+    """The gated delta rule on a forest, with queries and keys normalized to length 1.
 
-    Without parameters. H key heads, G value heads, a multiple of H: value head i uses key head i // (G / H).
-    Deterministic.
+    The module has no parameters. Its gradients are deterministic.
 
     Args:
-        backend: "triton": own kernels, for bf16 and fp32, heads of 16, 32, 64 or 128 dims; on Hopper, in bf16
-            and for 64 and 128 dims, partly in Gluon, which rounds the same values. "reference": plain torch,
-            any dtype and size. "auto": the first on a GPU, the second elsewhere.
+        backend: a name from ``registry.GDN_BACKENDS``, or "auto".
+            "hopper": our kernels for Hopper GPUs, partly in Gluon. bfloat16, head dims 64 and 128.
+            "triton": our kernels for any GPU. bfloat16 or float32, head dims 16, 32, 64 and 128.
+            "reference": plain PyTorch; any device, float dtype and head dim.
+            "auto": the first of hopper, triton (on GPUs) and reference (elsewhere) that supports the tensors.
+
+    Raises:
+        UserError: the backend is unknown.
     """
 
-    def __init__(self, backend: str = "auto") -> None:
+    def __init__(self, backend: str = AUTO) -> None:
         super().__init__()
-        if backend not in get_args(Backend):
-            raise UserError(
-                f"TreeGDN: backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}"
-            )
+        import_backends("TreeGDN", GDN_BACKENDS, backend)
         self.backend = backend
 
     def forward(
@@ -64,20 +72,31 @@ class TreeGDN(nn.Module):
         layout: TreeLayout,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """o [N, G, V] in v's dtype, computed in fp32 at least, from q, k [N, H, K] and v [N, G, V].
+        """Computes the rule for N tokens, in fp32 or wider.
 
         Args:
-            q: scaled by K ** -0.5 here, after normalisation.
-            g: [N, G] fp32, log of the decay, <= 0.
-            beta: [N, G], 0 .. 1.
-            states: of a partition [R, G, K, V] fp32: the states that ``layout.predecessor`` names.
+            q: [N, H, K]. It is normalized and then scaled by K ** -0.5 here.
+            k: [N, H, K]. It is normalized here.
+            v: [N, G, V] with G a multiple of H: value head i uses key head i // (G / H).
+            g: [N, G] fp32, the natural logarithm of each token's decay: 0 or less.
+            beta: [N, G], in 0 .. 1.
+            layout: of N tokens, with chunks and chains.
+            states: for a partition, [R, G, K, V] fp32: the states that ``layout.predecessor`` names.
+
         Returns:
-            o, and of a partition the states [S, G, K, V] after the tokens ``layout.state_exports``.
+            o [N, G, V] in v's dtype; for a partition also the states [S, G, K, V] after the tokens
+            ``layout.state_exports``, otherwise None.
+
+        Raises:
+            UserError: shapes do not fit, the layout has no chunks, or the backend refuses the tensors.
         """
         chunks, chains = _check(q, k, v, g, beta, layout)
-        kernels = self.backend == "triton" or (self.backend == "auto" and q.is_cuda)
-        o, exported = operator.gated_delta_rule(q, k, v, g, beta, states, chunks, chains, kernels)
+        name = resolve("TreeGDN", GDN_BACKENDS, self.backend, q.device, q, k, v)
+        o, exported = operator.gated_delta_rule(name, q, k, v, g, beta, states, chunks, chains)
         return o, None if layout.state_exports is None else exported
+
+    def extra_repr(self) -> str:
+        return f"backend={self.backend!r}"
 
 
 def _check(
@@ -91,5 +110,7 @@ def _check(
             f"TreeGDN: expected q, k [N, H, K], v [N, G, V], H dividing G, and g, beta [N, G], got {shapes}"
         )
     if layout.chunks is None or layout.chains is None or layout.positions.shape[0] != n:
-        raise UserError(f"TreeGDN: expected a layout of {n} tokens with chunks and chains (TreeBatch)")
+        raise UserError(
+            f"TreeGDN: expected a layout of {n} tokens with chunks and chains, as TreeBatch makes it"
+        )
     return layout.chunks, layout.chains

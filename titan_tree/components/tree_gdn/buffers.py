@@ -1,7 +1,12 @@
-"""What the kernels of the gated delta rule hand to each other. N tokens, G value heads, 64 tokens a chunk."""
+"""Tensors that the kernels of the gated delta rule hand to each other.
+
+Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds the state of one chunk's
+end that other chains start from (``tree/chains.py``).
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,38 +16,47 @@ from torch import Tensor
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import CHUNK
 
-Run = Callable[[int, int], None]  # a serial pass over chains first .. end - 1
+Run = Callable[[int, int], None]  # runs a serial pass over chains first .. end - 1
+
+
+def run_rounds(run: Run, chains: Chains) -> None:
+    """Runs all chains, one launch per round: a round needs the slots that earlier rounds fill."""
+    for (first, _), (end, _) in itertools.pairwise(chains.rounds.tolist()):
+        run(first, end)
 
 
 class Factors(NamedTuple):
-    """Numbers per token of each chunk, [chunks + 1, G, 64] fp32. s: the scale of q.
+    """Numbers per token of each chunk: [chunks + 1, G, 64] fp32 each.
 
-    There is room for one chunk behind the last, for who reads ahead.
+    G_i is the decay summed from the chunk's start, s the scale of q. There is room for one chunk after the
+    last, because kernels read one chunk ahead.
     """
 
-    total: Tensor  # the decay summed from the chunk's start, in base 2
+    total: Tensor  # G_i, in base 2
     beta: Tensor
-    read: Tensor  # -e
-    write: Tensor  # d
-    length: Tensor  # 1 / |k|
-    query: Tensor  # s exp(G) / |q|; here and below 0 where there is no token
-    q_length: Tensor  # 1 / |q|
+    read: Tensor  # -e_i = -exp(G_i) / |k_i|
+    write: Tensor  # d_i = exp(G_last - G_i) / |k_i|
+    length: Tensor  # 1 / |k_i|
+    query: Tensor  # s exp(G_i) / |q_i|; this and q_length are 0 past the chunk's last token
+    q_length: Tensor  # 1 / |q_i|
 
 
 class Saved(NamedTuple):
-    """What the backward reads beside the inputs. Chunks, L slots (data/chains.py)."""
+    """What the backward pass reads besides the inputs."""
 
-    slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and those exported
-    inverse: Tensor  # [chunks, G, 64, 64]: T, in the dtype of q
-    numbers: Tensor  # [7, chunks + 1, G, 64] fp32
+    slots: Tensor  # [L, G, V, K] fp32: the states that chains start from, and the exported ones
+    inverse: Tensor  # [chunks, G, 64, 64] in the dtype of q: T of each chunk
+    numbers: Tensor  # [7, chunks + 1, G, 64] fp32: ``Factors``
 
     @property
     def factors(self) -> Factors:
+        """Views of ``numbers``."""
         return Factors(*self.numbers.unbind())
 
 
 def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
-    # shape[0] and not len(), which would bind torch.compile to one size
+    """Uninitialized ``Saved`` for q [N, H, K] and v [N, G, V]."""
+    # Sizes are read as shape[0]: len() would make torch.compile specialize on one size.
     num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
     return Saved(
         slots=v.new_empty(num_slots, heads, v.shape[2], q.shape[2], dtype=torch.float32),
@@ -52,18 +66,18 @@ def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
 
 
 def empty_states(saved: Saved) -> tuple[Tensor, Tensor]:
-    """Room for S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients."""
+    """Uninitialized S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients."""
     (_, heads, width, width_k), num_chunks = saved.slots.shape, len(saved.inverse)
     empty = saved.inverse.new_empty
     return empty(num_chunks, heads, width, width_k), empty(num_chunks, heads, width, CHUNK)
 
 
 def precision(x: Tensor) -> str:
-    """Of products of x's dtype: fp32 is computed as such. Without effect on 16-bit operands."""
+    """Triton's ``input_precision`` for products of x's dtype. It has no effect on 16-bit operands."""
     return "tf32x3" if x.is_cuda and x.dtype == torch.float32 else "ieee"
 
 
 def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants of most kernels."""
+    """The constants of most kernels: GROUP value heads per key head, G, K, V, and C tokens per chunk."""
     (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
     return {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "C": CHUNK}

@@ -1,17 +1,20 @@
-"""tree_causal_conv1d in Triton, forward and backward, as an operator; elsewhere in plain torch.
+"""The causal convolution on trees: Triton kernels on GPUs, plain PyTorch on CPUs and in float64.
 
-A chunk (``data/chunks``) is a run of tokens, each the next one of the same path. A program walks along it
-and keeps the last W - 1 rows in registers: a row is read once, however wide the window, and only the W - 1
-before a chunk are looked up. The backward walks the same way, and past the chunk's end by up to W - 1 tokens
-that go on from it: a token's dx is complete W - 1 tokens later. What goes from chunks that branch off to the
-tokens before them is written down and summed by a second kernel, in a fixed order.
+A chunk (``tree/chunks.py``) is a run of tokens, each the successor of the one before on the same path. A
+program walks along a chunk and keeps the last W - 1 rows in registers. So it reads each row once, however
+wide the window is; only the W - 1 rows before a chunk are looked up.
 
-HBM traffic per token and channel, of b bytes each (bf16: 2): forward 2b (x, y), backward 3b (x, dy, dx) and
-up to 0.5 of partial sums of dweight (W = 4). The W - 1 rows on either side of a chunk's edge are read twice,
-mostly from L2. For a chunk that branches off, W - 1 rows are written and read in fp32, and as many of the
-tokens before it.
+The backward kernel walks the same way. A token's dx is complete W - 1 tokens later, so it continues past the
+chunk's end by up to W - 1 tokens of the same path. The gradients that chunks of other branches send to the
+tokens before them are stored, and a second kernel sums them in a fixed order.
 
-N tokens, D channels, windows of W tokens, C chunks, R gateway rows, S exported tokens, E = (C + S) (W - 1).
+Memory traffic per token and channel, with b bytes per element (bf16: 2), for W = 4: forward 2b (x, y);
+backward 3b (x, dy, dx) and up to 0.5 bytes of partial sums of dweight. Rows next to a chunk's edge are read
+twice, mostly from L2. Each chunk that branches off costs W - 1 more fp32 rows, written and read, and as many
+for the tokens before it.
+
+Letters: N tokens, D channels, windows of W tokens, C chunks, R gateway rows, S exported tokens, E = (C + S)
+(W - 1).
 """
 
 from __future__ import annotations
@@ -22,37 +25,41 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from titan_tree.components.tree_gdn import conv_kernels
 from titan_tree.components.tree_gdn.reference import conv_sources
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
-BLOCK = 256  # channels of a program, 4 per thread
+BLOCK = 256  # channels per program, 4 per thread
 WARPS = 2
-TOKENS = 64  # that a program has at least, on average: it reads the weight and writes a sum of dweight
-NOBODY = 2**31 - 1  # the target of what was not there to be read; sorted, it comes last
+# The fewest tokens per program, on average. Each program reads the weight and writes a partial sum of
+# dweight.
+TOKENS = 64
+NOBODY = 2**31 - 1  # the target of a row that does not exist; it sorts last
 
 
 class ConvPlan(NamedTuple):
-    """What the kernels read of a layout. A target is a token 0 .. N - 1 or, N and up, a row of the tails."""
+    """What the kernels read of a layout. A target is a token 0 .. N - 1, or N + i for row i of the tails."""
 
     sources: Tensor  # [N, W] int32, see ``conv_sources``
-    exported: Tensor  # [S, W - 1] int32: the same of the exported tails
+    exported: Tensor  # [S, W - 1] int32: the same for the exported tails
     start: Tensor  # [C + 1] int32: chunk c holds tokens start[c] .. start[c + 1] - 1
-    ahead: Tensor  # [C] int32: tokens after a chunk, W - 1 at most, that go on from its last one
-    shared: Tensor  # [C] bool: its last tokens are also in windows of chunks that branch off, or exported
-    # Gradients that leave a chunk, of the W - 1 rows before it, oldest first, then those of exported tails,
-    # sorted by target.
-    order: Tensor  # [E] int32, into the rows of both
+    ahead: Tensor  # [C] int32: how many tokens after a chunk continue its path, at most W - 1
+    shared: Tensor  # [C] bool: other branches or exports also read the chunk's last tokens
+    # Gradients that leave their chunk: of the W - 1 rows before each chunk, oldest first, then of exported
+    # tails. They are sorted by target.
+    order: Tensor  # [E] int32: indices into the rows of both
     target: Tensor  # [E] int32
-    stop: Tensor  # [E] int32: at the first of a target the end of its range, else 0
-    place: Tensor  # [E] int32: of a target that is a token its row among the last W - 1 of all chunks
+    stop: Tensor  # [E] int32: at the first entry of a target the end of its range, elsewhere 0
+    place: (
+        Tensor  # [E] int32: for a target that is a token, its row among the last W - 1 tokens of all chunks
+    )
 
 
 def prepare(layout: TreeLayout, width: int) -> ConvPlan:
-    """The plan for windows of ``width`` tokens: once per batch, for all layers; on the layout's device."""
+    """Returns the plan for windows of ``width`` tokens. All layers of a batch share it."""
     assert layout.predecessor is not None
     assert layout.chunks is not None
     n, size = len(layout.predecessor), width - 1
@@ -67,14 +74,15 @@ def prepare(layout: TreeLayout, width: int) -> ConvPlan:
         token = end + i
         ahead += (token < n) & (sources[:, size - 1 - i].take(token.clamp(max=n - 1)) == end - 1)
 
-    # A chunk that goes on from the token before it has written its share of that one's gradient there.
+    # A chunk that continues the chunk right before it sends nothing: that chunk's program also walked its
+    # tokens.
     before = sources.index_select(0, first)[:, :size]
     goes_on = layout.predecessor.index_select(0, first) == first - 1
     leaving = torch.cat([before.masked_fill(goes_on[:, None], -1), exported]).flatten()
     target, order = _targets(leaving, n, NOBODY).sort(stable=True)
     is_first = (target.diff(prepend=target.new_full((1,), -1)) > 0) & (target < NOBODY)
     stop = torch.searchsorted(target, target, right=True).where(is_first, 0)
-    # All of them are among the last W - 1 tokens of a chunk: where others branch off or export, chunks end.
+    # Every target is among the last W - 1 tokens of a chunk, because chunks end at branches and at exports.
     chunk = torch.searchsorted(end, target, right=True).clamp(max=chunks - 1)
     place = chunk * size + target - (end[chunk] - size)
     shared = torch.searchsorted(target, first) < torch.searchsorted(target, end)
@@ -85,17 +93,25 @@ def prepare(layout: TreeLayout, width: int) -> ConvPlan:
 def tree_causal_conv1d(
     x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None, plan: ConvPlan | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """silu(sum_j weight[:, W - 1 - j] x[j-th token before on the path]) of N tokens, each channel for itself.
+    """A depthwise causal convolution along each path, followed by silu.
 
-    Computed in fp32 at least, dweight summed so. Differentiable once; deterministic, float64 on a CPU only.
+    y[t] = silu(sum_j weight[:, W - 1 - j] * x[j-th token before t on its path]), for each channel by itself.
+    The computation, and the sum for dweight, are in fp32 or wider. The operator is differentiable once and
+    deterministic.
 
     Args:
         x: [N, D].
-        weight: [D, W], of any dtype; the last column is that of the token itself.
-        tails: of a partition [R, W - 1, D]: what the last tokens of a path left, the newest last.
-        plan: from ``prepare(layout, W)``; without it, prepared here, at that cost in every call.
+        weight: [D, W], of any dtype. The last column belongs to the token itself.
+        layout: of N tokens, with predecessors and chunks.
+        tails: for a partition, [R, W - 1, D] in x's dtype: the last inputs of ancestors' paths, newest last.
+        plan: from ``prepare(layout, W)``. Without it every call makes the plan again.
+
     Returns:
-        [N, D], and of a partition the tails [S, W - 1, D] after the tokens ``layout.state_exports``.
+        y [N, D] in x's dtype; for a partition also the tails [S, W - 1, D] after the tokens
+        ``layout.state_exports``, otherwise None.
+
+    Raises:
+        UserError: shapes or dtypes do not fit, or a partition comes without tails.
     """
     _check(x, weight, layout, tails)
     if plan is None:
@@ -108,7 +124,7 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
     if layout.chunks is None or layout.predecessor is None or len(layout.predecessor) != len(x):
         raise UserError(
             f"tree_causal_conv1d: expected a layout of {len(x)} tokens with predecessors and chunks, as "
-            "TreeBatch has it"
+            "TreeBatch makes it"
         )
     if layout.state_exports is not None and tails is None:
         raise UserError("tree_causal_conv1d: expected the gateway's tails for a partition, got none")
@@ -128,7 +144,7 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
 def tree_conv(
     x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """y [N, D] and the exported tails [S, W - 1, D]. metadata: the plan."""
+    """y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvPlan."""
     plan = ConvPlan(*metadata)
     exported = _rows(x, tails, plan.exported)
     if not _use_kernels(x):
@@ -139,7 +155,7 @@ def tree_conv(
     programs, group = _groups(plan)
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        _forward_kernel[(programs * triton.cdiv(channels, BLOCK),)](
+        conv_kernels._forward_kernel[(programs * triton.cdiv(channels, BLOCK),)](
             x, weight, tails, y, plan.sources, plan.start, len(plan.ahead), group, channels, width, BLOCK,
             ROWS=8, num_warps=WARPS,
         )  # fmt: skip
@@ -150,7 +166,7 @@ def tree_conv(
 def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> list[Tensor]:
-    """dx, dweight and, where there are tails, their gradient."""
+    """dx, dweight and, with tails, their gradient."""
     plan = ConvPlan(*metadata)
     if not _use_kernels(x):
         return _plain_backward(dy, dexported, x, weight, tails, plan)
@@ -160,15 +176,15 @@ def tree_conv_backward(
     chunks, blocks = len(plan.ahead), triton.cdiv(channels, BLOCK)
     programs, group = _groups(plan)
     dx = torch.empty_like(x)
-    dtails = None if tails is None else torch.zeros_like(tails)  # some rows may be in no window
+    dtails = None if tails is None else torch.zeros_like(tails)  # some rows may be outside of every window
     partial = x.new_empty(programs, width, channels, dtype=torch.float32)
     first_rows, last_rows = x.new_empty(2, chunks, width - 1, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _backward_kernel[(programs * blocks,)](
+        conv_kernels._backward_kernel[(programs * blocks,)](
             dy, x, weight, tails, dx, partial, first_rows, last_rows, plan.sources, plan.start, plan.ahead,
             plan.shared, chunks, group, channels, width, BLOCK, ROWS=4, num_warps=WARPS,
         )  # fmt: skip
-        _sum_kernel[(len(plan.order) * blocks,)](
+        conv_kernels._sum_kernel[(len(plan.order) * blocks,)](
             dexported, first_rows, last_rows, dx, dtails, plan.order, plan.target, plan.stop, plan.place,
             len(x), chunks * (width - 1), channels, BLOCK, ROWS=8,
         )  # fmt: skip
@@ -194,7 +210,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Any, ...]:
-    # Once: checkpointing recomputes at each access.
+    # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     x, weight, tails, *metadata = ctx.saved_tensors
     dx, dweight, *dtails = tree_conv_backward(dy, dexported, x, weight, tails, metadata)
     return dx, dweight, *(dtails or [None]), [None] * len(metadata)
@@ -208,22 +224,22 @@ def _use_kernels(x: Tensor) -> bool:
 
 
 def _groups(plan: ConvPlan) -> tuple[int, int]:
-    """How many groups of chunks, and how many chunks each has: of TOKENS tokens or more, on average."""
+    """(number of groups, chunks per group), such that a group has TOKENS tokens or more on average."""
     chunks = len(plan.ahead)
     group = triton.cdiv(chunks, triton.cdiv(len(plan.sources), TOKENS))
     return triton.cdiv(chunks, group), group
 
 
-# Plain torch: CPUs and float64.
+# Plain PyTorch, for CPUs and float64.
 
 
 def _targets(sources: Tensor, n: int, nobody: int) -> Tensor:
-    """Of ``conv_sources``: tokens 0 .. n - 1, gateway rows n .., or ``nobody``."""
+    """Targets for ``conv_sources``: tokens 0 .. n - 1, gateway rows from n on, or ``nobody``."""
     return torch.where(sources < -1, n - 2 - sources, sources.masked_fill(sources == -1, nobody))
 
 
 def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
-    """[*sources.shape, D]: rows of x, of the tails, or zeros."""
+    """[*sources.shape, D]: the rows of x or of the tails that ``sources`` names, or zeros."""
     zero = x.new_zeros(1, x.shape[1])
     elsewhere = zero if tails is None else torch.cat([tails.flatten(0, 1), zero])
     row = torch.where(sources < -1, -2 - sources, len(elsewhere) - 1)
@@ -231,7 +247,7 @@ def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvPlan) -> tuple[Tensor, Tensor]:
-    """Windows [N, W, D] and the weight [W, D], to compute with."""
+    """Windows [N, W, D] and the weight [W, D], in the dtype of the computation."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return _rows(x, tails, plan.sources).to(wide), weight.to(wide).t()
 
@@ -257,167 +273,3 @@ def _plain_backward(
     if tails is not None:
         grads.append(dinputs[n:rows].view(tails.shape).to(tails.dtype, copy=True))
     return grads
-
-
-# Kernels: one program per group of chunks and block of channels, those of one group side by side. Tuples are
-# of rows or taps by their distance to a token, fp32. Numbers of rows are int64, as N * D may pass 2**31;
-# within a chunk they need not be.
-
-
-@triton.jit
-def _load(x, row, d, mask, D: tl.constexpr):
-    return tl.load(x + row * D + d, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(x, row, value, d, mask, D: tl.constexpr):
-    tl.store(x + row * D + d, value.to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _place(group, D: tl.constexpr, BLOCK: tl.constexpr, num_chunks):
-    """Of a program its number, its channels, and its first chunk and the one after its last."""
-    blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    program = tl.program_id(0) // blocks
-    d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    return program.to(tl.int64), d, program * group, tl.minimum((program + 1) * group, num_chunks)
-
-
-@triton.jit
-def _load_taps(weight, d, mask, W: tl.constexpr):
-    taps = ()
-    for j in tl.static_range(W):
-        taps += (tl.load(weight + d * W + (W - 1 - j), mask=mask, other=0.0).to(tl.float32),)
-    return taps
-
-
-@triton.jit
-def _load_past(token, x, tails, sources, d, mask, D: tl.constexpr, W: tl.constexpr):
-    """Of the path the W - 1 rows before a token, the newest first."""
-    past = ()
-    for j in tl.static_range(1, W):
-        source = tl.load(sources + token * W + (W - 1 - j)).to(tl.int64)
-        row = _load(x, source, d, mask & (source >= 0), D)
-        if tails is not None:
-            row += _load(tails, -2 - source, d, mask & (source < -1), D)
-        past += (row,)
-    return past
-
-
-@triton.jit
-def _push(row, rows):
-    return (row,) + rows  # noqa: RUF005
-
-
-@triton.jit
-def _convolve(taps, row, past, W: tl.constexpr):
-    z = taps[0] * row
-    for j in tl.static_range(1, W):
-        z += taps[j] * past[j - 1]
-    return z
-
-
-@triton.jit(do_not_specialize=["num_chunks", "group"])
-def _forward_kernel(
-    x, weight, tails, y, sources, start, num_chunks, group,
-    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    _, d, first_chunk, last_chunk = _place(group, D, BLOCK, num_chunks)
-    mask = d < D
-    taps = _load_taps(weight, d, mask, W)
-    for chunk in range(first_chunk, last_chunk):
-        first = tl.load(start + chunk).to(tl.int64)
-        length = tl.load(start + chunk + 1) - tl.load(start + chunk)
-        past = _load_past(first, x, tails, sources, d, mask, D, W)
-        for begin in range(0, length, ROWS):
-            rows = ()
-            for i in tl.static_range(ROWS):  # all loads before any use, to have them under way at once
-                rows += (_load(x + first * D, begin + i, d, mask & (begin + i < length), D),)
-            for i in tl.static_range(ROWS):
-                z = _convolve(taps, rows[i], past, W)
-                _store(y + first * D, begin + i, z * tl.sigmoid(z), d, mask & (begin + i < length), D)
-                past = _push(rows[i], past)[: W - 1]
-
-
-@triton.jit(do_not_specialize=["num_chunks", "group"])
-def _backward_kernel(
-    dy, x, weight, tails, dx, partial, first_rows, last_rows, sources, start, ahead, shared, num_chunks,
-    group, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the W - 1 rows before a chunk that branches off also go into ``first_rows``; those of the
-    last W - 1 tokens of a shared chunk, not rounded, into ``last_rows``."""
-    program, d, first_chunk, last_chunk = _place(group, D, BLOCK, num_chunks)
-    mask = d < D
-    taps = _load_taps(weight, d, mask, W)
-    zero = tl.zeros([BLOCK], tl.float32)
-    dtaps = (zero,) * W
-    for chunk in range(first_chunk, last_chunk):
-        first = tl.load(start + chunk).to(tl.int64)
-        length = tl.load(start + chunk + 1) - tl.load(start + chunk)
-        live = length + tl.load(ahead + chunk)
-        # Of the W - 1 rows before the chunk, and of its last W - 1 ones, how many are wanted.
-        to_first = tl.where(tl.load(sources + first * W + W - 2) != first - 1, W - 1, 0)
-        to_last = tl.where(tl.load(shared + chunk) != 0, length + W - 1, 0)
-        edge = tl.cast(chunk, tl.int64) * (W - 1) * D
-        past = _load_past(first, x, tails, sources, d, mask, D, W)
-        sums = (zero,) * (W - 1)  # of the gradients of these rows
-        for begin in range(0, length + W - 1, ROWS):
-            rows = ()
-            upstream = ()
-            for i in tl.static_range(ROWS):
-                is_live = mask & (begin + i < live)
-                rows += (_load(x + first * D, begin + i, d, is_live, D),)
-                upstream += (_load(dy + first * D, begin + i, d, is_live, D),)
-            for i in tl.static_range(ROWS):
-                token = begin + i
-                z = _convolve(taps, rows[i], past, W)
-                s = tl.sigmoid(z)
-                dz = upstream[i] * (s + z * s * (1 - s))
-                own = tl.where(token < length, dz, 0.0)
-                window = _push(rows[i], past)
-                old = _push(zero, sums)
-                new = ()
-                new_dtaps = ()
-                for j in tl.static_range(W):
-                    new += (old[j] + taps[j] * dz,)
-                    new_dtaps += (dtaps[j] + own * window[j],)
-                dtaps = new_dtaps
-                past = window[: W - 1]
-                sums = new[: W - 1]
-                # No later window has the token W - 1 before this one.
-                done = token - (W - 1)
-                _store(dx + first * D, done, new[W - 1], d, mask & (done >= 0) & (done < length), D)
-                _store(first_rows + edge, token, new[W - 1], d, mask & (token < to_first), D)
-                is_last = (token >= length) & (token < to_last) & (done >= 0)
-                _store(last_rows + edge, token - length, new[W - 1], d, mask & is_last, D)
-    for j in tl.static_range(W):
-        _store(partial, program * W + (W - 1 - j), dtaps[j], d, mask, D)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _sum_kernel(
-    dexported, first_rows, last_rows, dx, dtails, order, target, stop, place, num_tokens, num_rows,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """A program per entry of ``order``, of which the first of a target sums all of it."""
-    blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    entry = tl.program_id(0) // blocks
-    d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    mask = d < D
-    end = tl.load(stop + entry)
-    if end == 0:
-        return
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(entry, end, ROWS):
-        index = i + tl.arange(0, ROWS)
-        row = tl.load(order + index, mask=index < end, other=0).to(tl.int64)[:, None]
-        here = (index < end)[:, None] & mask[None, :]
-        rows = _load(first_rows, row, d[None, :], here & (row < num_rows), D)
-        rows += _load(dexported, row - num_rows, d[None, :], here & (row >= num_rows), D)
-        total += tl.sum(rows, 0)
-    to = tl.load(target + entry).to(tl.int64)
-    if to < num_tokens:
-        total += _load(last_rows, tl.load(place + entry).to(tl.int64), d, mask, D)
-        _store(dx, to, total, d, mask, D)
-    elif dtails is not None:
-        _store(dtails, to - num_tokens, total, d, mask, D)

@@ -1,7 +1,7 @@
-"""The gated delta rule and the causal convolution on forests, in plain torch, on any device and dtype.
+"""Backend "reference": the gated delta rule in plain PyTorch; and the definition of the causal convolution.
 
-Within a chunk that starts from state S, with decays summed from its start, G_i = g_1 + .. + g_i
-(Yang et al., arXiv:2412.06464, section 3.3):
+Both run on any device and in any float dtype. A chunk that starts from the state S is computed at once, with
+decays summed from its start, G_i = g_1 + .. + g_i (Yang et al., arXiv:2412.06464, section 3.3):
 
     A_ij = beta_i exp(G_i - G_j) k_i.k_j  (j < i);   T = (I + A)^-1 diag(beta)
     n = T (v - exp(G) k S);   o_i = exp(G_i) q_i S + sum_{j <= i} exp(G_i - G_j) (q_i.k_j) n_j
@@ -17,22 +17,77 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_tree.components.tree_gdn import buffers
+from titan_tree.components.tree_gdn.buffers import Saved
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import Chunks
 from titan_tree.tree.layout import TreeLayout
 
 EPSILON = 1e-6  # added to squared lengths, as Qwen's models do
 
 
+# 1. The backend.
+
+
+def is_automatic(device: torch.device) -> bool:
+    """Everywhere but on GPUs."""
+    return device.type != "cuda"
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """None: it computes everything."""
+    return None
+
+
+def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
+    """No elements: the backward pass computes everything again."""
+    return Saved(*(x.new_empty(0) for x in buffers.empty_saved(q, v, chains)))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks,
+    chains: Chains,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """See ``GdnBackend.forward``."""
+    o, exported = gated_delta_rule(q, k, v, g, beta, states, chunks)
+    return o.contiguous(), exported, empty_saved(q, v, chains)
+
+
+def backward(
+    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
+) -> list[Tensor]:  # fmt: skip
+    """See ``GdnBackend.backward``. Recomputes the forward pass under autograd and differentiates that."""
+    # Inside an operator autograd's dispatch keys are off, and enable_grad alone does not turn them on again.
+    recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with recording, torch.enable_grad():
+        inputs = q, k, v, g, beta = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        if states is not None:
+            states = states.detach().requires_grad_()
+            inputs = [*inputs, states]
+        o, exported = gated_delta_rule(q, k, v, g, beta, states, chunks)
+        # An empty tensor of exported states has no graph.
+        outputs, upstream = ([o, exported], [do, dexported]) if len(exported) else ([o], [do])
+        gradients = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, materialize_grads=True)
+    return [x.contiguous() for x in gradients]
+
+
+# 2. The gated delta rule.
+
+
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout, states: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """See ``TreeGDN.forward``."""
-    assert layout.chunks is not None
-    start, before, exported = (x.tolist() for x in layout.chunks)
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """o [N, G, V] and the states [X, G, K, V] after ``chunks.exported``; differentiable any number of times.
+
+    See ``TreeGDN.forward`` for the arguments.
+    """
+    start, before, exported = (x.tolist() for x in chunks)
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     repeat = v.shape[1] // k.shape[1]
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     q, k = (normalize(x).repeat_interleave(repeat, 1) for x in (q, k))
-    chunks = _prepared(q * k.shape[-1] ** -0.5, k, v, g, beta, start)
+    prepared = _prepared(q * k.shape[-1] ** -0.5, k, v, g, beta, start)
 
     zero = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
     outputs: list[Tensor] = []
@@ -44,24 +99,23 @@ def gated_delta_rule(
             state = states[-2 - source].to(wide)
         else:
             state = last[source] if source >= 0 else zero
-        read, mixed, t, key_in, key_out, value, keep = chunks[c]
+        read, mixed, t, key_in, key_out, value, keep = prepared[c]
         new = t @ (value - key_in @ state)
         outputs.append((read @ state + mixed @ new)[:, : start[c + 1] - start[c]])
         if c in wanted:
             last[c] = keep * state + key_out.mT @ new
     out = torch.cat(outputs, dim=1).transpose(0, 1).to(dtype)
-    if layout.state_exports is None:
-        return out, None
-    return out, torch.stack([last[c] for c in exported])
+    return out, torch.stack([last[c] for c in exported]) if exported else zero.new_zeros(0, *zero.shape)
 
 
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Sequence[int]
 ) -> dict[int, tuple[Tensor, ...]]:
-    """Of each chunk, [heads, size, ...]: exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v and exp(G_last).
+    """For each chunk exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v and exp(G_last): [heads, size, ...].
 
-    Chunks are filled up to a power of two, so that short ones cost little, with tokens that change nothing:
-    of keys 0, that do not decay.
+    P_ij = exp(G_i - G_j) (q_i.k_j) for j <= i. The size of a chunk is rounded up to a power of two, so that
+    short chunks cost little. The tokens that fill it up change nothing: their keys are 0 and they do not
+    decay.
     """
     sizes = [1 << (stop - first - 1).bit_length() for first, stop in pairwise(start)]
     prepared: dict[int, tuple[Tensor, ...]] = {}
@@ -93,18 +147,13 @@ def normalize(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
 
 
+# 3. The convolution.
+
+
 def tree_causal_conv1d(
     x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """silu(sum_j weight[:, W - 1 - j] x[j-th token before on the path]) of N tokens, each channel for itself.
-
-    Args:
-        x: [N, D].
-        weight: [D, W]; the last column is that of the token itself.
-        tails: of a partition [R, W - 1, D]: what the last tokens of a path left, the newest last.
-    Returns:
-        [N, D], and of a partition the tails [S, W - 1, D] after the tokens ``layout.state_exports``.
-    """
+    """See ``conv.tree_causal_conv1d``, whose definition this is."""
     assert layout.predecessor is not None
     wide = torch.promote_types(x.dtype, torch.float32)
     width = weight.shape[1]
@@ -113,7 +162,7 @@ def tree_causal_conv1d(
     if tails is not None:
         rows.insert(1, tails.flatten(0, 1))
     inputs = torch.cat(rows)
-    # Names of rows that are not here: -1 is the last row, the zeros; older gateway rows come before newer.
+    # Index -1 is the last row: zeros. The rows of tails follow the N own ones.
     old = torch.where(sources < -1, len(x) - 2 - sources, sources)
     window = inputs[old]
     y = F.silu((window.to(wide) * weight.to(wide).T).sum(1)).to(x.dtype)
@@ -123,13 +172,14 @@ def tree_causal_conv1d(
 
 
 def conv_sources(predecessor: Tensor, width: int) -> Tensor:
-    """[N, W] int64: of each token the last ``width`` tokens of its path, itself the last.
+    """[N, W] int64: the last ``width`` = W tokens of each token's path; the token itself comes last.
 
-    -1: none, the path is shorter. -2 - i: not here, row i of the gateway's tails [R * (W - 1)].
+    -1 means that the path is shorter. -2 - i names row i of the gateway's tails, flattened to [R * (W - 1)]
+    rows.
     """
     n, size = len(predecessor), width - 1
     before = predecessor.long()
-    # A gateway's row r: first its newest element, then older ones.
+    # Gateway row r: begin at its newest element and continue with older ones.
     before = torch.where(before < -1, -2 - ((-2 - before) * size + size - 1), before)
     sources = [torch.arange(n, device=predecessor.device)]
     for _ in range(size):

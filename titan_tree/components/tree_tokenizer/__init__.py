@@ -1,10 +1,11 @@
-"""TreeTokenizer: text and conversations -> token ids and training samples.
+"""TreeTokenizer turns text and conversations into token ids and training samples.
 
-vocabulary.py   files -> tables: a Hugging Face tokenizer.json, a .tiktoken rank file, plain bytes
-bpe.py          tables -> tiktoken: encode and decode
-templates.py    Jinja chat templates; chatml.jinja and qwen3.jinja are built in
-samples.py      a conversation -> TokenPaths, by rendering
-tokenizer.py    TreeTokenizer, the four together
+tokenizer.py    TreeTokenizer, which combines the modules below
+vocabulary.py   reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
+bpe.py          encodes and decodes text with a vocabulary
+messages.py     checks conversations and brings them into one form
+templates.py    renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
+samples.py      cuts rendered conversations into training samples
 """
 
 from titan_tree.components.tree_tokenizer.tokenizer import TreeTokenizer

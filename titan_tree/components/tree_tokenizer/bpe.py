@@ -1,4 +1,4 @@
-"""BytePairEncoder: text -> ids and back, by tiktoken."""
+"""BytePairEncoder: text -> token ids and back, on top of tiktoken."""
 
 from __future__ import annotations
 
@@ -12,75 +12,99 @@ import tiktoken
 from titan_tree.components.tree_tokenizer.vocabulary import Vocabulary
 from titan_tree.errors import UserError
 
-CACHE_CHARACTERS = 1 << 24  # text whose ids are remembered: with them about 100 MB
+CACHE_CHARACTERS = 1 << 24  # capacity of the cache in characters of text; full, it takes about 100 MB
+ENTRY_CHARACTERS = 64  # what an entry of the cache costs beside its text, in characters
 
 
 class BytePairEncoder:
-    """Byte-level BPE with added tokens; the ids are those of Hugging Face's ``tokenizers``.
+    """Byte-level BPE (byte-pair encoding) with added tokens; ids equal those of the library ``tokenizers``.
 
-    The order matters: added tokens are cut out of the raw text, each piece between them is normalised on
-    its own (so that ``<think>`` before a combining mark stays itself), added tokens marked ``normalized``
-    are cut out of that, and BPE sees what is left. A piece is encoded once and remembered: the prompts of
-    a conversation repeat its history, and encoding them all costs little more than encoding the history.
+    Encoding has four steps, and their order matters:
+
+    1. Cut added tokens out of the raw text.
+    2. Bring each piece between them into Unicode normal form. Each piece is normalized separately, so
+       ``<think>`` stays intact before a combining mark.
+    3. Cut added tokens marked ``normalized`` out of the pieces.
+    4. Encode the rest by BPE.
+
+    Encoded pieces are cached. The prompts of a conversation repeat its history, so encoding all of them
+    costs little more than encoding the last one.
+
+    Attributes:
+        special_tokens: added token -> id.
+        vocab_size: largest id + 1.
+
+    Raises:
+        UserError: tiktoken rejects the split pattern.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Raises UserError where tiktoken does not take the split pattern."""
-        v = vocabulary
-        self.special_tokens = {a.content: a.id for a in v.added}
-        self.vocab_size = max(*v.tokens.values(), *self.special_tokens.values()) + 1
-        self._bytes_of = {id: token for token, id in v.tokens.items()}
-        self._bytes_of |= {id: content.encode() for content, id in self.special_tokens.items()}
-        self._normal_forms = v.normal_forms
-        self._cut_raw = _Cut({a.content: a.id for a in v.added if not a.normalized})
-        self._cut_normal = _Cut({self._normalize(a.content): a.id for a in v.added if a.normalized})
-        self._id_of_rank: np.ndarray | None = None  # None: ranks are ids
-        if any(v.tokens[token] != rank for token, rank in v.ranks.items()):
-            self._id_of_rank = np.array([v.tokens[token] for token in v.ranks], np.int32)
-        try:
-            self._bpe = tiktoken.Encoding(
-                "titan_tree", pat_str=v.pattern, mergeable_ranks=dict(v.ranks), special_tokens={}
-            )
-        except ValueError as error:
-            raise UserError(f"split pattern {v.pattern!r}: not one that tiktoken takes: {error}") from None
+        added = vocabulary.added
+        self.special_tokens = {token.content: token.id for token in added}
+        self.vocab_size = max(*vocabulary.tokens.values(), *self.special_tokens.values()) + 1
+        self._normal_forms = vocabulary.normal_forms
+        self._cut_raw = _Cutter({token.content: token.id for token in added if not token.normalized})
+        self._cut_normalized = _Cutter(
+            {self._normalize(token.content): token.id for token in added if token.normalized}
+        )
+        self._bpe = _tiktoken_encoding(vocabulary)
+        self._id_of_rank = _id_of_rank(vocabulary)
+        self._token_bytes = {id: token for token, id in vocabulary.tokens.items()}
+        self._token_bytes |= {id: content.encode() for content, id in self.special_tokens.items()}
         self._cache: dict[tuple[str, bool], np.ndarray] = {}
-        self._cached = 0  # characters, and some for the entries themselves
+        self._cached_characters = 0
 
     def encode(self, text: str, special: bool = True) -> list[np.ndarray]:
-        """Ids of ``text``: int32 arrays, to be concatenated.
+        """Returns the ids of ``text`` as int32 arrays, to be concatenated.
 
         Args:
-            special: added tokens in the text are what they say. Otherwise they are text like any other.
+            special: whether added tokens in the text become their ids, or are encoded as plain text.
 
-        Raises UserError for a lone surrogate: that is no text.
+        Raises:
+            UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
         if not special:
-            return [self._piece(text, False)]
-        return [
-            part if isinstance(part, np.ndarray) else self._piece(part, True) for part in self._cut_raw(text)
-        ]
+            return [self._piece_ids(text, False)]
+        parts = self._cut_raw(text)
+        return [part if isinstance(part, np.ndarray) else self._piece_ids(part, True) for part in parts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD. UserError for an unknown id."""
+        """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UserError: an id that the vocabulary does not have.
+        """
         try:
-            return b"".join([self._bytes_of[int(id)] for id in ids]).decode("utf-8", "replace")
+            return b"".join([self._token_bytes[int(id)] for id in ids]).decode("utf-8", "replace")
         except KeyError as error:
             raise UserError(f"decode: expected ids of this vocabulary, got {error.args[0]}") from None
 
-    def _piece(self, text: str, special: bool) -> np.ndarray:
+    def _piece_ids(self, text: str, special: bool) -> np.ndarray:
+        """Returns the ids of text without raw added tokens, from the cache if possible (steps 2 to 4)."""
         key = text, special
         if (ids := self._cache.get(key)) is None:
-            self._cached += len(text) + 64
-            if self._cached > CACHE_CHARACTERS:
-                self._cache.clear()
-                self._cached = len(text) + 64
-            normal = self._normalize(text)
-            parts = self._cut_normal(normal) if special else [normal]
-            found = [part if isinstance(part, np.ndarray) else self._merge(part) for part in parts]
-            ids = self._cache[key] = np.concatenate([np.empty(0, np.int32), *found])
+            self._make_room(len(text) + ENTRY_CHARACTERS)
+            ids = self._cache[key] = self._encode_piece(text, special)
         return ids
 
-    def _merge(self, text: str) -> np.ndarray:
+    def _make_room(self, characters: int) -> None:
+        self._cached_characters += characters
+        if self._cached_characters > CACHE_CHARACTERS:
+            self._cache.clear()
+            self._cached_characters = characters
+
+    def _encode_piece(self, text: str, special: bool) -> np.ndarray:
+        text = self._normalize(text)
+        parts = self._cut_normalized(text) if special else [text]
+        ids = [part if isinstance(part, np.ndarray) else self._bpe_ids(part) for part in parts]
+        return np.concatenate([np.empty(0, np.int32), *ids])
+
+    def _normalize(self, text: str) -> str:
+        for form in self._normal_forms:
+            text = unicodedata.normalize(form, text)
+        return text
+
+    def _bpe_ids(self, text: str) -> np.ndarray:
         try:
             ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError as error:
@@ -89,22 +113,39 @@ class BytePairEncoder:
             ) from None
         return ranks.astype(np.int32) if self._id_of_rank is None else self._id_of_rank[ranks]
 
-    def _normalize(self, text: str) -> str:
-        for form in self._normal_forms:
-            text = unicodedata.normalize(form, text)
-        return text
+
+def _tiktoken_encoding(vocabulary: Vocabulary) -> tiktoken.Encoding:
+    try:
+        return tiktoken.Encoding(
+            "titan_tree",
+            pat_str=vocabulary.pattern,
+            mergeable_ranks=dict(vocabulary.ranks),
+            special_tokens={},
+        )
+    except ValueError as error:
+        raise UserError(
+            f"split pattern {vocabulary.pattern!r}: expected one that tiktoken accepts: {error}"
+        ) from None
 
 
-class _Cut:
-    """Cuts given tokens out of a text, the leftmost first and the longest of those."""
+def _id_of_rank(vocabulary: Vocabulary) -> np.ndarray | None:
+    """Returns the id of each rank, [R] int32, or None if every rank is its token's id."""
+    if all(vocabulary.tokens[token] == rank for token, rank in vocabulary.ranks.items()):
+        return None
+    return np.array([vocabulary.tokens[token] for token in vocabulary.ranks], np.int32)
+
+
+class _Cutter:
+    """Cuts given tokens out of a text: the leftmost match first, and of several the longest."""
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = {token: np.array([id], np.int32) for token, id in tokens.items()}
         longest_first = sorted(tokens, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
+        matches_nothing = "(?!)"
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or matches_nothing})").split
 
     def __call__(self, text: str) -> list[str | np.ndarray]:
-        """The text in order: ids of the tokens, and the non-empty strings between them."""
+        """Returns the text in order: the ids of tokens, and the non-empty strings between them."""
         parts = self._split(text)
         parts[1::2] = [self._ids[token] for token in parts[1::2]]
         return [part for part in parts if isinstance(part, np.ndarray) or part]

@@ -1,9 +1,9 @@
-"""Chat messages: the two common spellings of a conversation, brought into one.
+"""Checks conversations, and brings the two common spellings of messages into one form.
+
+``normalize_messages`` returns the form that Hugging Face's chat templates read:
 
     {"role": "system" | "user" | "assistant" | "tool", "content": str, "reasoning_content"?: str,
      "tool_calls"?: [{"type": "function", "function": {"name": str, "arguments": object | str}}], ...}
-
-is the form that chat templates read (Hugging Face's), and what ``normalize_messages`` returns.
 """
 
 from __future__ import annotations
@@ -16,66 +16,60 @@ from titan_tree.errors import UserError
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first one present is taken
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first one that is present counts
 
 
 def normalize_messages(messages: object, where: str) -> list[Message]:
-    """Checks a conversation and returns it in the one form above; the input stays as it is.
+    """Checks a conversation and returns it in the form above. The input does not change.
 
-    - ``content``: a string, or a list of ``{"type": "text", "text": str}``, which are joined. null or absent
-      becomes "" for the assistant and for tools.
-    - ``reasoning_content``: also read under the names ``reasoning`` and ``thinking``; null means absent.
-    - ``tool_calls``: ``{"name", "arguments"}`` or OpenAI's ``{"type", "function": {"name", "arguments"}}``.
-      Arguments that are the JSON text of an object become the object; other text (a model's broken JSON)
-      stays the raw string.
+    - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` that is joined. For assistants
+      and tools, null or a missing field becomes "".
+    - ``reasoning_content`` may also be called ``reasoning`` or ``thinking``; null counts as missing.
+    - ``tool_calls`` are ``{"name", "arguments"}`` or ``{"type", "function": {"name", "arguments"}}`` as in
+      OpenAI's API. Arguments that are the JSON text of an object become the object. Other text, such as
+      broken JSON that a model wrote, stays a string.
+    - Other fields (name, tool_call_id, ...) are kept, because a template may read them.
 
-    Fields not named here (name, tool_call_id, ...) are kept: a template may read them.
+    Args:
+        messages: the conversation, as parsed from JSON.
+        where: what error messages call it.
 
     Raises:
-        UserError: naming ``where``, the message's index and the field.
+        UserError: a malformed message; the error names ``where``, the message's index and the field.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise UserError(f"{where}: expected a non-empty list of messages, got {_show(messages)}")
-    return [_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+        raise UserError(f"{where}: expected a non-empty list of messages, got {_shorten(messages)}")
+    return [_normalize_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
 def text_before_calls_as_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Normalised messages in which the text an assistant writes before its tool calls is its reasoning.
+    """Returns normalized messages in which the text before an assistant's tool calls is its reasoning.
 
-    Agents without a reasoning channel think aloud there. Messages that have reasoning stay as they are.
+    Agents without a reasoning channel think aloud there. Messages that already have reasoning do not change.
     """
     return [
-        {**m, "reasoning_content": m["content"], "content": ""}
-        if m.get("tool_calls") and m["content"] and not m.get("reasoning_content")
-        else m
-        for m in messages
+        {**message, "reasoning_content": message["content"], "content": ""}
+        if message.get("tool_calls") and message["content"] and not message.get("reasoning_content")
+        else message
+        for message in messages
     ]
 
 
-def _message(message: object, where: str) -> Message:
+def _normalize_message(message: object, where: str) -> Message:
     if not isinstance(message, dict):
-        raise UserError(f"{where}: expected an object with role and content, got {_show(message)}")
+        raise UserError(f"{where}: expected an object with role and content, got {_shorten(message)}")
     role = message.get("role")
     if role not in ROLES:
-        raise UserError(f"{where}.role: expected one of {', '.join(ROLES)}, got {_show(role)}")
-    result = {**message, "content": _content(message.get("content"), role, f"{where}.content")}
-
-    given = [(f, message[f]) for f in REASONING_FIELDS if message.get(f) is not None]
-    result.pop("reasoning_content", None)
-    if given:
-        field, reasoning = given[0]
-        if role != "assistant":
-            raise UserError(f"{where}.{field}: expected on assistant messages alone, got role {role!r}")
-        if not isinstance(reasoning, str):
-            raise UserError(f"{where}.{field}: expected a string, got {_show(reasoning)}")
+        raise UserError(f"{where}.role: expected one of {', '.join(ROLES)}, got {_shorten(role)}")
+    result = {
+        field: value for field, value in message.items() if field not in ("reasoning_content", "tool_calls")
+    }
+    result["content"] = _content(message.get("content"), role, f"{where}.content")
+    reasoning = _reasoning(message, role, where)
+    if reasoning is not None:
         result["reasoning_content"] = reasoning
-
-    if calls := result.pop("tool_calls", None):
-        if role != "assistant":
-            raise UserError(f"{where}.tool_calls: expected on assistant messages alone, got role {role!r}")
-        if not isinstance(calls, list):
-            raise UserError(f"{where}.tool_calls: expected a list, got {_show(calls)}")
-        result["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if calls := _tool_calls(message, role, f"{where}.tool_calls"):
+        result["tool_calls"] = calls
     return result
 
 
@@ -85,38 +79,69 @@ def _content(content: object, role: str, where: str) -> str:
     if content is None and role in ("assistant", "tool"):
         return ""
     if not isinstance(content, list):
-        raise UserError(f"{where}: expected a string or a list of text parts, got {_show(content)}")
+        raise UserError(f"{where}: expected a string or a list of text parts, got {_shorten(content)}")
     for index, part in enumerate(content):
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise UserError(f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {_show(part)}')
+            raise UserError(
+                f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {_shorten(part)}'
+            )
     return "".join(part["text"] for part in content)
 
 
-def _call(call: object, where: str) -> Message:
+def _reasoning(message: Message, role: str, where: str) -> str | None:
+    field = next((field for field in REASONING_FIELDS if message.get(field) is not None), None)
+    if field is None:
+        return None
+    if role != "assistant":
+        raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
+    reasoning = message[field]
+    if not isinstance(reasoning, str):
+        raise UserError(f"{where}.{field}: expected a string, got {_shorten(reasoning)}")
+    return reasoning
+
+
+def _tool_calls(message: Message, role: str, where: str) -> list[Message]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    if role != "assistant":
+        raise UserError(f"{where}: expected only on assistant messages, got it on role {role!r}")
+    if not isinstance(calls, list):
+        raise UserError(f"{where}: expected a list, got {_shorten(calls)}")
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: object, where: str) -> Message:
     if not isinstance(call, dict):
-        raise UserError(f"{where}: expected an object with name and arguments, got {_show(call)}")
-    nested = "function" in call
-    function = call["function"] if nested else call
-    if nested:
-        where = f"{where}.function"
+        raise UserError(f"{where}: expected an object with name and arguments, got {_shorten(call)}")
+    if "function" in call:
+        function, where = call["function"], f"{where}.function"
+        others = call
+    else:
+        function = call
+        others = {field: value for field, value in call.items() if field not in ("name", "arguments")}
     if not isinstance(function, dict):
-        raise UserError(f"{where}: expected an object with name and arguments, got {_show(function)}")
-    name, arguments = function.get("name"), function.get("arguments")
+        raise UserError(f"{where}: expected an object with name and arguments, got {_shorten(function)}")
+    name = function.get("name")
     if not isinstance(name, str):
-        raise UserError(f"{where}.name: expected a string, got {_show(name)}")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except json.JSONDecodeError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    elif not isinstance(arguments, dict):
-        raise UserError(f"{where}.arguments: expected an object or its JSON text, got {_show(arguments)}")
-    others = {key: value for key, value in call.items() if nested or key not in ("name", "arguments")}
+        raise UserError(f"{where}.name: expected a string, got {_shorten(name)}")
+    arguments = _arguments(function.get("arguments"), f"{where}.arguments")
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
 
 
-def _show(value: object) -> str:
-    """A short, one-line picture of a wrong value."""
+def _arguments(arguments: object, where: str) -> dict[str, Any] | str:
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
+        raise UserError(f"{where}: expected an object or its JSON text, got {_shorten(arguments)}")
+    try:
+        parsed = json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _shorten(value: object) -> str:
+    """Returns at most 60 characters of a wrong value, on one line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

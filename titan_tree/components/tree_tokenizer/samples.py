@@ -1,18 +1,19 @@
-"""Conversations -> TokenPaths, by rendering instead of rules.
+"""Cuts a conversation into training samples by rendering it, without rules about chat templates.
 
-The sample of assistant turn i is what the model read and wrote there:
+The sample of assistant turn i is what the model read and wrote at that turn:
 
-    prompt      render(messages[:i], generation prompt)
-    completion  the rest of render(messages[:i + 1])
+    prompt      = render(messages[:i], add_generation_prompt=True)
+    completion  = the rest of render(messages[:i + 1])
 
-The loss counts the completion alone. Where a template changes the history (Qwen3 drops the reasoning of
-earlier turns), the samples of a conversation part, as the model's inputs did: nothing else needs to know.
+Only the completion has loss. Some templates change the history: Qwen3's drops the reasoning of earlier
+turns. The samples of one conversation then diverge, exactly as the model's inputs did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -23,81 +24,94 @@ from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 
 Turns = Literal["each", "last", "whole"]
-Range = tuple[int, int]  # characters [start, end) of a rendered text
-Render = Callable[..., str]  # (number of messages, add_generation_prompt=False) -> text
 
 
-def conversation_paths(
-    encoder: BytePairEncoder,
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
-    turns: Turns,
-    variables: dict[str, Any],
-) -> list[TokenPath]:
-    """The samples of a normalised conversation; see ``TreeTokenizer.samples``."""
-    if turns not in get_args(Turns):
-        raise UserError(f"turns: expected one of {', '.join(get_args(Turns))}, got {turns!r}")
+class RenderedSample(NamedTuple):
+    """The text of a sample, and which parts of it the model wrote."""
 
-    def render(count: int, add_generation_prompt: bool = False) -> str:
-        return template.render(messages[:count], tools, add_generation_prompt, variables)
+    text: str
+    completions: list[tuple[int, int]]  # ranges [start, end) of characters, in order
 
-    def path(text: str, counted: list[Range]) -> TokenPath:
+
+@dataclass(frozen=True)
+class ConversationSampler:
+    """Makes the training samples of one normalized conversation; see ``TreeTokenizer.samples``."""
+
+    encoder: BytePairEncoder
+    template: ChatTemplate
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None
+    variables: dict[str, Any]  # of the template
+
+    def paths(self, turns: Turns) -> list[TokenPath]:
+        """Returns the samples, or an empty list if the conversation has no assistant message."""
+        if turns not in get_args(Turns):
+            raise UserError(f"turns: expected one of {', '.join(get_args(Turns))}, got {turns!r}")
+        indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not indices:
+            return []
+        if turns == "whole":
+            return [self._path(self._whole(indices))]
+        return [self._path(self._turn(index)) for index in (indices if turns == "each" else indices[-1:])]
+
+    def _turn(self, index: int) -> RenderedSample:
+        """Renders the conversation up to and including an assistant message.
+
+        The completion ends with the end-of-turn token, where the model stopped. The template adds white space
+        after it, which the model did not write.
+        """
+        prompt = self._render(index, add_generation_prompt=True)
+        text = self._render(index + 1)
+        if not text.startswith(prompt):
+            raise UserError(
+                f"messages[{index}]: the chat template renders this turn differently from its own generation "
+                f"prompt: {_first_difference(prompt, text)}; the model would train on a prompt that it never "
+                "reads"
+            )
+        stripped = text.rstrip()
+        stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))
+        return RenderedSample(text, [(len(prompt), len(stripped) if stopped else len(text))])
+
+    def _whole(self, indices: list[int]) -> RenderedSample:
+        """Renders all messages once, with the completions of all assistant messages."""
+        whole = self._render(len(self.messages))
+        completions = []
+        for index in indices:
+            turn = self._turn(index)
+            if not whole.startswith(turn.text):
+                raise UserError(
+                    f"messages[{index}]: the chat template renders this turn differently once more messages "
+                    f"follow: {_first_difference(turn.text, whole)}; use turns = 'each'"
+                )
+            completions += turn.completions
+        return RenderedSample(whole, completions)
+
+    def _render(self, num_messages: int, add_generation_prompt: bool = False) -> str:
+        """Renders the first messages, with text spans marked."""
+        messages = self.messages[:num_messages]
+        return self.template.render(messages, self.tools, add_generation_prompt, self.variables)
+
+    def _path(self, sample: RenderedSample) -> TokenPath:
+        """Encodes each prompt and each completion separately, so both begin at a token boundary."""
         tokens, mask = [], []
-        for part, count in _parts(text, counted):
-            ids = [ids for span, special in template.spans(part) for ids in encoder.encode(span, special)]
-            tokens += ids
-            mask.append(np.full(sum(map(len, ids)), count, np.float32))
+        for part, has_loss in _parts(sample):
+            for span, special in self.template.spans(part):
+                for ids in self.encoder.encode(span, special):
+                    tokens.append(ids)
+                    mask.append(np.full(len(ids), has_loss, np.float32))
         return TokenPath(np.concatenate(tokens), np.concatenate(mask))
 
-    stops = tuple(encoder.special_tokens)
-    written = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if turns == "whole":
-        return [path(*_whole(render, len(messages), written, stops))] if written else []
-    return [path(*_turn(render, index, stops)) for index in (written if turns == "each" else written[-1:])]
 
-
-def _turn(render: Render, index: int, stops: tuple[str, ...]) -> tuple[str, list[Range]]:
-    """Text up to and including the assistant message, and the range of it that the model wrote.
-
-    The model stops after its end-of-turn token. White space behind that is the template's.
-    """
-    prompt, text = render(index, add_generation_prompt=True), render(index + 1)
-    if not text.startswith(prompt):
-        raise UserError(
-            f"messages[{index}]: the chat template renders this turn differently from its own generation "
-            f"prompt: {_difference(prompt, text)}; the model would be trained on what it never reads"
-        )
-    body = text.rstrip()
-    end = len(body) if len(body) > len(prompt) and body.endswith(stops) else len(text)
-    return text, [(len(prompt), end)]
-
-
-def _whole(render: Render, count: int, written: list[int], stops: tuple[str, ...]) -> tuple[str, list[Range]]:
-    """Text of all messages, and the ranges of it that the model wrote."""
-    whole = render(count)
-    counted: list[Range] = []
-    for index in written:
-        text, ranges = _turn(render, index, stops)
-        if not whole.startswith(text):
-            raise UserError(
-                f"messages[{index}]: the chat template renders this turn differently once more messages "
-                f"follow: {_difference(text, whole)}; use turns = 'each'"
-            )
-        counted += ranges
-    return whole, counted
-
-
-def _parts(text: str, counted: list[Range]) -> list[tuple[str, bool]]:
-    """``text`` in order, cut at the ends of the ranges: (part, does the loss count it?)."""
+def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:
+    """Returns the sample's text in order, cut into (part, whether the model wrote it)."""
     parts, position = [], 0
-    for start, end in counted:
-        parts += [(text[position:start], False), (text[start:end], True)]
+    for start, end in sample.completions:
+        parts += [(sample.text[position:start], False), (sample.text[start:end], True)]
         position = end
-    return [*parts, (text[position:], False)]
+    return [*parts, (sample.text[position:], False)]
 
 
-def _difference(expected: str, got: str) -> str:
-    """Where ``got`` first differs from ``expected``, in words."""
+def _first_difference(expected: str, got: str) -> str:
+    """Describes where ``got`` first differs from ``expected``."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(got))
     return f"{expected[at : at + 30]!r} became {got[at : at + 30]!r} after {expected[max(at - 30, 0) : at]!r}"

@@ -1,11 +1,11 @@
-"""ChatTemplate: conversations -> text, by Jinja as Hugging Face renders chat templates.
+"""ChatTemplate renders a conversation as text with a Jinja template, exactly as Hugging Face does.
 
-One thing is added: the filter ``text``. What a template passes through it is a *text span*: tokenised on
-its own and as plain text, so that no string in a message can act as a control token, and token boundaries
-are message boundaries. chatml.jinja uses it. Templates of published models do not, so their text is
-tokenised as one string, control tokens inside messages included: the ids of Hugging Face, to the last one.
+It adds one filter, ``text``, which makes a *text span* of its input. A text span is tokenized separately and
+as plain text, so no string in a message can act as a control token. The built-in template chatml.jinja uses
+the filter. Templates of published models do not: their output is tokenized as one string, where control
+tokens inside messages take effect, so that all ids equal those of Hugging Face.
 
-A text span is marked in the rendered string by two noncharacters, which Unicode keeps for internal use.
+Two characters that Unicode reserves for internal use mark a text span in the rendered string.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ class ChatTemplate:
     """A Jinja chat template.
 
     Args:
-        source: the template text.
-        name: for error messages.
-        constants: variables for every rendering, such as bos_token.
+        source: the template's text.
+        name: what error messages call it.
+        constants: variables of every rendering, such as bos_token.
 
-    Raises UserError for a syntax error.
+    Attributes:
+        variables: names of all variables that the template reads.
+
+    Raises:
+        UserError: a syntax error in the template.
     """
 
     def __init__(self, source: str, name: str, constants: Mapping[str, Any] | None = None) -> None:
@@ -57,7 +61,11 @@ class ChatTemplate:
 
     @staticmethod
     def load(template: str | Path, constants: Mapping[str, Any] | None = None) -> ChatTemplate:
-        """From the name of a built-in template, a file, or a template text. UserError where it is none."""
+        """Loads a built-in template by its name, a file, or a template given as text.
+
+        Raises:
+            UserError: the template cannot be read, or has a syntax error.
+        """
         name = str(template)
         if "{{" in name or "{%" in name:
             return ChatTemplate(name, "(text)", constants)
@@ -66,8 +74,8 @@ class ChatTemplate:
             return ChatTemplate(path.read_text(encoding="utf-8"), name, constants)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"chat template {name}: expected {', '.join(BUILT_IN)}, a file or Jinja text; "
-                f"as a file it cannot be read: {error}"
+                f"chat template {name}: expected {', '.join(BUILT_IN)}, a file or Jinja text; the file "
+                f"cannot be read: {error}"
             ) from None
 
     def render(
@@ -77,12 +85,13 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The text of normalised messages, text spans marked: see ``spans`` and ``plain``.
+        """Returns the text of normalized messages with marked text spans; see ``spans`` and ``plain``.
 
-        Raises UserError for a variable the template does not read, and for the template's own errors.
+        Raises:
+            UserError: a variable that the template does not read, or an error in the template.
         """
         if unknown := sorted(variables.keys() - self.variables):
-            raise UserError(f"chat template {self.name}: it reads no variable {unknown[0]!r}")
+            raise UserError(f"chat template {self.name}: reads no variable {unknown[0]!r}; remove it")
         try:
             return _compiled(self.source).render(
                 messages=messages,
@@ -97,18 +106,18 @@ class ChatTemplate:
             raise UserError(f"chat template {self.name}: {error}") from None
 
     def spans(self, rendered: str) -> list[tuple[str, bool]]:
-        """(text, may it hold control tokens?) in order."""
+        """Cuts rendered text into (text, whether control tokens in it take effect), in order."""
         if not self._has_text_spans:
             return [(rendered, True)]
         return [(part, index % 2 == 0) for index, part in enumerate(_MARKS.split(rendered)) if part]
 
     def plain(self, rendered: str) -> str:
-        """The rendered text without marks."""
+        """Returns rendered text without the marks of text spans."""
         return "".join(text for text, _ in self.spans(rendered))
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model writes. Read as its content: samples are cut by rendering."""
+    """Renders ``{% generation %}`` blocks as their content. The marks are not needed: see samples.py."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -119,7 +128,7 @@ class _Generation(jinja2.ext.Extension):
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up for chat templates, and the filter ``text``."""
+    """Returns Jinja as transformers configures it for chat templates, with the filter ``text`` added."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -132,7 +141,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    """Outside of ChatTemplate, which so can be pickled for data workers."""
+    """Compiles a template. ChatTemplate does not store the result, which could not be pickled."""
     return _environment().from_string(source)
 
 
@@ -143,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own tojson escapes HTML characters; the text of a conversation must not change."""
+    """Replaces Jinja's tojson, which escapes HTML characters and so would change a conversation's text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -151,7 +160,7 @@ def _to_json(
 
 def _text_span(text: str) -> str:
     if _MARKS.search(text):
-        raise UserError("a message holds U+FDD0 or U+FDD1, which are no characters; remove them")
+        raise UserError("a message contains U+FDD0 or U+FDD1, which Unicode reserves; remove them")
     return f"{_OPEN}{text}{_CLOSE}"
 
 

@@ -1,4 +1,4 @@
-"""TreeTokenizer: the tokenizer and the chat template of a model, without the network."""
+"""TreeTokenizer: a model's tokenizer and chat template, loaded from local files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
 from titan_tree.components.tree_tokenizer.messages import normalize_messages, text_before_calls_as_reasoning
-from titan_tree.components.tree_tokenizer.samples import Turns, conversation_paths
+from titan_tree.components.tree_tokenizer.samples import ConversationSampler, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
@@ -25,20 +25,24 @@ from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, Any]]
-# Tokens of tokenizer_config.json that chat templates read by these names.
+# Keys of tokenizer_config.json that chat templates read as variables.
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class TreeTokenizer:
-    """Text and conversations -> token ids and training samples.
+    """Turns text and conversations into token ids and training samples.
 
-    Made by ``load``, or by ``from_hf``, ``from_tiktoken`` or ``byte_level``, among which it chooses.
-    ``template``, there, is the name of a built-in chat template ("chatml", "qwen3"), a .jinja file, or Jinja
-    text.
+    ``load`` makes one from a name; it chooses among ``from_hf``, ``from_tiktoken`` and ``byte_level``. Their
+    argument ``template`` is the name of a built-in chat template ("chatml" or "qwen3"), a .jinja file, or
+    Jinja text.
 
-    Control tokens inside messages: with the template of a published model (or "qwen3") they act as control
-    tokens, for so they do in Hugging Face, whose ids these are. Under "chatml" they are plain text, and so
-    is what any template passes through the filter ``text`` (templates.py).
+    Control tokens inside messages take effect under the template of a published model, and under "qwen3", as
+    they do in Hugging Face. Under "chatml" they are plain text. Other templates can use the filter ``text``
+    to the same end (templates.py).
+
+    Args:
+        vocabulary: the tokens and how text is split.
+        template: the chat template. Without one, ``render`` and ``samples`` raise UserError.
 
     Attributes:
         special_tokens: added token -> id.
@@ -53,13 +57,15 @@ class TreeTokenizer:
 
     @staticmethod
     def load(name: str | Path, template: str | Path | None = None) -> TreeTokenizer:
-        """``byte_level`` for "byte", ``from_tiktoken`` for a .tiktoken[.gz] file, ``from_hf`` for a folder.
+        """Loads a tokenizer by its name.
 
         Args:
-            template: None: the folder's own; "chatml" for the other two.
+            name: "byte" for ``byte_level``, a .tiktoken or .tiktoken.gz file for ``from_tiktoken``, or a
+                Hugging Face folder for ``from_hf``.
+            template: the chat template. Default: the folder's own, and "chatml" without a folder.
 
         Raises:
-            UserError: as those.
+            UserError: a missing or malformed file.
         """
         if name == "byte":
             return TreeTokenizer.byte_level(template or "chatml")
@@ -69,20 +75,20 @@ class TreeTokenizer:
 
     @staticmethod
     def from_hf(folder: str | Path, template: str | Path | None = None) -> TreeTokenizer:
-        """From a Hugging Face folder with ``tokenizer.json`` (byte-level BPE).
+        """Loads a Hugging Face folder with ``tokenizer.json`` (byte-level BPE).
 
         Args:
-            folder: may also hold tokenizer_config.json and chat_template.jinja.
-            template: instead of the folder's own, which ``render`` and ``samples`` need otherwise.
+            folder: may also contain tokenizer_config.json and chat_template.jinja.
+            template: a chat template that replaces the folder's own.
 
         Raises:
-            UserError: a missing or malformed file, or a tokenizer that could not be reproduced exactly.
+            UserError: a missing or malformed file, or a tokenizer that cannot be reproduced exactly.
         """
         folder = Path(folder)
         config_file = folder / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
         if template is None:
-            template = _own_template(folder, config, config_file)
+            template = _template_in_folder(folder, config, config_file)
         tokens = {name: config[name] for name in TEMPLATE_TOKENS if config.get(name)}
         constants = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
         chat = ChatTemplate.load(template, constants) if template is not None else None
@@ -97,34 +103,45 @@ class TreeTokenizer:
         normal_form: NormalForm | None = "NFC",
         template: str | Path = "chatml",
     ) -> TreeTokenizer:
-        """From a ``.tiktoken`` rank file, plain or gzip. The defaults are those of Qwen 1 to 3.
+        """Loads a ``.tiktoken`` rank file, plain or gzip. The defaults fit Qwen 1 to 3.
 
         Args:
-            special_tokens: control token -> id. None: Qwen3's, from the first id after the ranks on.
-            pattern: regular expression that splits text into what BPE encodes.
-            normal_form: Unicode normal form of the text, or None.
+            rank_file: one base64 token and its rank per line.
+            special_tokens: control token -> id. Default: Qwen3's, with ids that follow the ranks.
+            pattern: regular expression that splits text into the pieces that BPE encodes.
+            normal_form: Unicode normal form of the text, or None to leave it unchanged.
+            template: the chat template.
 
         Raises:
-            UserError: a missing or malformed file, naming the line, or special tokens with taken ids.
+            UserError: a missing or malformed file (the error names the line), or a special token whose id a
+                rank already has.
         """
         vocabulary = read_tiktoken(Path(rank_file), special_tokens, pattern, normal_form)
         return TreeTokenizer(vocabulary, ChatTemplate.load(template))
 
     @staticmethod
     def byte_level(template: str | Path = "chatml") -> TreeTokenizer:
-        """The 256 bytes and Qwen3's control tokens: needs no file. ``decode(encode(text)) == text``."""
+        """Makes a tokenizer without files: the 256 bytes and Qwen3's control tokens."""
         return TreeTokenizer(byte_vocabulary(), ChatTemplate.load(template))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of ``text``; equal to those of ``tokenizers`` with ``add_special_tokens=False``.
+        """Returns the ids that Hugging Face's ``tokenizers`` gives with ``add_special_tokens=False``.
 
         Args:
-            special: strings of ``special_tokens`` become their ids; otherwise they are plain text.
+            text: valid Unicode.
+            special: whether ``special_tokens`` in the text become their ids, or are encoded as plain text.
+
+        Raises:
+            UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
         return [id for ids in self._encoder.encode(text, special) for id in ids.tolist()]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of the ids, control tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of the ids, control tokens included. Bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UserError: an id that the vocabulary does not have.
+        """
         return self._encoder.decode(ids)
 
     def render(
@@ -134,16 +151,17 @@ class TreeTokenizer:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as the chat template writes it.
+        """Returns the conversation's text as the chat template renders it.
 
         Args:
-            messages: see ``titan_tree.components.tree_tokenizer.messages.normalize_messages``.
+            messages: the conversation, in a form that ``messages.normalize_messages`` accepts.
             tools: JSON schemas of the tools.
-            add_generation_prompt: end with the header of the assistant's next message.
+            add_generation_prompt: whether the text ends with the header of the assistant's next message.
             variables: template variables, such as ``enable_thinking`` of Qwen3.
 
         Raises:
-            UserError: a malformed message; a variable the template does not read; the template's own errors.
+            UserError: a malformed message, a variable that the template does not read, or an error in the
+                template.
         """
         normal = normalize_messages(messages, "messages")
         template = self._chat_template()
@@ -158,49 +176,55 @@ class TreeTokenizer:
         text_before_calls_is_reasoning: bool = False,
         **variables: Any,
     ) -> list[TokenPath]:
-        """The training samples of a conversation; none where the assistant says nothing.
+        """Returns the training samples of a conversation; none if it has no assistant message.
 
-        A turn's prompt is what the template renders before it, and its completion the rest; the loss mask is
-        1 on the completion, up to and including its end-of-turn token, and 0 elsewhere. Prompt and completion
-        are encoded apart: what the model writes starts at a token boundary.
+        The prompt of a turn is the text that the template renders before it; the completion is the rest of
+        the turn. The loss mask is 1 on completions, including their end-of-turn tokens, and 0 elsewhere.
+        Prompts and completions are encoded separately, so each completion starts at a token boundary.
 
         Args:
-            turns: "each": a sample per assistant turn, which ends there. "last": of the last turn alone.
-                "whole": one sample of all messages, the mask on every turn; refused where the template
-                changes a turn once others follow.
-            text_before_calls_is_reasoning: take what an assistant writes before its tool calls as reasoning,
-                for data of agents without a reasoning channel.
+            messages: the conversation, in a form that ``messages.normalize_messages`` accepts.
+            tools: JSON schemas of the tools.
+            turns: "each" makes one sample per assistant turn, which ends with that turn. "last" makes one
+                sample of the last turn. "whole" makes one sample of all messages, with loss on every
+                assistant turn; it needs a template that does not change a turn when more messages follow.
+            text_before_calls_is_reasoning: whether the text before an assistant's tool calls is its
+                reasoning, as in data of agents without a reasoning channel.
             variables: template variables, such as ``keep_reasoning`` of chatml.
 
         Raises:
-            UserError: as ``render``, and where the template renders a turn differently from its own
-                generation prompt.
+            UserError: what ``render`` raises, an unknown ``turns``, or a template that renders a turn
+                differently from its own generation prompt.
         """
         normal = normalize_messages(messages, "messages")
         if text_before_calls_is_reasoning:
             normal = text_before_calls_as_reasoning(normal)
-        return conversation_paths(
-            self._encoder, self._chat_template(), normal, _checked(tools), turns, variables
+        sampler = ConversationSampler(
+            self._encoder, self._chat_template(), normal, _checked(tools), variables
         )
+        return sampler.paths(turns)
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise UserError(
-                "tokenizer: its folder holds no chat template; name one (chatml, qwen3 or a file)"
+                "tokenizer: its folder has no chat template; set data.template to chatml, qwen3 or a file"
             )
         return self._template
 
 
-def _own_template(folder: Path, config: Mapping[str, Any], config_file: Path) -> str | Path | None:
-    """chat_template.jinja, or else chat_template of tokenizer_config.json: a text, or several by name."""
+def _template_in_folder(folder: Path, config: Mapping[str, Any], config_file: Path) -> str | Path | None:
+    """Returns chat_template.jinja, or else the text in tokenizer_config.json, or None without either.
+
+    tokenizer_config.json may list several templates by name; the one called "default" counts.
+    """
     if (file := folder / "chat_template.jinja").is_file():
         return file
-    own = config.get("chat_template")
-    if isinstance(own, list):
-        own = next((entry.get("template") for entry in own if entry.get("name") == "default"), None)
-    if own is not None and not isinstance(own, str):
-        raise UserError(f"{config_file}: chat_template: expected Jinja text, got {own!r:.60}")
-    return own
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{config_file}: chat_template: expected Jinja text, got {template!r:.60}")
+    return template
 
 
 def _checked(tools: Tools | None) -> Tools | None:

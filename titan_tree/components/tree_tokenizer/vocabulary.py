@@ -1,8 +1,9 @@
-"""Readers of byte-level BPE vocabularies: tokenizer.json, .tiktoken rank files, plain bytes.
+"""Reads byte-level BPE vocabularies: tokenizer.json, .tiktoken rank files, or plain bytes.
 
-tokenizer.json can describe any pipeline. The models titan_tree trains use one shape of it: added tokens cut
-out, a Unicode normal form, one split pattern, byte-level BPE. ``read_hf`` reads that shape exactly and
-refuses everything else, for a tokenizer that is nearly right trains on tokens the model never saw.
+A tokenizer.json can describe many pipelines. The models that titan_tree trains use one of them: cut out added
+tokens, apply a Unicode normal form, split the text by one pattern, encode the pieces by byte-level BPE.
+``read_hf`` reproduces this pipeline exactly and refuses every other one. A tokenizer that is almost right
+would train on tokens that the model never saw.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from titan_tree.errors import UserError
 
-# How Qwen (1 to 3) and GPT-2 split text into the pieces that BPE encodes one by one.
+# Regular expressions by which Qwen (1 to 3) and GPT-2 split text into pieces. BPE encodes each piece.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,26 +40,29 @@ NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token cut out of the text before BPE: a control token, or a word that a user added."""
+    """A token that is cut out of the text before BPE: a control token, or a word that a user added."""
 
     content: str
     id: int
-    normalized: bool = False  # looked for after normalisation instead of before
+    normalized: bool = False  # whether it is cut out after Unicode normalization instead of before
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What encoding and decoding need. Ids of merges need not be in merge order, hence two tables."""
+    """Everything that encoding and decoding need.
+
+    Ids and ranks are two tables, because ids need not be in merge order.
+    """
 
     tokens: Mapping[bytes, int]  # token -> id
-    ranks: Mapping[bytes, int]  # mergeable token -> rank: the 256 bytes, then the merges, best first
+    ranks: Mapping[bytes, int]  # token that BPE can make -> rank: the 256 bytes, then merges, best first
     added: tuple[AddedToken, ...]
-    pattern: str
-    normal_forms: tuple[NormalForm, ...]  # Unicode's, applied in turn
+    pattern: str  # regular expression that splits text into pieces
+    normal_forms: tuple[NormalForm, ...]  # Unicode normal forms, applied in this order
 
 
 def byte_vocabulary() -> Vocabulary:
-    """Every byte is a token, 0 to 255; Qwen3's control tokens follow from 256 on."""
+    """Returns a vocabulary of the 256 bytes, whose ids are their values, and Qwen3's control tokens."""
     tokens = {bytes([b]): b for b in range(256)}
     added = tuple(AddedToken(token, 256 + index) for index, token in enumerate(QWEN3_CONTROL_TOKENS))
     return Vocabulary(tokens, tokens, added, GPT2_PATTERN, ())
@@ -67,10 +71,16 @@ def byte_vocabulary() -> Vocabulary:
 def read_tiktoken(
     path: Path, special_tokens: Mapping[str, int] | None, pattern: str, normal_form: NormalForm | None
 ) -> Vocabulary:
-    """A rank file, plain or gzip: a line is a base64 token and its rank, which is its id.
+    """Reads a rank file, plain or gzip. Each line is a token in base64 and its rank, which is also its id.
 
-    ``special_tokens`` None: Qwen3's, from the first id after the ranks on.
-    Raises UserError naming file and line.
+    Args:
+        path: the rank file.
+        special_tokens: control token -> id. None: Qwen3's, with ids that follow the ranks.
+        pattern: regular expression that splits text into pieces.
+        normal_form: Unicode normal form of the text, or None to leave it unchanged.
+
+    Raises:
+        UserError: an unreadable or malformed file; the error names file and line.
     """
     if normal_form not in (None, *get_args(NormalForm)):
         raise UserError(
@@ -88,22 +98,24 @@ def read_tiktoken(
                 f"{path}:{number}: expected a base64 token and its rank, got {line!r:.60}"
             ) from None
     if len(set(tokens.values())) != len(tokens):
-        raise UserError(f"{path}: expected every rank once, got some twice")
+        raise UserError(f"{path}: expected every rank once, got a rank twice")
     _require_all_bytes(tokens, str(path))
     if special_tokens is None:
         first = max(tokens.values()) + 1
         special_tokens = {token: first + index for index, token in enumerate(QWEN3_CONTROL_TOKENS)}
     if taken := set(special_tokens.values()) & set(tokens.values()):
-        raise UserError(f"special_tokens: expected ids that no rank of {path} has, got {min(taken)}")
+        raise UserError(f"special_tokens: expected ids that no rank of {path} uses, got {min(taken)}")
     added = tuple(AddedToken(content, id) for content, id in special_tokens.items())
     return Vocabulary(tokens, tokens, added, pattern, (normal_form,) if normal_form else ())
 
 
 def read_hf(folder: Path) -> Vocabulary:
-    """``tokenizer.json`` of a Hugging Face folder, with the added tokens of ``tokenizer_config.json``.
+    """Reads tokenizer.json of a Hugging Face folder, and the added tokens of tokenizer_config.json.
 
-    Exact for merges as BPE training or a conversion from tiktoken writes them: best merge first.
-    Raises UserError naming file and field for whatever is malformed or could not be honoured.
+    The result is exact if the file lists merges best first, as BPE training and conversions from tiktoken do.
+
+    Raises:
+        UserError: a field that is malformed or cannot be reproduced; the error names file and field.
     """
     path = folder / "tokenizer.json"
     spec = _Field(read_json(path), str(path))
@@ -113,34 +125,48 @@ def read_hf(folder: Path) -> Vocabulary:
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
         if model.get(name):
             raise model.refused(name, "none")
-    added = {a.content: a for a in _added_tokens(spec.get("added_tokens") or [], f"{path}: added_tokens")}
-    if (config := folder / "tokenizer_config.json").is_file():
-        by_id = read_json(config).get("added_tokens_decoder") or {}
-        for added_token in _added_tokens(by_id, f"{config}: added_tokens_decoder"):
-            added.setdefault(added_token.content, added_token)
-
-    vocab = model.mapping("vocab")
-    try:
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"].value]
-        singles = sorted((t for t in vocab if len(t) == 1 and t in _BYTE_OF), key=vocab.__getitem__)
-        ordered = dict.fromkeys([*singles, *(left + right for left, right in merges)])
-        ranks = {_token_bytes(token): rank for rank, token in enumerate(ordered)}
-        # Added tokens may stand in the vocabulary too, spelled as text instead of as bytes.
-        tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in ordered or t not in added}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    added = _all_added_tokens(spec, folder / "tokenizer_config.json")
+    tokens, ranks = _tokens_and_ranks(model, set(added))
+    if model.get("ignore_merges") and (unmergeable := [token for token in tokens if token not in ranks]):
         raise UserError(
-            f"{path}: model: expected vocab {{token: id}} and merges [left, right] in byte-level spelling"
-        ) from None
-    if lost := [token for token in ordered if token not in vocab]:
-        raise UserError(f"{path}: model.merges: the merged token {lost[0]!r} is not in model.vocab")
-    _require_all_bytes(ranks, f"{path}: model.vocab")
-    if model.get("ignore_merges") and (lone := [token for token in tokens if token not in ranks]):
-        raise UserError(f"{path}: model.ignore_merges: not supported with tokens no merge makes: {lone[0]!r}")
+            f"{path}: model.ignore_merges: expected false, as no merge makes the token {unmergeable[0]!r}"
+        )
     return Vocabulary(tokens, ranks, tuple(added.values()), _pattern(spec), _normal_forms(spec))
 
 
+def _all_added_tokens(spec: _Field, config_file: Path) -> dict[str, AddedToken]:
+    """Returns added tokens by their content. tokenizer.json takes precedence over tokenizer_config.json."""
+    tokens = _added_tokens(spec.get("added_tokens") or [], f"{spec.where}: added_tokens")
+    added = {token.content: token for token in tokens}
+    if config_file.is_file():
+        by_id = read_json(config_file).get("added_tokens_decoder") or {}
+        for token in _added_tokens(by_id, f"{config_file}: added_tokens_decoder"):
+            added.setdefault(token.content, token)
+    return added
+
+
+def _tokens_and_ranks(model: _Field, added: set[str]) -> tuple[dict[bytes, int], dict[bytes, int]]:
+    """Returns ``Vocabulary.tokens`` and ``Vocabulary.ranks`` from the fields vocab and merges."""
+    vocab = model.mapping("vocab")
+    try:
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"].value]
+        single_bytes = sorted((t for t in vocab if len(t) == 1 and t in _BYTE_OF), key=vocab.__getitem__)
+        mergeable = dict.fromkeys([*single_bytes, *(left + right for left, right in merges)])
+        ranks = {_token_bytes(token): rank for rank, token in enumerate(mergeable)}
+        # The vocabulary may also list added tokens, spelled as text instead of as bytes.
+        tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in mergeable or t not in added}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{model.where}: expected vocab {{token: id}} and merges [left, right] in byte-level spelling"
+        ) from None
+    if missing := [token for token in mergeable if token not in vocab]:
+        raise UserError(f"{model.where}.merges: the merged token {missing[0]!r} is not in model.vocab")
+    _require_all_bytes(ranks, f"{model.where}.vocab")
+    return tokens, ranks
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError naming the file where there is none."""
+    """Returns the JSON object in a file. Raises UserError with the file's name if there is none."""
     content = _read_bytes(path)
     try:
         data = json.loads(content)
@@ -152,7 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _Field:
-    """A JSON object with its name in the file, for errors that say where."""
+    """A value in a JSON file, together with its place there for error messages."""
 
     def __init__(self, value: Any, where: str) -> None:
         self.value = value
@@ -160,7 +186,7 @@ class _Field:
 
     def __getitem__(self, name: str) -> _Field:
         if not isinstance(self.value, dict) or self.value.get(name) is None:
-            raise UserError(f"{self.where}: {name}: missing; is this a fast tokenizer of Hugging Face?")
+            raise UserError(f"{self.where}: {name}: missing; expected a fast tokenizer of Hugging Face")
         return _Field(self.value[name], f"{self.where}: {name}")
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -176,11 +202,11 @@ class _Field:
 
     def refused(self, name: str, supported: str) -> UserError:
         return UserError(
-            f"{self.where}: {name}: expected {supported}, got {self.get(name)!r:.60}; not supported"
+            f"{self.where}: {name}: expected {supported}, got {self.get(name)!r:.60}, which is not supported"
         )
 
     def steps(self, name: str, children: str) -> list[_Field]:
-        """The steps of a pipeline: none, one, or a Sequence of several (which may nest)."""
+        """Returns the steps of a pipeline: none, one, or those of a Sequence, which may be nested."""
         if self.get(name) is None:
             return []
         step = self[name]
@@ -193,12 +219,12 @@ class _Field:
 
 
 def _pattern(spec: _Field) -> str:
-    """The split pattern: [ByteLevel], or [Split, ByteLevel without its own pattern]."""
+    """Returns the split pattern. Pipelines are [ByteLevel] or [Split, ByteLevel without its own pattern]."""
     steps = spec.steps("pre_tokenizer", "pretokenizers")
     kinds = [step.get("type") for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise UserError(
-            f"{spec.where}: pre_tokenizer: expected [Split,] ByteLevel, got {kinds}; not supported"
+            f"{spec.where}: pre_tokenizer: expected [Split,] ByteLevel, got {kinds}, which is not supported"
         )
     byte_level = steps[-1]
     if byte_level.get("add_prefix_space", True):
@@ -217,6 +243,7 @@ def _pattern(spec: _Field) -> str:
 
 
 def _normal_forms(spec: _Field) -> tuple[NormalForm, ...]:
+    """Returns the Unicode normal forms that the normalizer applies."""
     forms = [step.get("type") for step in spec.steps("normalizer", "normalizers")]
     if unknown := [form for form in forms if form not in get_args(NormalForm)]:
         raise UserError(
@@ -226,7 +253,7 @@ def _normal_forms(spec: _Field) -> tuple[NormalForm, ...]:
 
 
 def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
-    """From a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
+    """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {entries!r:.60}")
     added = []
@@ -235,20 +262,20 @@ def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
             id = int(entry["id"] if id is None else id)
             token = AddedToken(entry["content"], id, bool(entry.get("normalized")))
             if not isinstance(token.content, str) or not token.content:
-                raise ValueError("an empty string would be found everywhere")
+                raise ValueError("an empty token would match everywhere")
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{where}: expected objects with id and content, got {entry!r:.60}") from None
         for flag in ("lstrip", "rstrip", "single_word"):
             if entry.get(flag):
                 raise UserError(
-                    f"{where}: {token.content!r}: {flag}: expected false, got true; not supported"
+                    f"{where}: {token.content!r}: {flag}: expected false, got true, which is not supported"
                 )
         added.append(token)
     return added
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 and on."""
+    """Returns GPT-2's spelling: a printable Latin-1 character is its own byte, U+0100 on are the others."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + index): b for index, b in enumerate(others)}

@@ -1,7 +1,15 @@
-"""TreeAttention's kernels for Hopper GPUs, in Gluon: TMA, asynchronous tensor cores, specialised warps.
+"""Backend "hopper": our kernels for Hopper GPUs, in Gluon, Triton's low-level language.
 
-``forward_pass``; ``key_pass``, the backward. Where dq has to be equal bit for bit, and at head dim 256, whose
-key pass is ``wide_key_pass``, a second pass computes it: ``query_pass``.
+They use TMA (asynchronous copies between global and shared memory), asynchronous tensor core products (wgmma)
+and specialised warps. Read them in this order:
+
+    ../../rings.py    rings of shared memory between a producer warp and consumer warps
+    pieces.py         work items and lists of keys, for the passes that keep a block of queries
+    forward_pass.py   o and lse
+    jobs.py           work items, for the passes that keep a block of keys
+    key_pass.py       dk and dv, and on request dq; head dim 64 and 128
+    wide_key_pass.py  dk and dv; head dim 256
+    query_pass.py     dq in a pass of its own: at head dim 256, and where gradients must be deterministic
 """
 
 from __future__ import annotations
@@ -10,34 +18,43 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
-from titan_tree.components.tree_attention import triton_kernels
+from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
-from titan_tree.components.tree_attention.plan import Plan
-from titan_tree.errors import UserError
+from titan_tree.components.tree_attention.plan import Plan, prepare
+from titan_tree.tree.layout import TreeLayout
 
-__all__ = ["backward", "check", "forward", "supports"]
-
-
-def supports(q: Tensor) -> bool:
-    """Whether these kernels take q: a Hopper GPU, 16 bits, head dim 64, 128 or 256."""
-    return is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in SLOTS
+__all__ = ["attention", "backward", "forward", "is_automatic", "prepare", "refusal"]
 
 
-def check(q: Tensor) -> None:
-    """The limits of these kernels."""
-    if not supports(q):
-        raise UserError(
-            "TreeAttention: backend 'hopper' needs a GPU of compute capability 9.0, bfloat16 or float16, and "
-            f"head dim {', '.join(map(str, SLOTS))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
-        )
+def is_automatic(device: torch.device) -> bool:
+    """On Hopper GPUs."""
+    return is_hopper(device)
+
+
+def refusal(q: Tensor, deterministic: bool) -> str | None:
+    """See ``AttentionBackend.refusal``."""
+    if is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in SLOTS:
+        return None
+    return (
+        "needs a GPU of compute capability 9.0, bfloat16 or float16, and head dim "
+        f"{', '.join(map(str, SLOTS))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
+    )
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
+    deterministic: bool,
+) -> Tensor:  # fmt: skip
+    """See ``AttentionBackend.attention``."""
+    return operator.attention("hopper", q, k, v, context, layout, plan, deterministic)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
     plan: Plan, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the dtypes of q, k, v."""
+    """See ``KernelBackend.backward``."""
     inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, plan
     if q.shape[-1] in key_pass.SLOTS:
         dk, dv, dq = key_pass.gradients(*inputs, with_dq=not deterministic)

@@ -1,14 +1,19 @@
-"""Forward on Hopper.
+"""The forward pass on Hopper.
 
-The algorithm is that of FlashAttention-3 (Shah et al., arXiv:2407.08608): a producer warp fills rings of
-shared memory by TMA; two groups of four warps, 64 queries each, multiply asynchronously, so that one's
-softmax runs beside the other's products. What the tree changes: a query block's keys are a list of pieces of
-32 keys (``plan``). A slot of the ring is filled with pieces from anywhere, so every product has its full
-size, and only every 32 keys are all or nothing: long paths with short branches waste little. A mask costs one
-comparison of a query with ``end[k]``, which is fetched beside the keys; fully visible slots run a loop
-without. The grid is persistent.
+The algorithm is FlashAttention-3 (Shah et al., arXiv:2407.08608). A producer warp fills rings of shared
+memory by TMA. Two consumer groups of four warps hold 64 queries each. Their tensor core products are
+asynchronous, so one group's softmax overlaps with the other group's products.
 
-Letters: N queries, M keys, H query heads, G = H / Hkv heads a key head serves, D head dim.
+What the tree changes is the keys: a query block reads a list of pieces (``pieces.py``). The mask is one
+comparison of a query with ``end[k]``, which is fetched together with the keys; only slots on the diagonal
+also compare k <= q. Three loops run one after the other: slots on the diagonal, other masked slots, fully
+visible slots.
+
+In the loop of a group, S of slot n and P V of slot n - 1 run on the tensor cores at the same time. The
+softmax of S then overlaps with the rest of P V and with the other group.
+
+Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
+
 """
 
 from __future__ import annotations
@@ -37,7 +42,6 @@ from titan_tree.components.rings import (
     wait_empty,
     wait_full,
 )
-from titan_tree.components.tree_attention import triton_kernels
 from titan_tree.components.tree_attention.hopper.pieces import (
     PIECE,
     Lists,
@@ -49,20 +53,20 @@ from titan_tree.components.tree_attention.hopper.pieces import (
     work_item,
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
-from titan_tree.components.tree_attention.plan import QUERIES, Plan
-from titan_tree.components.tree_attention.triton_kernels import LOG2_E, MASKED
+from titan_tree.components.tree_attention.plan import QUERIES, Plan, empty_lse
+from titan_tree.components.tree_attention.triton_kernels.kernels import LOG2_E, MASKED
 
 # 1. Memory.
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program."""
+    """The shared memory of a program."""
 
-    q: Ring  # slots [2, BLOCK_Q / 2, D], a half for each group
+    q: Ring  # slots [2, BLOCK_Q / 2, D]: one half for each group
     k: Ring  # [STAGES, BLOCK_K, D]
     v: Ring  # [STAGES, BLOCK_K, D]
-    end: gl.shared_memory_descriptor  # [STAGES, BLOCK_K], filled with k where a mask is needed
-    o: gl.shared_memory_descriptor  # [2, BLOCK_Q / 2, D]: each group's half on its way out
+    end: gl.shared_memory_descriptor  # [STAGES, BLOCK_K], filled together with k if a mask is needed
+    o: gl.shared_memory_descriptor  # [2, BLOCK_Q / 2, D]: each group's half of the output
 
 
 # 2. Producer.
@@ -74,6 +78,7 @@ def _producer(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Fetches, per work item, both halves of q, and k, ``end`` and v slot by slot."""
     PIECES: gl.constexpr = BLOCK_K // PIECE
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     slot_bytes: gl.constexpr = k_rows.block_type.nbytes
@@ -111,7 +116,7 @@ def _producer(
 
 @gluon.jit
 def _softmax(s, peak, total, scale):
-    """exp2(s * scale - peak) with the peak taken over from the slots before, in base 2."""
+    """One step of online softmax in base 2: p, the new peak and total, and the decay of the old total."""
     new_peak = gl.maximum(peak, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - gl.expand_dims(new_peak, 1))
     decay = gl.exp2(peak - new_peak)
@@ -124,7 +129,7 @@ def _step(
     MASK: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """S = q k_n^T runs beside acc += p v_{n-1}; then the softmax of S, beside the other group's products."""
+    """S = q k_n^T, which overlaps with acc += p v_{n-1}; then the softmax of S. Returns p of slot n."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     zero = gl.zeros([p_before.shape[0], BLOCK_K], gl.float32, SCORES)
     wait_full(memory.k, n, STAGES)
@@ -151,6 +156,11 @@ def _consumer(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
 ):  # fmt: skip
+    """o and lse of half of the queries of each work item.
+
+    The first slot is on the diagonal and has no product P V to overlap with, so it runs before the loops.
+    O_IN_Q: the output is staged in q's memory, because there is no room for both.
+    """
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -227,6 +237,7 @@ def _forward_kernel(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, O_IN_Q: gl.constexpr,
 ):  # fmt: skip
+    """Allocates shared memory and starts two consumer groups and the producer."""
     dtype: gl.constexpr = q_rows.dtype
     q_slots = gl.allocate_shared_memory(dtype, [2, BLOCK_Q // 2, D], q_rows.layout)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, D], k_rows.layout)
@@ -259,21 +270,23 @@ def _forward_kernel(
                 G, BLOCK_Q, BLOCK_K, D, STAGES,
             )),
         ],
-        [4, 1], [240, 24],  # warps and registers of the workers; the first group has what is left, 240
+        # Warps and registers of the second and third function. The first one gets the rest, 240 registers.
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
-# Keys of a slot, and slots, by head dim: as many as fit into 227 KiB beside queries and output.
+# By head dim: keys per slot, and slots per ring. As many as fit into 227 KiB together with queries and
+# output.
 SLOTS = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    """o [N, H, D] and lse [H, padded N], see ``triton_kernels.empty_lse``."""
+    """See ``KernelBackend.forward``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
     block_k, stages = SLOTS[dim]
-    o, lse = torch.empty_like(q), triton_kernels.empty_lse(q)
+    o, lse = torch.empty_like(q), empty_lse(q)
     n_blocks = len(plan.query_order)
     n_items = n_blocks * heads
     _forward_kernel[(min(n_items, num_multiprocessors(q.device)),)](

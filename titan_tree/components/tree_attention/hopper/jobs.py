@@ -1,8 +1,11 @@
-"""What the passes over keys share: jobs, the producer that fetches their queries, and sums of their parts.
+"""What the passes that keep a block of keys share: jobs, the producer, and the sum over parts of dk and dv.
 
-A job is a key block and a range of query tiles (``plan``), for all G heads of its key head; of each key head
-the heaviest first.
-The trunk's ranges are cut into several jobs, whose fp32 parts of dk and dv are summed in order.
+A job is a key block and a range of query tiles (``plan``), for all G query heads of one key head. Each key
+head's heaviest jobs come first. All queries see the trunk, so its key blocks have long ranges: these are cut
+into several jobs, each of which stores fp32 parts of dk and dv. A last kernel sums the parts in a fixed
+order.
+
+A job visits first the tiles that need a mask, for all heads, and then the fully visible tiles, for all heads.
 """
 
 from __future__ import annotations
@@ -23,12 +26,11 @@ from titan_tree.components.tree_attention.plan import JOBS, KEYS, Plan
 
 
 class Job(NamedTuple):
-    """A key block and tiles begin .. end - 1 of its queries, for G heads; full_begin .. full_end - 1 see
-    all of its keys. Steps are the masked tiles of all heads, then the full tiles of all heads."""
+    """A key block, and query tiles begin .. end - 1. Tiles full_begin .. full_end - 1 see all of its keys."""
 
-    key: gl.tensor  # first row of the keys
+    key: gl.tensor  # first row of the job's keys
     head_k: gl.tensor
-    part: gl.tensor  # place of the fp32 sums among the parts of cut ranges; -1: not cut
+    part: gl.tensor  # place of its fp32 sums among the parts of cut ranges; -1: the range is not cut
     begin: gl.tensor
     full_begin: gl.tensor
     full_end: gl.tensor
@@ -36,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """Columns of the plan, and how many jobs there are."""
+    """Columns of the plan, and the number of jobs."""
 
     first_full: gl.tensor
     end_full: gl.tensor
@@ -48,20 +50,23 @@ class Jobs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program."""
+    """The shared memory of a program."""
 
     k: gl.shared_memory_descriptor  # [1, BLOCK_K, D]
     v: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor  # barrier: k and v are there
+    kv_full: gl.shared_memory_descriptor  # mbarrier: k and v have arrived
     q: Ring  # slots [STAGES, BLOCK_Q, D]
     do: Ring
-    lse: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled with q
-    delta: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled with do
+    lse: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with q
+    delta: gl.shared_memory_descriptor  # [STAGES, BLOCK_Q], filled together with do
 
 
 @gluon.jit
 def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, SLOT_K: gl.constexpr):
-    """The job of program ``index``; begin is -1 past the last. SLOT_K: keys of a program, BLOCK_K or half."""
+    """The job of program ``index``; its begin is -1 past the last job.
+
+    SLOT_K: keys per program, BLOCK_K or half of it. In the latter case two programs share a job.
+    """
     SPLIT: gl.constexpr = BLOCK_K // SLOT_K
     width = jobs.n_jobs * SPLIT
     j, head_k = index % width // SPLIT, index // width
@@ -76,6 +81,7 @@ def job_of(jobs, index, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, SLOT_K: gl
 
 @gluon.jit
 def make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES: gl.constexpr):
+    """Allocates the shared memory. Rings have two readers: the consumer groups."""
     BLOCK_Q: gl.constexpr = q_rows.block_type.shape[0]
     D: gl.constexpr = q_rows.block_type.shape[1]
     SLOT_K: gl.constexpr = k_rows.block_type.shape[0]
@@ -93,17 +99,19 @@ def make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES: gl.
 
 @gluon.jit
 def count_masked(job, G: gl.constexpr):
+    """How many steps need a mask."""
     return G * (job.full_begin - job.begin + job.end - job.full_end)
 
 
 @gluon.jit
 def first_masked(job):
+    """The first tile that needs a mask."""
     return gl.where(job.begin < job.full_begin, job.begin, job.full_end)
 
 
 @gluon.jit
 def next_masked(job, head, tile):
-    """Head and tile of the masked step after this one."""
+    """The head and tile of the next masked step."""
     tile += 1
     tile = gl.where(tile == job.full_begin, job.full_end, tile)
     wraps = tile == job.end
@@ -112,6 +120,7 @@ def next_masked(job, head, tile):
 
 @gluon.jit
 def next_full(job, head, tile):
+    """The head and tile of the next step without a mask."""
     tile += 1
     wraps = tile == job.full_end
     return gl.where(wraps, head + 1, head), gl.where(wraps, job.full_begin, tile)
@@ -125,6 +134,7 @@ def _load_queries(
     q_rows, do_rows, lse_row, delta_row, memory, i, head, row, lse_stride,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Fetches q, lse, do and delta of step i."""
     s = i % STAGES
     wait_empty(memory.q, i, STAGES)
     full = memory.q.full.index(s)
@@ -143,6 +153,7 @@ def producer(
     q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, memory, job, lse_stride,
     G: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Fetches k and v once, then the queries of every step."""
     mbarrier.expect(memory.kv_full, 2 * k_rows.block_type.nbytes)
     tma.async_copy_global_to_shared(k_rows, [job.key, job.head_k * D], memory.kv_full, memory.k.index(0))
     tma.async_copy_global_to_shared(v_rows, [job.key, job.head_k * D], memory.kv_full, memory.v.index(0))
@@ -159,7 +170,7 @@ def producer(
         head, tile = next_full(job, head, tile)
 
 
-# 3. What consumers do alike.
+# 3. Parts of the consumers.
 
 
 @gluon.jit
@@ -167,12 +178,15 @@ def probabilities(
     s, lse, column_ptr, key, end, row, N, scale,
     MASK: gl.constexpr, SQUARE: gl.constexpr, BLOCK_Q: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """P^T = exp2(S^T - lse), 0 where a key is not visible."""
+    """P^T = exp2(S^T - lse), and 0 where a key is not visible.
+
+    SQUARE: every key is a query, so that a query's key column is its row and need not be loaded.
+    """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     p = gl.exp2(s * scale - gl.expand_dims(lse, 0))
     if MASK:
         rows = row + gl.arange(0, BLOCK_Q, COLUMNS)
-        if SQUARE:  # 16 registers less
+        if SQUARE:  # saves 16 registers
             column = gl.expand_dims(rows, 0)
         else:
             column = gl.expand_dims(gl.load(column_ptr + rows, mask=rows < N, other=-1), 0)
@@ -185,7 +199,7 @@ def store_keys(
     x, rows_ptr, parts_ptr, job, offset, M, heads_k,
     D: gl.constexpr, BLOCK_K: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of keys from job.key + offset on, or, of a cut range, its part."""
+    """Stores the gradient of keys from job.key + offset on; for a cut range, stores it as a part."""
     row = job.key + offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, DK))
     d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, DK)), 0)
     if job.part < 0:
@@ -201,7 +215,7 @@ def _sum_parts_kernel(
     parts_ptr, dk_ptr, dv_ptr, order_ptr, stop_ptr, M, heads_k,
     D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the i-th heaviest key block, where its range was cut: the sum of its jobs' parts."""
+    """Sums the parts of dk and dv of the i-th heaviest key block, if its range was cut."""
     i, head_k, row = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
     stop = tl.load(stop_ptr + i)
     start = tl.load(stop_ptr + i - 1, mask=i > 0, other=0)
@@ -222,7 +236,7 @@ def _sum_parts_kernel(
 
 
 def sum_parts(parts: Tensor, dk: Tensor, dv: Tensor, plan: Plan) -> None:
-    """Fill dk and dv of the key blocks whose ranges were cut, from parts [P, 2, KEYS, Hkv, D]."""
+    """Fills dk and dv of key blocks whose ranges were cut, from their parts [P, 2, KEYS, Hkv, D]."""
     m, heads_k, dim = dk.shape
     if len(parts):
         _sum_parts_kernel[(min(JOBS, len(plan.range_order)), heads_k, KEYS // 32)](

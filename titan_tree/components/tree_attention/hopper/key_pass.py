@@ -1,15 +1,18 @@
-"""Backward on Hopper, pass over the keys: dk and dv, and on request dq.
+"""The backward pass on Hopper that keeps a block of keys: dk and dv, and on request dq. Head dim 64 and 128.
 
-With P = exp2(S - lse), dP = dO V^T, delta = rowsum(O * dO) and dS = P * (dP - delta):
-dV = P^T dO, dK = scale * dS^T Q, dQ = scale * dS K.
+With P = exp2(S - lse) and delta = rowsum(O * dO):
 
-A program does a job (``jobs``). As in FlashAttention-3 (Shah et al., arXiv:2407.08608) a producer warp
-fetches queries, and two groups of four warps hold 64 keys each: the tensor cores give S^T and dP^T as they
-are needed, transposed. Both groups leave dS in shared memory for a third, which multiplies it by K for dq, so
-that neither of the two waits for the other. TMA adds the tiles of dq to global memory in fp32, in no fixed
-order. Without dq there is no third group, and every sum has a fixed order.
+    dP = dO V^T;   dS = P * (dP - delta);   dV = P^T dO;   dK = scale * dS^T Q;   dQ = scale * dS K
 
-Letters: N queries, M keys, H query heads, G = H / Hkv heads a key head serves, D head dim.
+A program computes one job (``jobs.py``). As in FlashAttention-3 (Shah et al., arXiv:2407.08608), a producer
+warp fetches queries, and two consumer groups of four warps hold 64 keys each. The products give S^T and dP^T,
+transposed as dV and dK need them.
+
+For dq both groups store dS in shared memory. A third group multiplies it by K, so that neither of the two
+waits for the other. TMA adds its fp32 tiles to global memory in no fixed order. Without dq there is no third
+group, and every sum has a fixed order.
+
+Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
 """
 
 from __future__ import annotations
@@ -56,14 +59,14 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
-from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 class Exchange(NamedTuple):
-    """Shared memory between the two groups that compute dS and the one that computes dq."""
+    """The shared memory between the two groups that compute dS and the group that computes dq."""
 
-    ds: Ring  # slots [2, BLOCK_K, BLOCK_Q], a half filled by each group
-    dq: gl.shared_memory_descriptor  # [2, BLOCK_Q, D / 2] fp32: half of the columns each, on their way out
+    ds: Ring  # slots [2, BLOCK_K, BLOCK_Q]: each group fills one half
+    dq: gl.shared_memory_descriptor  # [2, BLOCK_Q, D / 2] fp32: the two halves of dq's columns
 
 
 # 1. dk and dv.
@@ -75,6 +78,7 @@ def _step(
     MASK: gl.constexpr, SQUARE: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     WITH_DQ: gl.constexpr, SCORES: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
+    """Adds one tile of queries of one head to dk and dv of half of the keys."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     HALF_K: gl.constexpr = dk.shape[0]
@@ -118,7 +122,7 @@ def _consumer(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SQUARE: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of half of the keys."""
+    """dk and dv of half of the keys: masked steps first, then steps without a mask."""
     HALF_K: gl.constexpr = BLOCK_K // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -150,7 +154,7 @@ def _consumer(
 
 @builtin
 def _tma_add(descriptor, coordinates, source, _semantic=None):
-    """TMA reduction: add a tile of shared memory to global memory. Gluon has the operation, but no name."""
+    """Adds a tile of shared memory to global memory by TMA. Gluon exports no function for this."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
@@ -159,7 +163,7 @@ def _tma_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def _add_dq(dq_rows, k, exchange, i, head, row, BLOCK_Q: gl.constexpr, D: gl.constexpr):
-    """dq += dS K of step i, half of the columns after the other."""
+    """dq += dS K of step i, one half of the columns after the other."""
     HALF_D: gl.constexpr = D // 2
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
     zero = gl.zeros([BLOCK_Q, HALF_D], gl.float32, DQ)
@@ -168,7 +172,7 @@ def _add_dq(dq_rows, k, exchange, i, head, row, BLOCK_Q: gl.constexpr, D: gl.con
     for half in gl.static_range(2):
         k_half = k.slice(half * HALF_D, HALF_D, 1)
         dq = warpgroup_mma(ds, k_half, zero, use_acc=False, is_async=True)
-        tma.store_wait(1)  # this half's tile of the step before has left
+        tma.store_wait(1)  # the previous step's tile of this half has been read
         dq = warpgroup_mma_wait(0, [dq])
         if half == 1:
             release(exchange.ds, i, 2)
@@ -181,6 +185,7 @@ def _add_dq(dq_rows, k, exchange, i, head, row, BLOCK_Q: gl.constexpr, D: gl.con
 def _dq_consumer(
     dq_rows, memory, exchange, job, G: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
+    """The job's part of dq, for the steps of the two other groups."""
     n_masked, n_steps = count_masked(job, G), G * (job.end - job.begin)
     k = memory.k.index(0)
     mbarrier.wait(memory.kv_full, 0)
@@ -206,6 +211,7 @@ def _keys_kernel(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SQUARE: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
+    """Allocates shared memory and starts the groups; programs past the last job return."""
     jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs)
     job = job_of(jobs, gl.program_id(0), BLOCK_Q, BLOCK_K, BLOCK_K)
     if job.begin < 0:
@@ -215,7 +221,8 @@ def _keys_kernel(
     loads = (
         q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, memory, job, lse_stride, G, BLOCK_Q, D, STAGES,
     )  # fmt: skip
-    # Warps and registers of the workers follow; the first group has as many as the second.
+    # The two lists at the end of each call are warps and registers of all functions but the first. The first
+    # group gets as many registers as the second.
     if WITH_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], q_rows.dtype)
         ds_slots = gl.allocate_shared_memory(q_rows.dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
@@ -257,12 +264,13 @@ def _keys_kernel(
 
 @triton.jit
 def _scale_kernel(x_ptr, y_ptr, size, scale, BLOCK: tl.constexpr):
+    """y = scale * x, in the dtype of y."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size)
     tl.store(y_ptr + i, (x * scale).to(y_ptr.dtype.element_ty), mask=i < size)
 
 
-# Slots for query tiles by head dim, as many as fit into 227 KiB: with dq, and without.
+# Slots for query tiles by head dim, with dq and without: as many as fit into 227 KiB.
 SLOTS = {64: (4, 4), 128: (3, 4)}
 
 
@@ -270,7 +278,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan, with_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dk, dv and, with_dq, dq in the dtypes of k, v, q. delta: see ``triton_kernels.row_sums``."""
+    """dk, dv and, if with_dq, dq, in the dtypes of k, v and q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq_sum = torch.zeros_like(q, dtype=torch.float32) if with_dq else None

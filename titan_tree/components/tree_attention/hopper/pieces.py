@@ -1,8 +1,9 @@
-"""What the passes over queries share: work items and the pieces of keys that they read.
+"""What the passes that keep a block of queries share: work items, and the pieces of keys that they read.
 
-A query block's keys are a list of pieces of 32 keys (``plan``). A slot of the ring is filled with pieces from
-anywhere, so every product has its full size, and only every 32 keys are all or nothing: long paths with short
-branches waste little.
+The forward pass and ``query_pass`` keep a query block and read its list of pieces, 32 keys each (``plan``).
+The producer fills one slot of a ring with several pieces, which may come from anywhere. So every tensor core
+product has its full size, and yet keys are skipped in units of 32: long paths with short branches waste
+little.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 
 PIECE = gl.constexpr(PIECE_KEYS)
 
-# 1. Work. Program p of P takes work items p, 2P - 1 - p, 2P + p, ...: heaviest first, in snake order. An item
-#    is a query block and a head; heads of one key head are neighbours, so that its keys are read from L2.
+# 1. Work items. The grid is persistent. An item is a query block and a head, heaviest first. Program p of P
+#    takes
+#    items p, 2P - 1 - p, 2P + p, ... (snake order), which balances the load. Heads that share a key head are
+#    neighbours, so that they read its keys from L2.
 
 
 class Lists(NamedTuple):
-    """Columns of the plan, and how many work items there are."""
+    """Columns of the plan, and the number of work items."""
 
     pieces: gl.tensor
     n_diagonal: gl.tensor
@@ -36,6 +39,7 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def count_rounds(n_items):
+    """How many work items this program takes."""
     width, program = gl.num_programs(0), gl.program_id(0)
     rounds = n_items // width
     place = gl.where(rounds % 2 == 0, program, width - 1 - program)
@@ -44,7 +48,7 @@ def count_rounds(n_items):
 
 @gluon.jit
 def work_item(lists, turn, G: gl.constexpr):
-    """Query block, head and key head of this program's work item in a round."""
+    """The query block, head and key head of this program's work item number ``turn``."""
     width, program = gl.num_programs(0), gl.program_id(0)
     item = turn * width + gl.where(turn % 2 == 0, program, width - 1 - program)
     head_k = item // (lists.n_blocks * G)
@@ -54,7 +58,7 @@ def work_item(lists, turn, G: gl.constexpr):
 
 @gluon.jit
 def count_slots(lists, block, PIECES: gl.constexpr):
-    """Slots with pieces on the diagonal, slots that need a mask, slots."""
+    """How many slots a query block reads: with pieces on the diagonal, with a mask, and in all."""
     n_diagonal = (gl.load(lists.n_diagonal + block) + PIECES - 1) // PIECES
     n_masked = (gl.load(lists.n_masked + block) + PIECES - 1) // PIECES
     return n_diagonal, n_masked, gl.load(lists.n_pieces + block) // PIECES
@@ -68,7 +72,7 @@ def load_pieces(
     piece_rows, slot_rows, column, list_ptr, barrier, slot,
     PIECES: gl.constexpr,
 ):  # fmt: skip
-    """Fill a slot with the list's next pieces: one copy where they are neighbours."""
+    """Fills a slot with the list's next pieces: by one copy if they are neighbours, else by one copy each."""
     first = gl.load(list_ptr)
     neighbours = True
     for j in gl.static_range(1, PIECES):
@@ -85,7 +89,7 @@ def load_pieces(
 
 @gluon.jit
 def load_ends(end_row, list_ptr, barrier, slot, PIECES: gl.constexpr):
-    """Fetch ``end`` of the keys of the list's next pieces."""
+    """Fetches ``end`` of the keys in the list's next pieces."""
     for j in gl.static_range(PIECES):
         row = gl.load(list_ptr + j) * PIECE
         tma.async_copy_global_to_shared(end_row, [row], barrier, slot.slice(j * PIECE, PIECE, 0))
@@ -96,7 +100,10 @@ def visible(
     column, end, list_ptr, i,
     DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Which keys of slot i each query sees; off the diagonal all are ancestors or none."""
+    """Which keys of slot i each query sees.
+
+    Off the diagonal, all keys come before all queries, so that k <= q needs no test.
+    """
     mask = gl.expand_dims(column, 1) < gl.expand_dims(end, 0)
     if DIAGONAL:
         j = gl.arange(0, BLOCK_K, COLUMNS)

@@ -1,9 +1,13 @@
-"""Backward on Hopper, pass over the queries: dq, every sum in a fixed order.
+"""The backward pass on Hopper that keeps a block of queries: dq, with every sum in a fixed order.
 
-With P = exp2(S - lse), dP = dO V^T, delta = rowsum(O * dO): dQ = scale * (P * (dP - delta)) K. Work items and
-pieces are those of the forward: S, dP, and beside them dQ += dS K of the slot before.
+With P = exp2(S - lse), dP = dO V^T and delta = rowsum(O * dO):
 
-Letters: N queries, M keys, H query heads, G = H / Hkv heads a key head serves, D head dim.
+    dQ = scale * (P * (dP - delta)) K
+
+Work items and pieces are those of the forward pass. In the loop of a group, S and dP of slot n overlap with
+dQ += dS K of slot n - 1.
+
+Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
 """
 
 from __future__ import annotations
@@ -45,23 +49,23 @@ from titan_tree.components.tree_attention.hopper.pieces import (
 )
 from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 from titan_tree.components.tree_attention.plan import QUERIES, Plan
-from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program. A group has half of q, do and dq, and its own barriers of q's ring."""
+    """The shared memory of a program. A group has half of q, do and dq, and its own barriers in q's ring."""
 
     q: Ring  # slots [1, BLOCK_Q, D], barriers [2, 1]
     do: gl.shared_memory_descriptor  # [1, BLOCK_Q, D], filled with q
     k: Ring  # slots [STAGES_K, BLOCK_K, D]
     v: Ring  # slots [STAGES_V, BLOCK_K, D]
-    end: gl.shared_memory_descriptor  # [STAGES_K, BLOCK_K], filled with k where a mask is needed
-    dq: gl.shared_memory_descriptor  # [1, BLOCK_Q, D], on its way out
+    end: gl.shared_memory_descriptor  # [STAGES_K, BLOCK_K], filled together with k if a mask is needed
+    dq: gl.shared_memory_descriptor  # [1, BLOCK_Q, D]: the output
 
 
 @gluon.jit
 def _half(slots, group: gl.constexpr, zero, SIZE: gl.constexpr):
-    """The group's rows of the only slot; zero: 0 or ``opaque_zero``."""
+    """The group's rows of the only slot. zero: 0 or ``opaque_zero``."""
     return slots.index(zero).slice(group * SIZE, SIZE, 0)
 
 
@@ -71,6 +75,7 @@ def _producer(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
+    """Fetches, per work item, both halves of q and do, and k, ``end`` and v slot by slot."""
     PIECES: gl.constexpr = BLOCK_K // PIECE
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     slot_bytes: gl.constexpr = k_rows.block_type.nbytes
@@ -112,7 +117,7 @@ def _step(
     FIRST: gl.constexpr, MASK: gl.constexpr, DIAGONAL: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dS of slot n, computed beside dq += dS k of the slot before: the first slot has none."""
+    """dS of slot n, which overlaps with dq += dS k of slot n - 1. FIRST: there is no slot n - 1."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     HALF_Q: gl.constexpr = dq.shape[0]
     zero = gl.zeros([HALF_Q, BLOCK_K], gl.float32, SCORES)
@@ -152,6 +157,7 @@ def _consumer(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, DQ_IN_Q: gl.constexpr,
 ):  # fmt: skip
+    """dq of half of the queries of each work item. DQ_IN_Q: dq is staged in q's memory, for lack of room."""
     HALF_Q: gl.constexpr = BLOCK_Q // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -212,6 +218,7 @@ def _queries_kernel(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr, DQ_IN_Q: gl.constexpr,
 ):  # fmt: skip
+    """Allocates shared memory and starts two consumer groups and the producer."""
     dtype: gl.constexpr = q_rows.dtype
     q_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], q_rows.layout)
     do_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], do_rows.layout)
@@ -222,7 +229,7 @@ def _queries_kernel(
         dq_slots = q_slots
     else:
         dq_slots = gl.allocate_shared_memory(dtype, [1, BLOCK_Q, D], dq_rows.layout)
-    q_ring = make_ring(q_slots, 2, 1)  # a slot is the half of one group; its barriers are those of dO too
+    q_ring = make_ring(q_slots, 2, 1)  # one slot per group: its half of q. Its barriers also guard dO.
     k_ring, v_ring = make_ring(k_slots, STAGES_K, 2), make_ring(v_slots, STAGES_V, 2)
     memory = Memory(q_ring, do_slots, k_ring, v_ring, end_slots, dq_slots)
     fence_async_shared()
@@ -247,14 +254,14 @@ def _queries_kernel(
 
 
 class Sizes(NamedTuple):
-    """Keys of a slot, and slots."""
+    """Keys per slot, and slots per ring."""
 
     block_k: int
     stages_k: int
     stages_v: int
 
 
-# By head dim, as much as fits into 240 registers a thread and 227 KiB.
+# By head dim: as much as fits into 240 registers per thread and 227 KiB.
 SIZES = {64: Sizes(128, 3, 3), 128: Sizes(64, 4, 4), 256: Sizes(64, 2, 1)}
 
 
@@ -262,7 +269,7 @@ def gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """dq in the dtype of q. delta: see ``triton_kernels.row_sums``."""
+    """dq [N, H, D] in the dtype of q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
     sizes = SIZES[dim]
     dq = torch.empty_like(q)

@@ -1,8 +1,8 @@
-"""Backward on Hopper, pass over the keys at head dim 256: dk and dv, every sum in a fixed order.
+"""The backward pass on Hopper that keeps a block of keys, at head dim 256: dk and dv, in a fixed order.
 
-A group cannot hold both gradients of 64 keys there. So a program's keys are 64, half of a job's; one group
-computes P and dV, the other dP and dK, and P goes from one to the other through shared memory. Otherwise as
-``key_pass``.
+The registers of one group cannot hold both gradients of 64 keys. So a program takes 64 keys, half of a job's.
+One group computes P and dV, the other dP and dK. P goes from the first to the second through shared memory.
+Everything else is as in ``key_pass.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from titan_tree.components.tree_attention.hopper.jobs import (
     sum_parts,
 )
 from titan_tree.components.tree_attention.plan import KEYS, TILE, Plan, max_parts
-from titan_tree.components.tree_attention.triton_kernels import LN_2, LOG2_E
+from titan_tree.components.tree_attention.triton_kernels.kernels import LN_2, LOG2_E
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _value_step(
     MASK: gl.constexpr, SQUARE: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """S, P for the other group too, and dV."""
+    """S, P (also for the other group) and dV, for one tile of queries."""
     slot = i % STAGES
     do = memory.do.slots.index(slot)
     zero = gl.zeros([dv.shape[0], BLOCK_Q], gl.float32, SCORES)
@@ -77,7 +77,7 @@ def _key_step(
     memory, p_ring, dk, i,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """dP, and dK with the other group's P."""
+    """dP, and dK with the other group's P, for one tile of queries."""
     slot = i % STAGES
     q, do = memory.q.slots.index(slot), memory.do.slots.index(slot)
     zero = gl.zeros([dk.shape[0], BLOCK_Q], gl.float32, SCORES)
@@ -155,13 +155,14 @@ def _wide_keys_kernel(
     G: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     SQUARE: gl.constexpr,
 ):  # fmt: skip
+    """Allocates shared memory and starts two consumer groups and the producer."""
     HALF_K: gl.constexpr = BLOCK_K // 2
     jobs = Jobs(first_full, end_full, job_block, job_begin, job_end, job_part, n_jobs)
     job = job_of(jobs, gl.program_id(0), BLOCK_Q, BLOCK_K, HALF_K)
     if (job.begin < 0) | (job.key >= M):
         return
     memory = make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES)
-    # Pairs of a warp's 32 threads side by side, as they hold them: no bank conflicts.
+    # The layout of P: values that a warp's 32 threads hold lie side by side in pairs, so no banks conflict.
     p_layout: gl.constexpr = gl.SharedLinearLayout(
         [
             [0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0],
@@ -195,7 +196,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
+    """dk and dv [M, Hkv, D] in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)

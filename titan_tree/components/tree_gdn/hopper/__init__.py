@@ -1,21 +1,41 @@
-"""The gated delta rule on Hopper GPUs, in Gluon: TMA, asynchronous tensor cores, specialised warps.
+"""Backend "hopper": the gated delta rule for Hopper GPUs, with its most expensive kernels in Gluon.
 
-``passes``: along chains and back. ``inputs``: the gradients of q, k, v, g and beta. What is the same on all
-chunks and little work is Triton's here, too: kernels_forward.py.
+The Gluon kernels use TMA, asynchronous tensor core products and specialised warps. ``passes.py`` runs along
+chains and back; ``inputs.py`` computes the gradients of q, k, v, g and beta. The Triton kernels of
+``triton_kernels/`` do the rest: they prepare all chunks at once, which is little work.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
+from titan_tree.components.tree_gdn.buffers import empty_saved
 from titan_tree.components.tree_gdn.hopper.inputs import input_gradients
 from titan_tree.components.tree_gdn.hopper.passes import outputs, state_gradients, states
+from titan_tree.components.tree_gdn.triton_kernels import launch
 
-__all__ = ["input_gradients", "outputs", "state_gradients", "states", "supports"]
+__all__ = ["backward", "empty_saved", "forward", "is_automatic", "refusal"]
+
+PASSES = launch.Passes(outputs, states, state_gradients, input_gradients)
+forward = partial(launch.forward, PASSES)  # see GdnBackend
+backward = partial(launch.backward, PASSES)
 
 
-def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether these kernels take q and v: a Hopper GPU, bfloat16, heads of 64 or 128 dims."""
-    return is_hopper(q.device) and q.dtype == torch.bfloat16 and {q.shape[-1], v.shape[-1]} <= {64, 128}
+def is_automatic(device: torch.device) -> bool:
+    """On Hopper GPUs."""
+    return is_hopper(device)
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """See ``GdnBackend.refusal``."""
+    is_bf16 = q.dtype == k.dtype == v.dtype == torch.bfloat16
+    if is_hopper(q.device) and is_bf16 and {q.shape[-1], v.shape[-1]} <= {64, 128}:
+        return None
+    return (
+        "needs a GPU of compute capability 9.0, q, k and v in bfloat16, and head dims K and V of 64 or 128; "
+        f"got {q.device}, {q.dtype}, {k.dtype}, {v.dtype}, {q.shape[-1]} and {v.shape[-1]}; use 'triton'"
+    )

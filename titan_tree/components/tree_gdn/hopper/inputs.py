@@ -1,14 +1,15 @@
-"""Gradients of what the gated delta rule reads, on Hopper, in Gluon. The algebra is kernels_backward.py's.
+"""The gradients of q, k, v, g and beta on Hopper, in Gluon.
 
-Little arithmetic for much memory. So a producer warp fetches the tiles of the next chunk and head by TMA as
-room gets free, and two groups of four warps share the work on one, for reading never to stop. The first makes
-dq, dv and the row sums that come with them; the second makes dk, and with these sums dbeta and dg.
+The algebra is that of ``triton_kernels/backward.py``. The kernel reads much memory for little arithmetic, so
+reading must never pause. A producer warp fetches the tiles of the next chunk and head by TMA as soon as there
+is room. Two groups of four warps share the work on one chunk and head. The first computes dq, dv and the row
+sums that belong to them. The second computes dk and, with these sums, dbeta and dg.
 
-<S', dS'>, of which the gradient of a chunk's decay has a part, is exp(G_last) <S, dS'> + sum d k . (dS' n):
-no state of another chunk is needed.
+The gradient of a chunk's decay contains <S', dS'> = exp(G_last) <S, dS'> + sum d k . (dS' n), so it needs no
+state of another chunk.
 
-TMA fetches 64 tokens from a chunk's start on: past its end, those of others. Nothing comes of them: n, X and
-1 / |q| are zero there.
+TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
+contribute nothing, because n, X and 1 / |q| are zero there.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ BETA, LENGTH, Q_LENGTH = (
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program: a tile of each kind, a ring of one slot, and what is on its way out."""
+    """The shared memory of a program: per kind of input a ring with one slot, and tiles to write."""
 
     q: Ring  # [C, K]
     k: Ring  # [C, K]
@@ -59,9 +60,9 @@ class Memory(NamedTuple):
     new: Ring  # [V, C]: n^T
     x: Ring  # [V, C]: X^T
     factors: Ring  # [3, C] fp32: total, 1 / |k|, 1 / |q|
-    sums: Ring  # [2, C] fp32, from the first group to the second: of dG what it has, and of rows of v dv
-    queries: gl.shared_memory_descriptor  # [2, C] fp32: sums of the first group on their way to other threads
-    keys: gl.shared_memory_descriptor  # [3, C] fp32: likewise of the second
+    sums: Ring  # [2, C] fp32, from the first group to the second: its part of dG, and row sums of v * dv
+    queries: gl.shared_memory_descriptor  # [2, C] fp32: row sums that the first group's threads exchange
+    keys: gl.shared_memory_descriptor  # [3, C] fp32: the same for the second group
     dq: gl.shared_memory_descriptor  # [C, K]
     dk: gl.shared_memory_descriptor  # [C, K]
     dv: gl.shared_memory_descriptor  # [C, V]
@@ -69,12 +70,13 @@ class Memory(NamedTuple):
 
 @gluon.jit
 def _count(n_items):
-    """How many items this program works on: of program p they are p, p + programs, ..."""
+    """How many items this program computes. Program p takes items p, p + programs, and so on."""
     return (n_items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
 def _fetch(descriptor, row, column, ring, n):
+    """Fetches a tile as filling n of its ring."""
     wait_empty(ring, n, 1)
     full = ring.full.index(0)
     mbarrier.expect(full, descriptor.block_type.nbytes)
@@ -86,6 +88,7 @@ def _producer(
     q_rows, k_rows, v_rows, do_rows, state_rows, dstate_rows, new_rows, x_rows, number_row, plane, start_ptr,
     memory, n_items, GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
+    """Fetches the tiles of each item, in the order in which the consumers need them."""
     for n in range(_count(n_items)):
         item = gl.program_id(0) + n * gl.num_programs(0)
         start = gl.load(start_ptr + item // G)
@@ -110,12 +113,13 @@ def _producer(
 
 @gluon.jit
 def _rows(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
-    """Factor i of a chunk's tokens, for tiles in which they are rows; likewise ``_columns``."""
+    """Factor i of a chunk's tokens, for tiles whose rows are tokens."""
     return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
 
 
 @gluon.jit
 def _columns(memory, i: gl.constexpr, LAYOUT: gl.constexpr):
+    """Factor i of a chunk's tokens, for tiles whose columns are tokens."""
     return gl.expand_dims(memory.factors.slots.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
@@ -130,13 +134,13 @@ def _query_consumer(
     dq_ptr, dv_ptr, number_ptr, start_ptr, memory, n_items, scale,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """dq and dv; the row sums of v dv, and what q, P and S give to dG."""
+    """dq and dv, the row sums of v * dv, and the parts of dG that come from q, P and S."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, KEYS)
-    PIECE: gl.constexpr = 16  # rows of a state at once
+    PIECE: gl.constexpr = 16  # rows of a state that are loaded at once
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, SCORES)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, SCORES)), 0)
     t = gl.arange(0, C, ROWS)
@@ -201,7 +205,7 @@ def _query_consumer(
         memory.dv.store(x)
         store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
 
-        # The decay of S, which is that of all tokens, is the last one's, be there a token or not.
+        # The decay of S is that of the chunk's last place, whether there is a token or not.
         dtotal = gl.where(start + t < end, q_dq - memory.queries.index(1).load(ROWS), 0.0)
         dtotal += gl.where(t == C - 1, product, 0.0)
         wait_empty(memory.sums, n, 1)
@@ -237,7 +241,7 @@ def _key_consumer(
         wait_full(memory.new, n, 1)
         wait_full(memory.do, n, 1)
         none = gl.zeros([C, C], gl.float32, SCORES)
-        # of columns: in the last state, P and A
+        # The part of dk where k is a column: of the chunk's last state, P and A.
         dp = warpgroup_mma(new.permute((1, 0)), do.permute((1, 0)), none, use_acc=False, is_async=True)
         wait_full(memory.dstate, n, 1)
         none_k = gl.zeros([C, K], gl.float32, KEYS)
@@ -267,7 +271,7 @@ def _key_consumer(
         release(memory.q, n, 1)
         dk = warpgroup_mma(da, k, dk, is_async=True)
 
-        # of rows: in A and e k S
+        # The part of dk where k is a row: of A and e k S.
         db = warpgroup_mma(x.permute((1, 0)), new, none, use_acc=False, is_async=True)
         wait_full(memory.state, n, 1)
         dk_row = warpgroup_mma(x.permute((1, 0)), state, none_k, use_acc=False, is_async=True)
@@ -308,6 +312,7 @@ def _key_consumer(
 
 @gluon.jit
 def _ring_of(descriptor, READERS: gl.constexpr):
+    """A ring with one slot for tiles of a descriptor."""
     shape: gl.constexpr = descriptor.block_type.shape
     slots = gl.allocate_shared_memory(descriptor.dtype, [1, shape[0], shape[1]], descriptor.layout)
     return make_ring(slots, 1, READERS)
@@ -319,7 +324,7 @@ def _inputs_kernel(
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, start_ptr, plane, n_items, scale,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """dq and dk of each value head, dv, dg and dbeta."""
+    """dq and dk of each value head, dv, dg and dbeta: allocates shared memory and starts the three groups."""
     dtype: gl.constexpr = q_rows.dtype
     FLAT: gl.constexpr = number_row.layout
     factors = gl.allocate_shared_memory(gl.float32, [3, C], FLAT)
@@ -363,7 +368,7 @@ def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills dq and dk [N, G, K], dv, dg and dbeta."""
+    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
     (heads_k, width_k), (num_chunks, heads, width, _) = q.shape[1:], state.shape
     numbers, n_items = saved.numbers, num_chunks * heads
     tokens = [matrix(y, CHUNK, y.shape[-1]) for y in (q, k, v, do)]

@@ -1,15 +1,16 @@
 """The serial passes of the gated delta rule on Hopper, in Gluon: along each chain, and back.
 
-The same algebra as in kernels_forward.py and kernels_backward.py, where the letters are. A pass waits for
-itself: each chunk takes a row of products that need one another. So what matters is how long a step lasts. A
-producer warp fetches all of a chunk by TMA, chunks ahead; four warps hold the state of 64 columns of V in
-registers and multiply asynchronously, and what is not part of the row runs in its gaps.
+The algebra and the letters are those of ``triton_kernels/forward.py`` and ``backward.py``. A pass is serial:
+each chunk needs the state after the previous one, and its own products depend on each other. So the latency
+of one step decides the speed. A producer warp fetches whole chunks by TMA, several chunks ahead. Four warps
+hold the state of 64 columns of V in registers. Their products are asynchronous, and work outside of the chain
+of dependent products fills the gaps.
 
-Forward, the output is made on the way, and neither states nor n are ever written. For the backward the same
-kernel runs again and writes them instead.
+The forward pass computes the output on the way and writes neither states nor n. For the backward pass the
+same kernel runs again and writes them instead of the output.
 
-TMA fetches 64 tokens from a chunk's start on: past its end, those of others. Nothing comes of them: T, P and
-the factor of q are zero there.
+TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
+contribute nothing, because T, P and the factor of q are zero there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_tree.components.rings import Ring, make_ring, matrix, release, vector, wait_empty, wait_full
-from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved
+from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved, run_rounds
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import CHUNK, Chunks
@@ -41,24 +42,24 @@ READ, WRITE, QUERY = (gl.constexpr(Factors._fields.index(name)) for name in ("re
 
 
 class Work(NamedTuple):
-    """What a program does: a chain, for one head and BLOCK_V columns of V."""
+    """The work of one program: a chain, for one head and BLOCK_V columns of V."""
 
     chain: gl.tensor
-    first: gl.tensor  # chunk
-    count: gl.tensor  # of chunks
+    first: gl.tensor  # its first chunk
+    count: gl.tensor  # its number of chunks
     head: gl.tensor
     column: gl.tensor
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program: slots for a chunk's tiles, one ring of them, and tiles on their way out."""
+    """The shared memory of a program: slots for a chunk's tiles, which share one ring, and tiles to write."""
 
-    ring: Ring  # slots: of k [STAGES, C, K]
+    ring: Ring  # its slots hold k: [STAGES, C, K]
     q: gl.shared_memory_descriptor  # [STAGES, C, K]
-    v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; backward: of do
+    v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; in the backward pass do
     inverse: gl.shared_memory_descriptor  # [STAGES, C, C]
     p: gl.shared_memory_descriptor  # [STAGES, C, C]
-    factors: gl.shared_memory_descriptor  # [3 * STAGES, C] fp32: of k read and written, and of q
+    factors: gl.shared_memory_descriptor  # [3 * STAGES, C] fp32: read, write and query of ``Factors``
     state: gl.shared_memory_descriptor  # [BLOCK_V, K]
     out: gl.shared_memory_descriptor  # o [C, BLOCK_V]; n^T or X^T [BLOCK_V, C]
 
@@ -79,7 +80,7 @@ def _producer(
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
     BACKWARDS: gl.constexpr, WITH_Q: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of each chunk; WITH_Q: also those of q and P."""
+    """Fetches the tiles of each chunk, from the chain's start or BACKWARDS. WITH_Q: also q and P."""
     tile_bytes: gl.constexpr = (
         (1 + WITH_Q) * (k_rows.block_type.nbytes + inverse_rows.block_type.nbytes)
         + v_rows.block_type.nbytes
@@ -114,19 +115,19 @@ def _producer(
 
 @gluon.jit
 def _decay_of(number_ptr, chunk, work, G: gl.constexpr):
-    """The decay over a chunk, in base 2."""
+    """The logarithm of the decay over a chunk, in base 2."""
     return gl.load(number_ptr + ((chunk * G + work.head) * C + C - 1))
 
 
 @gluon.jit
 def _factor(memory, i, LAYOUT: gl.constexpr):
-    """A number per token, for tiles in which tokens are columns."""
+    """One factor per token, for tiles whose columns are tokens."""
     return gl.expand_dims(memory.factors.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
 def _tile_of(slot, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where in [.., G, V, K] the program's part of a state is."""
+    """Offsets of the program's part of a state in [.., G, V, K]."""
     rows = work.column + gl.arange(0, BLOCK_V, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
     tile = gl.expand_dims(rows, 1) * K + gl.expand_dims(columns, 0)
@@ -135,7 +136,7 @@ def _tile_of(slot, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LAYO
 
 @gluon.jit
 def store_tokens(ptr, tile, start_ptr, chunk, column, WIDTH: gl.constexpr, D: gl.constexpr):
-    """A chunk's tokens [C, D] from shared memory into a matrix [N, WIDTH], from a column on."""
+    """Stores a chunk's tokens [C, D] from shared memory into a matrix [N, WIDTH], beginning at a column."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
     token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
@@ -149,6 +150,7 @@ def _chain_consumer(
     state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory, work,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
+    """Runs a chain from its start, see ``_chain_kernel``; ``state`` is S^T at the start of each chunk."""
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
@@ -166,7 +168,7 @@ def _chain_consumer(
         chunk = work.first + i
         s = i % STAGES
         k, inverse = memory.ring.slots.index(s), memory.inverse.index(s)
-        # of the next chunk
+        # Loaded one step ahead.
         next_chunk = work.first + gl.minimum(i + 1, work.count - 1)
         next_last = _decay_of(number_ptr, next_chunk, work, G)
         next_slot = gl.load(slot_ptr + next_chunk)
@@ -235,7 +237,7 @@ def _chain_kernel(
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
     FORWARD: gl.constexpr,
 ):  # fmt: skip
-    """Chains from first_chain on. FORWARD: o, and states into their slots; else S^T and n^T of each chunk."""
+    """Chains from first_chain on. FORWARD: o, and states into slots; otherwise S^T and n^T of each chunk."""
     dtype: gl.constexpr = k_rows.dtype
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, C], dtype)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
@@ -280,6 +282,7 @@ def _gradient_consumer(
     work,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Runs a chain from its end, see ``_gradient_kernel``; ``dstate`` is dS'^T of each chunk."""
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     TOKENS_OPERAND: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
@@ -294,7 +297,7 @@ def _gradient_consumer(
         k, q = memory.ring.slots.index(s), memory.q.index(s)
         do = memory.v.index(s).permute((1, 0))
         row = (chunk * G + work.head) * V + work.column
-        # of the chunk before, which the next step runs
+        # Loaded one step ahead: the next step computes the previous chunk.
         chunk = gl.maximum(chunk - 1, work.first)
         next_last = _decay_of(number_ptr, chunk, work, G)
         next_slot = gl.load(slot_ptr + chunk)
@@ -341,7 +344,7 @@ def _gradient_kernel(
     plane, first_chain,
     GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Chains from their ends: dS'^T and X^T of each chunk, the gradients of the states they start from."""
+    """Chains from their ends: dS'^T and X^T of each chunk, and gradients of the states they start from."""
     dtype: gl.constexpr = k_rows.dtype
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, C, K], k_rows.layout)
     memory = Memory(
@@ -378,17 +381,17 @@ STAGES = 3  # chunks in flight: as many as fit into 227 KiB at K = 128
 
 def outputs(
     q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
-) -> Run:
-    """o of chains, and the slots that they fill."""
+) -> None:
+    """Fills the slots, round by round, and o."""
     tiles = _tiles(q, k, v, scores, saved)
     rest = None, None, o, saved.slots, *_where(saved, chunks, chains)
-    return _run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True)
+    run_rounds(_run(_chain_kernel, [*tiles, *rest], q, v, FORWARD=True), chains)
 
 
 def states(
     k: Tensor, v: Tensor, state: Tensor, new: Tensor, saved: Saved, chunks: Chunks, chains: Chains
 ) -> Run:
-    """S^T and n^T of chains, from slots that are filled already."""
+    """Returns a pass that fills ``state`` (S^T) and ``new`` (n^T) of chains whose slots are filled."""
     tiles = _tiles(None, k, v, None, saved)
     rest = None, saved.slots, *_where(saved, chunks, chains)
     return _run(_chain_kernel, [*tiles, *_parts(state, new), *rest], k, v, FORWARD=False)
@@ -398,7 +401,10 @@ def state_gradients(
     q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
     start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
-    """dS'^T, X^T and the start gradients of chains, from the gradients of their slots."""
+    """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
+
+    It reads the gradients of the chains' own slots.
+    """
     tiles = _tiles(q, k, do, scores, saved)
     rest = slot_gradient, start_gradient, *_where(saved, chunks, chains)
     return _run(_gradient_kernel, [*tiles, *_parts(dstate, x), *rest], q, do)
@@ -407,11 +413,11 @@ def state_gradients(
 def _tiles(
     q: Tensor | None, k: Tensor, v: Tensor, scores: Tensor | None, saved: Saved
 ) -> list[TensorDescriptor | None]:
-    """Of what is fetched for a chunk."""
+    """Descriptors of the tensors that are fetched for each chunk."""
     if saved.numbers.numel() >= 2**31:
         raise UserError(
-            f"TreeGDN: a forward of {len(saved.inverse):,} chunks and {v.shape[1]} heads is too large for "
-            "32-bit coordinates; lower data.max_tokens"
+            f"TreeGDN: backend 'hopper': {len(saved.inverse):,} chunks and {v.shape[1]} heads exceed "
+            "TMA's 32-bit coordinates; lower data.max_tokens"
         )
     width_k = k.shape[2]
     return [
@@ -425,12 +431,12 @@ def _tiles(
 
 
 def _parts(*tensors: Tensor) -> list[TensorDescriptor]:
-    """Of what a program leaves of a chunk."""
+    """Descriptors of the tensors that a program writes for each chunk."""
     return [rows_of(x, BLOCK_V.value) for x in tensors]
 
 
 def rows_of(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [.., D] in tiles of so many rows."""
+    """A descriptor of x [.., D] in tiles of ``rows`` rows."""
     return matrix(x.view(-1, 1, x.shape[-1]), rows, x.shape[-1])
 
 
@@ -442,7 +448,7 @@ def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:
 def _run(kernel: GluonJITFunction, args: list, q: Tensor, v: Tensor, **constants: bool) -> Run:
     (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
     dims = {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "STAGES": STAGES}
-    programs = heads * (width // BLOCK_V.value)  # for a chain
+    programs = heads * (width // BLOCK_V.value)  # per chain
 
     def run(first: int, end: int) -> None:
         kernel[((end - first) * programs,)](*args, first, **dims, **constants, num_warps=4)

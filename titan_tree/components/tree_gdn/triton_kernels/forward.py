@@ -1,62 +1,73 @@
-"""The gated delta rule on chunks in Triton: forward, and the states once more for the backward.
+"""Forward kernels of the gated delta rule in Triton. The backward pass uses some of them again.
 
-The algebra is that of reference.py, with two things folded in: e_i = exp(G_i) / |k_i| and
-d_i = exp(G_last - G_i) / |k_i| normalise the keys too, so that no normalised copy is made. The chunk form is
-Gated DeltaNet's (arXiv:2412.06464) as in flash-linear-attention, but for what leaves a chunk's preparation:
-T = (I + A)^-1 diag(beta) alone, and not the products w = T k and u = T v. From the state S at its start,
+The algebra is that of ``reference.py``; the chunk form is Gated DeltaNet's (arXiv:2412.06464). Two things are
+folded in. The row factors e_i = exp(G_i) / |k_i| and d_i = exp(G_last - G_i) / |k_i| also normalize the keys,
+so that no normalized copy is stored. And a chunk's preparation stores T = (I + A)^-1 diag(beta) alone, where
+flash-linear-attention stores the products w = T k and u = T v. From the state S at the chunk's start:
 
     n = T (v - e (k S));   S' = exp(G_last) S + k^T (d n);   o = exp(G) (q S) + P n
 
-costs one more small product, and a quarter less memory traffic. P, scaled, and the factors of q come from a
-kernel of their own, since the backward needs P again.
+This costs one more small product and saves a quarter of the memory traffic. A kernel of its own computes P,
+scaled, and the factors of q, because the backward pass needs P again.
 
-States are kept transposed, S^T [V, K] and n^T [V, 64]: on Hopper the state then stays in registers as the
+The kernels run in this order:
+
+    _gates_kernel     all chunks at once: decays summed from each chunk's start, and beta
+    _inverse_kernel   all chunks at once: T and the row factors
+    _scores_kernel    all chunks at once: P and the factors of q
+    _state_kernel     chain after chain: S at the start of each chunk, and n
+    _output_kernel    all chunks at once: o
+
+A program of ``_state_kernel`` runs one chain of chunks (``tree/chains.py``) for one head and up to 64 columns
+of V. It is serial, so its loop is pipelined: tiles of later chunks are loaded while a chunk is computed.
+
+States are stored transposed: S^T [V, K] and n^T [V, 64]. On Hopper the state then stays in registers as the
 left operand of every product of the serial kernel, and all right operands come straight from shared memory.
-No tl.dot sees the transpose of another's result, which some Triton versions miscompile there.
+No tl.dot reads the transposed result of another tl.dot, which some versions of Triton miscompile on Hopper.
 
-One program of the serial kernel runs a chain of chunks (data/chains.py) for one head and up to 64 columns of
-V; the other kernels run all chunks at once. Gates are summed in base 2.
+Gates are summed in base 2. Offsets inside a tile are 32-bit on a 64-bit base; 64-bit tiles of offsets would
+spill.
 
-Letters: N tokens, G value heads, GROUP of which use one key head, C tokens that a chunk has room for.
-Offsets inside of a tile are 32-bit, on 64-bit bases: 64-bit tiles spill.
+Letters: N tokens, G value heads, GROUP value heads per key head, C tokens that a chunk has room for.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components.tree_gdn import hopper
 from titan_tree.components.tree_gdn.buffers import (
     Run,
     Saved,
-    empty_saved,
     empty_states,
     precision,
+    run_rounds,
     sizes,
 )
 from titan_tree.components.tree_gdn.reference import EPSILON
-from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import CHUNK, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_EPSILON = tl.constexpr(EPSILON)
-# What a beta of 0 is read as: nothing beside 1, but the gradient of beta is a quotient by it.
+# A beta of 0 is read as this number. It vanishes beside 1, and the gradient of beta can be divided by it.
 SMALLEST_BETA = tl.constexpr(2.0**-40)
+
+
+# 1. Device code.
 
 
 @triton.jit
 def load_hidden(ptr, RAW: tl.constexpr):
-    """An int32 that Triton's pipeliner does not see loaded, so that it can prefetch what it is an address of.
+    """Loads an int32 that is part of an address, hidden from Triton's pipeliner by inline assembly.
 
-    A plain load in the loop becomes an asynchronous copy itself, and waiting for it waits for all tiles that
-    were just asked for. The pipeliner runs this one ahead of the loop, unpredicated: clamp the address.
+    The pipeliner would turn a plain load in the loop into an asynchronous copy, and waiting for that copy
+    would also wait for all tiles requested just before. It runs this load ahead of the loop and without a
+    predicate, so the caller must clamp the address.
     """
     if RAW:
         value = tl.inline_asm_elementwise(
@@ -76,7 +87,7 @@ def inverse_length(x):
 
 @triton.jit
 def decayed(x, gained, lost, is_seen):
-    """x * 2 ** (gained - lost) where ``is_seen``, else 0; in this form the compiler spills least."""
+    """x * 2 ** (gained - lost) where ``is_seen``, else 0. Of several forms, this one spills the least."""
     return tl.where(is_seen, x * tl.exp2(tl.where(is_seen, gained - lost, 0.0)), 0.0)
 
 
@@ -85,7 +96,7 @@ def _gates_kernel(
     g_ptr, beta_ptr, total_ptr, chunk_beta_ptr, start_ptr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Decays summed from each chunk's start, and beta, as [chunks, G, C]: of one chunk and BLOCK_G heads."""
+    """Decays summed from the chunk's start, and beta, as [chunks, G, C]; one chunk and BLOCK_G heads."""
     chunk = tl.program_id(0).to(tl.int64)
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
     t = tl.arange(0, C)
@@ -107,7 +118,7 @@ def _inverse_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T of each chunk and head, and the row factors -e, d and 1 / |k|."""
+    """T of one chunk and head, and the row factors -e, d and 1 / |k|."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -123,12 +134,12 @@ def _inverse_kernel(
     tl.store(read_ptr + row, -tl.exp2(total) * length)
     tl.store(write_ptr + row, tl.exp2(last - total) * length)
 
-    # A, and its transpose from a product of its own
+    # A, and its transpose: from the product and not from A, see above.
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None] * length[None, :]
     a = decayed(kk * beta[:, None], total[:, None], total[None, :], t[:, None] > t[None, :])
     at = decayed(kk * beta[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
 
-    # The inverses of the 16 x 16 blocks on the diagonal of I + A, by forward substitution in all at once
+    # The inverses of the 16 x 16 blocks on the diagonal of I + A: forward substitution in all blocks at once.
     BLOCKS: tl.constexpr = C // 16
     block, i16 = tl.arange(0, BLOCKS), tl.arange(0, 16)
     same_block = block[:, None, None, None] == block[None, None, :, None]
@@ -140,8 +151,8 @@ def _inverse_kernel(
         x = tl.where(i16[None, :, None] == i, x - tl.sum(a_i[:, :, None] * x, 1)[:, None, :], x)
     diagonal = tl.reshape(tl.where(same_block, x[:, :, None, :], 0.0), [C, C])
 
-    # (I + A)^-1 = (I + Z)^-1 D with D the inverse of the diagonal and Z = D (A off it), and Z^4 = 0:
-    # (I + Z)^-1 = (I - Z) (I + Z^2)
+    # (I + A)^-1 = (I + Z)^-1 D, with D the inverse of the block diagonal and Z = D times A off the block
+    # diagonal. With four blocks Z^4 = 0, so that (I + Z)^-1 = (I - Z) (I + Z^2).
     tl.static_assert(BLOCKS == 4)
     off = tl.where(t[:, None] // 16 > t[None, :] // 16, a, 0.0)
     z = tl.dot(diagonal, off, input_precision=INVERSE_PRECISION)
@@ -161,7 +172,7 @@ def _state_kernel(
     BLOCK_V: tl.constexpr, LEAVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     RAW: tl.constexpr,
 ):  # fmt: skip
-    """S^T at the start of each chunk of a chain, and n^T. LEAVE: write states into their slots."""
+    """S^T at the start of each chunk of one chain, and n^T. LEAVE: also stores states into their slots."""
     index = tl.program_id(0)
     V_BLOCKS: tl.constexpr = V // BLOCK_V
     chain = first_chain + index // (G * V_BLOCKS)
@@ -193,7 +204,7 @@ def _state_kernel(
         )  # fmt: skip
         inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
         slot = load_hidden(slot_ptr + clamped, RAW)
-        # of the next chunk; there is room for one behind the last
+        # Factors of the next chunk. The tensors have room for one chunk after the last.
         next_read = tl.load(read_ptr + row + G * C + t)
         next_write = tl.load(write_ptr + row + G * C + t)
         next_last = tl.load(total_ptr + row + G * C + C - 1)
@@ -206,7 +217,7 @@ def _state_kernel(
         tl.store(new_ptr + row * V + (column[:, None] * C + t[None, :]), new.to(new_ptr.dtype.element_ty))
         written = (new * write[None, :]).to(k.dtype)
         state = tl.dot(written, k, state * tl.exp2(last), input_precision=PRECISION)
-        if LEAVE:  # noqa: SIM102 (known when this compiles)
+        if LEAVE:  # noqa: SIM102 (LEAVE is a constant of the compiler, slot is not)
             if slot >= 0:
                 tl.store(slots_ptr + (slot.to(tl.int64) * G + head) * K * V + state_tile, state)
         read, write, last = next_read, next_write, next_last
@@ -218,7 +229,7 @@ def _scores_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, LEAVE: tl.constexpr,
 ):  # fmt: skip
-    """s P of each chunk and head. LEAVE: and the factors of its queries."""
+    """s P of one chunk and head. LEAVE: also the factors of its queries."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -245,7 +256,7 @@ def _output_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o of each chunk and head."""
+    """o of one chunk and head."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -264,11 +275,14 @@ def _output_kernel(
     tl.store(o_ptr + (start.to(tl.int64) * G + head) * V + tile, o.to(o_ptr.dtype.element_ty), mask=is_token)
 
 
-def stages(x: Tensor, programs: int) -> int:
-    """Chunks in flight of a serial kernel on rows of x's dtype.
+# 2. Launches.
 
-    16-bit: 3 while each program has a multiprocessor for itself, then 2, and two programs on each, which is
-    also all that GPUs with little shared memory have room for. fp32 is slow in any case.
+
+def stages(x: Tensor, programs: int) -> int:
+    """Returns how many chunks a serial kernel has in flight, for inputs of x's dtype.
+
+    In 16 bits: 3 while every program has a multiprocessor to itself. With more programs 2, so that two
+    programs fit on a multiprocessor; GPUs with little shared memory have no room for more either. In fp32: 1.
     """
     if not x.is_cuda or x.dtype == torch.float32:
         return 1
@@ -282,46 +296,27 @@ def _gpu(device: int) -> dict[str, int]:
     return triton.runtime.driver.active.utils.get_device_properties(device)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks,
-    chains: Chains,
-) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """o [N, G, V], the exported states [X, G, K, V] fp32, what the backward needs. Inputs are contiguous."""
-    rounds, num_rows = chains.rounds.tolist(), 0 if states is None else len(states)
-    if num_rows != rounds[0][1]:
-        raise UserError(f"TreeGDN: the layout expected {rounds[0][1]} states, got {num_rows}")
-    num_chunks, heads, dims = len(chains.slot), v.shape[1], sizes(q, v)
-    saved = empty_saved(q, v, chains)
-    factors = saved.factors
+def prepare_chunks(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, v: Tensor, saved: Saved, chunks: Chunks
+) -> None:
+    """Fills ``saved.inverse`` and all factors but those of q."""
+    factors, num_chunks, heads = saved.factors, len(saved.inverse), v.shape[1]
     block = min(32, triton.next_power_of_2(heads))
     _gates_kernel[(num_chunks, triton.cdiv(heads, block))](
         g, beta, factors.total, factors.beta, chunks.start, G=heads, BLOCK_G=block, C=CHUNK
     )
     _inverse_kernel[(num_chunks * heads,)](
         k, factors.total, factors.beta, saved.inverse, factors.read, factors.write, factors.length,
-        chunks.start, **dims, PRECISION=precision(q),
+        chunks.start, **sizes(q, v), PRECISION=precision(q),
         INVERSE_PRECISION="tf32" if q.dtype != torch.float32 else precision(q),
     )  # fmt: skip
-    if states is not None:
-        saved.slots[:num_rows] = states.mT
-    scores, o = make_scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
-    on_hopper = hopper.supports(q, v)
-    if on_hopper:
-        run = hopper.outputs(q, k, v, scores, o, saved, chunks, chains)
-    else:
-        state, new = empty_states(saved)
-        run = make_states(k, v, state, new, saved, chunks, chains, leave=True)
-    for (first, _), (end, _) in itertools.pairwise(rounds):
-        run(first, end)
-    if not on_hopper:
-        _output_kernel[(num_chunks * heads,)](
-            q, state, new, scores, factors.query, o, chunks.start, **dims, PRECISION=precision(q)
-        )
-    return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
 
 
 def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool) -> Tensor:
-    """s P [chunks, G, 64, 64] in the dtype of q, 0 where there is no token; leave: and the factors of q."""
+    """s P [chunks, G, 64, 64] in the dtype of q, 0 past a chunk's last token.
+
+    leave: also fill the factors of q.
+    """
     scores, factors = torch.empty_like(saved.inverse), saved.factors
     _scores_kernel[(len(scores) * v.shape[1],)](
         q, k, factors.total, factors.length, scores, factors.query, factors.q_length, chunks.start,
@@ -334,7 +329,10 @@ def make_states(
     k: Tensor, v: Tensor, state: Tensor, new: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
     leave: bool,
 ) -> Run:  # fmt: skip
-    """S^T and n^T of chains, from slots that are filled already; leave: and what others start from."""
+    """Returns a pass that fills ``state`` (S^T) and ``new`` (n^T) of chains whose slots are filled.
+
+    leave: also fill the slots that later chains start from.
+    """
     factors, block = saved.factors, min(v.shape[2], 64)
 
     def run(first: int, end: int) -> None:
@@ -347,3 +345,14 @@ def make_states(
         )  # fmt: skip
 
     return run
+
+
+def outputs(
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor, o: Tensor, saved: Saved, chunks: Chunks, chains: Chains
+) -> None:
+    """Fills the slots, round by round, and o."""
+    state, new = empty_states(saved)
+    run_rounds(make_states(k, v, state, new, saved, chunks, chains, leave=True), chains)
+    _output_kernel[(len(state) * v.shape[1],)](
+        q, state, new, scores, saved.factors.query, o, chunks.start, **sizes(q, v), PRECISION=precision(q)
+    )

@@ -1,46 +1,49 @@
-"""The gated delta rule on chunks in Triton: gradients. Letters and layouts are those of kernels_forward.py.
+"""Backward kernels of the gated delta rule in Triton. ``forward.py`` explains the letters and memory layouts.
 
 From dS', the gradient of a chunk's last state, and X = dv, with s the scale of q:
 
     dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
 
-Neither A nor k k^T is made again for them, since dA beta = -X n^T. Row sums of gradients with what they are
-gradients of give those of beta and of the decays, with r that of the rows of A and e k S:
+dA beta = -X n^T, so none of this computes A or k k^T again. Row sums of a gradient times its operand give the
+gradients of beta and of the decays. With r_i the row sums that belong to the rows of A and of e k S:
 
     dbeta_i = (X_i.v_i + r_i) / beta_i;   dG_i = q_i.dq_i + r_i - k_i.dk_column_i
 
-and that of G_last also has <S', dS'> = exp(G_last) <S, dS'> + sum_i d_i k_i.(dS' n_i). What P and A give
-to dG are the row sums less the column sums of P * dP and A * dA, from one matrix each: so in the gradient of
-g, a sum of dG, what should cancel does. With bf16 operands its error is a fifth of what it is otherwise.
+The gradient of G_last also contains <S', dS'> = exp(G_last) <S, dS'> + sum_i d_i k_i.(dS' n_i). P and A
+contribute to dG the row sums minus the column sums of P * dP and of A * dA. Both sums come from one matrix,
+so terms that cancel in exact arithmetic also cancel here. With bf16 operands this lowers the error of dg to a
+fifth.
 
-A chain leaves the gradient of the state that it starts from in a buffer of its own; what the children of a
-slot left is added up, in the order of the table, before the chain runs that filled the slot. So each sum has
-a fixed order, and the serial loop no inner one.
+The kernels run in this order:
+
+    _slot_kernel             sums, per slot, the gradients of the chains that start from it
+    _state_gradient_kernel   chain after chain, from its end: dS' of each chunk, and X
+    _query_kernel            all chunks at once: dq
+    _input_kernel            all chunks at once: dk, dv, dg and dbeta
+
+Each chain writes the gradient of the state that it starts from into a buffer of its own. ``_slot_kernel``
+adds these up, in the order of the chains' table, before the chain runs that filled the slot. So every sum has
+a fixed order, and the serial loop contains no other loop.
 """
 
 from __future__ import annotations
-
-import functools
-import itertools
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components.tree_gdn import hopper
-from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_states, precision, sizes
-from titan_tree.components.tree_gdn.kernels_forward import (
+from titan_tree.components.tree_gdn.buffers import Run, Saved, precision, sizes
+from titan_tree.components.tree_gdn.triton_kernels.forward import (
     decayed,
     inverse_length,
     load_hidden,
-    make_scores,
-    make_states,
     stages,
 )
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
+
+# 1. Device code.
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def _query_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of each chunk and value head, and what P and exp(G) q S give to the gradient of each token's G."""
+    """dq of one chunk and value head, and the parts of each token's dG that come from P and exp(G) q S."""
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
     start, end = tl.load(start_ptr + chunk), tl.load(start_ptr + chunk + 1)
@@ -59,7 +62,7 @@ def _query_kernel(
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     value_base = (start.to(tl.int64) * G + head) * V
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    # Not from memory, in whose layout the rest would need more registers
+    # Computed and not loaded: in the layout of a loaded vector, the rest would need more registers.
     q_length = inverse_length(q)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
     do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
@@ -86,7 +89,7 @@ def _query_kernel(
 def _slot_kernel(
     start_gradient_ptr, slot_gradient_ptr, first_child_ptr, child_ptr, first_slot, SIZE, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each slot: the sum of its children's."""
+    """The gradient of one slot: the sum over the chains that start from it."""
     slot = first_slot + tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -102,7 +105,7 @@ def _state_gradient_kernel(
     GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """A chain from its end: dS'^T of each chunk, X^T, and the gradient of the state that it starts from."""
+    """One chain from its end: dS'^T and X^T of each chunk, and the gradient of the state it starts from."""
     index = tl.program_id(0)
     V_BLOCKS: tl.constexpr = V // BLOCK_V
     chain = first_chain + index // (G * V_BLOCKS)
@@ -132,7 +135,7 @@ def _state_gradient_kernel(
         )  # fmt: skip
         inverse = tl.load(inverse_ptr + row * C + (t[:, None] * C + t[None, :]))
         p = tl.load(p_ptr + row * C + (t[:, None] * C + t[None, :]))
-        # of the chunk before, which the next step runs
+        # Factors of the previous chunk, which the next step computes.
         next_row = (tl.maximum(chunk - 1, 0).to(tl.int64) * G + head) * C
         slot = load_hidden(slot_ptr + clamped, RAW)
         next_read = tl.load(read_ptr + next_row + t)
@@ -162,10 +165,10 @@ def _input_kernel(
     scale, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk of each value head, dv, dg and dbeta.
+    """dk of one chunk and value head, dv, dg and dbeta.
 
-    Operands of products are loaded once more, from the cache, for arithmetic by element: registers do not
-    hold both forms.
+    Operands of products are loaded a second time, from cache, for elementwise arithmetic: registers cannot
+    hold both layouts at once.
     """
     index = tl.program_id(0).to(tl.int64)
     chunk, head = index // G, index % G
@@ -192,7 +195,7 @@ def _input_kernel(
     tl.store(dv_ptr + value_base + value_tile_t, x.to(dv_ptr.dtype.element_ty), mask=is_token[None, :])
     x_v = tl.sum(v.to(tl.float32) * x.to(tl.float32), 0)
 
-    # dk of columns: in the last state, P and A
+    # The part of dk where k is a column: of the chunk's last state, P and A.
     new = tl.load(new_ptr + index * C * V + new_tile)
     dstate = tl.load(dstate_ptr + index * K * V + state_tile)
     dk = tl.dot(tl.trans(new), dstate, input_precision=PRECISION) * tl.exp2(last - total)[:, None]
@@ -210,7 +213,7 @@ def _input_kernel(
     da = decayed(-da * length[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
     dk = tl.dot(da.to(q.dtype), k, dk, input_precision=PRECISION)
 
-    # dk of rows: in A and e k S
+    # The part of dk where k is a row: of A and e k S.
     da = tl.dot(tl.trans(x), new, input_precision=PRECISION)
     da = decayed(-da * length[None, :], total[:, None], total[None, :], t[:, None] > t[None, :])
     a_da = da * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None])
@@ -232,71 +235,28 @@ def _input_kernel(
     tl.store(dg_ptr + head_base + t * G, dg.to(dg_ptr.dtype.element_ty), mask=is_token)
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+# 2. Launches.
 
 
-def backward(
-    do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, saved: Saved,
-    chunks: Chunks, chains: Chains,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dg, dbeta in the dtypes of their inputs, and the gateway states' [R, G, K, V] fp32."""
-    (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
-    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
-    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
-    state, new = empty_states(saved)
-    on_hopper = hopper.supports(q, v)
-    make = hopper.states if on_hopper else partial(make_states, leave=False)
-    again = make(k, v, state, new, saved, chunks, chains)
-
-    # The states once more, from their slots: all chains at once, and beside the reverse pass, since a few
-    # chains cannot fill the GPU.
-    if k.is_cuda:
-        main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            again(0, rounds[-1][0])
-    else:
-        again(0, rounds[-1][0])
-    scores = make_scores(q, k, v, saved, chunks, leave=False)
-
-    dstate, x = empty_states(saved)
-    slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
-    start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
-    start_gradient[num_chains:] = dexported.mT
-
-    def add_up(first: int, end: int) -> None:
-        if first < end:
-            block = min(width * width_k, 2048)
-            _slot_kernel[(end - first, heads * width * width_k // block)](
-                start_gradient, slot_gradient, chains.first_child, chains.child, first,
-                heads * width * width_k, BLOCK=block,
-            )  # fmt: skip
-
-    reverse = hopper.state_gradients if on_hopper else state_gradients
-    run = reverse(q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains)
-    for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
-        add_up(slot, slot_end)
-        run(chain, end)
-    num_rows = rounds[0][1]
-    add_up(0, num_rows)
-    dstates = slot_gradient[:num_rows].mT.contiguous()
-
-    if k.is_cuda:
-        main.wait_stream(side)
-    make_inputs = hopper.input_gradients if on_hopper else input_gradients
-    make_inputs(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
-    if heads > heads_k:  # torch sums 16-bit numbers in fp32
-        dq, dk = (x.view(n, heads_k, -1, width_k).sum(2) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, dstates
+def sum_children(start_gradient: Tensor, slot_gradient: Tensor, chains: Chains, first: int, end: int) -> None:
+    """Fills ``slot_gradient`` of slots first .. end - 1 from the gradients of the states that start there."""
+    if first == end:
+        return
+    _, heads, width, width_k = slot_gradient.shape
+    size, block = heads * width * width_k, min(width * width_k, 2048)
+    _slot_kernel[(end - first, size // block)](
+        start_gradient, slot_gradient, chains.first_child, chains.child, first, size, BLOCK=block
+    )
 
 
 def state_gradients(
     q: Tensor, k: Tensor, do: Tensor, scores: Tensor, dstate: Tensor, x: Tensor, slot_gradient: Tensor,
     start_gradient: Tensor, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> Run:  # fmt: skip
-    """dS'^T, X^T and the start gradients of chains, from the gradients of their slots."""
+    """Returns a pass that fills ``dstate`` (dS'^T), ``x`` (X^T) and ``start_gradient`` of chains.
+
+    It reads the gradients of the chains' own slots.
+    """
     factors, block = saved.factors, min(do.shape[2], 64)
 
     def run(first: int, end: int) -> None:
@@ -315,7 +275,7 @@ def input_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor, new: Tensor, x: Tensor,
     gradients: tuple[Tensor, ...], saved: Saved, chunks: Chunks,
 ) -> None:  # fmt: skip
-    """Fills dq and dk [N, G, K], dv, dg and dbeta."""
+    """Fills the gradients dq and dk [N, G, K], dv, dg and dbeta."""
     factors, (dq, *others), scale = saved.factors, gradients, q.shape[2] ** -0.5
     constants = sizes(q, v) | {"PRECISION": precision(q)}
     grid, dtotal = (len(state) * v.shape[1],), torch.empty_like(factors.total)

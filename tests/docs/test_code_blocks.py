@@ -1,0 +1,76 @@
+"""The code in README.md and docs/ runs, prints what the pages show, and names files and keys that exist.
+
+A comment ``<!-- not run: reason -->`` above a block excludes it. If a message changes,
+``python -m tests.docs.update_outputs`` writes the new output into the pages.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import titan_tree.registry
+from tests.support.markdown import anchors, blocks, links
+from tests.support.page_runner import PAGES, ROOT, run_page, runnable_blocks
+from titan_tree.registry import Registry
+
+NOT_RUN = 0  # blocks with the comment
+
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def clean_registries() -> Iterator[None]:
+    """Removes what a page registers, so that other tests do not see it."""
+    registries = [value for value in vars(titan_tree.registry).values() if isinstance(value, Registry)]
+    entries = [dict(registry._entries) for registry in registries]
+    yield
+    for registry, before in zip(registries, entries, strict=True):
+        registry._entries = before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)], ids=name)
+@pytest.mark.usefixtures("clean_registries")
+def test_code_blocks_run_and_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block, printed in run_page(page):
+        if block.output is not None:
+            assert_same_output(printed, block.output, f"{name(page)}:{block.line}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_point_to_files_and_headings_that_exist(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_no_block_is_excluded_by_accident() -> None:
+    excluded = [f"{name(page)}:{block.line}" for page in PAGES for block in blocks(page) if block.not_run]
+    assert len(excluded) == NOT_RUN, excluded
+
+
+def assert_same_output(printed: str, shown: str, where: str) -> None:
+    """Compares text and integers exactly, and decimal fractions up to rounding."""
+    lines = [[line.rstrip() for line in text.strip("\n").splitlines()] for text in (printed, shown)]
+    texts = [NUMBER.sub("0.0", "\n".join(text)) for text in lines]
+    message = f"{where}: printed\n{printed}\nbut the page shows\n{shown}"
+    assert texts[0] == texts[1], message
+    numbers = [map(float, NUMBER.findall("\n".join(text))) for text in lines]
+    for got, expected in zip(*numbers, strict=True):
+        assert math.isclose(got, expected, rel_tol=2e-3, abs_tol=2e-3), message

@@ -1,0 +1,40 @@
+"""Ranks that communicate within a forward run the same schedule."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from titan_tree.engine.lockstep import in_lockstep, positions
+from titan_tree.tree.batch import TreeBatch
+
+
+def test_larger_subtrees_come_first() -> None:
+    """A root, its small child, its large child with two children of its own, and a second root."""
+    batches = [SimpleNamespace(parent=parent) for parent in (-1, 0, 0, 2, 2, -1)]
+    found = positions(cast(list[TreeBatch], batches))
+    assert found == [(0,), (0, 1), (0, 0), (0, 0, 0), (0, 0, 1), (1,)]
+
+
+def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = [[[-1, 0, 0], [-1]], [[-1, 0, 1]], []]  # by rank, micro-batch and partition
+    own = [
+        [[cast(TreeBatch, SimpleNamespace(parent=parent)) for parent in tree] for tree in rank]
+        for rank in parents
+    ]
+
+    def gather(into: list[Any], mine: Any, group: Any) -> None:
+        into[:] = [[positions(batches) for batches in rank] for rank in own]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(
+        "titan_tree.engine.lockstep.dataclasses.replace", lambda batch, parent: (batch, parent)
+    )
+    monkeypatch.setattr("titan_tree.engine.lockstep.dummy_batch", lambda: "dummy")
+    group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
+    for batches in own:
+        schedule = in_lockstep(batches, 3, group)
+        assert [[parent for _, parent in tree] for tree in schedule] == [[-1, 0, 1, 0], [-1], [-1]]
+        ran = [batch for tree in schedule for batch, _ in tree if batch != "dummy"]
+        assert sorted(map(id, ran)) == sorted(id(batch) for tree in batches for batch in tree)

@@ -1,0 +1,210 @@
+"""Forests for recurrent layers: predecessors of tokens, layouts, and the gated delta rule path by path."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.layouts import Nodes
+from titan_tree.components.tree_gdn.operator import gated_delta_rule
+from titan_tree.tree.chains import Chains, make_chains
+from titan_tree.tree.chunks import Chunks, make_chunks
+from titan_tree.tree.layout import TreeLayout
+
+# 1. Forests.
+
+
+def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] | None = None) -> np.ndarray:
+    """[N] int32: the predecessor of each token, for nodes in DFS order.
+
+    rows: {root: the gateway row that it continues}. Other roots start from zero.
+    """
+    first = np.cumsum([0, *lengths])
+    predecessor = np.arange(first[-1]) - 1
+    for node, parent in enumerate(parents):
+        root = -2 - rows[node] if rows and node in rows else -1
+        predecessor[first[node]] = first[parent + 1] - 1 if parent >= 0 else root
+    return predecessor.astype(np.int32)
+
+
+def predecessors(nodes: Nodes) -> np.ndarray:
+    """[N] int32: the predecessor of each token, -1 for a root, from (parent, length) of nodes."""
+    return forest(*zip(*nodes, strict=True))
+
+
+def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: int = 0) -> np.ndarray:
+    """Predecessors in a random forest. root: the chance of a new root; rows: number of gateway rows."""
+    rng, path, parents, lengths, from_row = np.random.default_rng(seed), [], [], [], {}
+    for node in range(nodes):
+        path = [] if rng.random() < root else path[: 1 + int(len(path) * rng.random() ** 0.5)]
+        parents.append(path[-1] if path else -1)
+        if not path and rows and rng.random() < 0.7:
+            from_row[node] = int(rng.integers(rows))
+        lengths.append(int(rng.integers(1, longest + 1)))
+        path.append(node)
+    return forest(parents, lengths, from_row)
+
+
+def ladder(depth: int) -> list[int]:
+    """Parents of nodes: every second node has a leaf and the next one below it; chains nest this deep."""
+    return [-1, *itertools.chain(*((2 * i, 2 * i) for i in range(depth)))]
+
+
+def path_of(token: int, predecessor: np.ndarray) -> list[int]:
+    """The tokens from the root to ``token``."""
+    path = [token]
+    while predecessor[path[-1]] >= 0:
+        path.append(int(predecessor[path[-1]]))
+    return path[::-1]
+
+
+def leaves(predecessor: np.ndarray) -> list[int]:
+    """The tokens that are nobody's predecessor."""
+    return sorted(set(range(len(predecessor))) - set(predecessor.tolist()))
+
+
+def recurrent_layout(
+    predecessor: np.ndarray, exports: Sequence[int] | np.ndarray = (), size: int = 64
+) -> TreeLayout:
+    """A layout for recurrent layers alone. exports: tokens after which states are wanted; size: of chunks."""
+    before = torch.from_numpy(predecessor).int()
+    chunks = make_chunks(predecessor, np.array(exports, np.int64), size)
+    return TreeLayout(
+        positions=before,
+        subtree_end=before,
+        key_index=before,
+        predecessor=before,
+        state_exports=torch.tensor(exports) if len(exports) else None,
+        chunks=chunks,
+        chains=make_chains(chunks, max(0, -1 - int(predecessor.min()))),
+    )
+
+
+# 2. The gated delta rule.
+
+
+class GdnForest(NamedTuple):
+    """A forest and the sizes of a layer on it."""
+
+    predecessor: np.ndarray
+    exports: list[int]  # tokens after which states are exported
+    rows: int  # of the gateway
+    size: int  # of chunks
+    heads_k: int
+    heads: int
+    width_k: int
+    width: int
+
+
+class GdnCase(NamedTuple):
+    """Inputs of the rule, upstream gradients of its outputs, and the forest."""
+
+    inputs: list[Tensor]  # q, k, v, g, beta and, with a gateway, states
+    upstream: list[Tensor]  # of o and of the exported states
+    predecessor: np.ndarray
+    exports: np.ndarray
+    chunks: Chunks
+    chains: Chains
+
+
+def gdn_case(
+    sizes: GdnForest,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    hard: bool = True,
+) -> GdnCase:
+    """Random inputs: q, k, v in ``dtype``, everything else in fp32.
+
+    hard: keys resemble each other, and one beta is 0, whose gradient kernels compute as a quotient by it.
+    Errors in fp16, which has fewer exponents, are too large then.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    n, heads_k, heads, width_k, width = len(sizes.predecessor), *sizes[4:]
+    q, k = randn(n, heads_k, width_k), randn(n, heads_k, width_k)
+    if hard:
+        k += randn(1, heads_k, width_k)
+    v = randn(n, heads, width)
+    g, beta = F.logsigmoid(randn(n, heads) + 2), randn(n, heads).sigmoid()
+    if hard:
+        beta[n // 2] = 0
+    states = [0.3 * randn(sizes.rows, heads, width_k, width)] if sizes.rows else []
+    upstream = [randn(n, heads, width).to(dtype), randn(len(sizes.exports), heads, width_k, width)]
+    inputs = [x.to(dtype) for x in (q, k, v)] + [g, beta, *states]
+    exports = np.array(sizes.exports, np.int64)
+    chunks = make_chunks(sizes.predecessor, exports, sizes.size)
+    chains = make_chains(chunks, sizes.rows)
+    return GdnCase(
+        [x.to(device).requires_grad_() for x in inputs],
+        [x.to(device) for x in upstream],
+        sizes.predecessor,
+        exports,
+        Chunks(*(x.to(device) for x in chunks)),
+        chains.map(lambda x: x.to(device)),
+    )
+
+
+def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
+    """The outputs that have elements, and the gradients of all inputs."""
+    outputs = function(*inputs)
+    pairs = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if len(y)]
+    outputs, upstream = zip(*pairs, strict=True)
+    return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, inputs, upstream))]
+
+
+def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
+    """``results`` of the operator with a backend's kernels, whatever that backend would refuse."""
+
+    def rule(q, k, v, g, beta, states=None):
+        return gated_delta_rule(backend, q, k, v, g, beta, states, case.chunks, case.chains)
+
+    return results(rule, case.inputs, case.upstream)
+
+
+def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
+    """The rule token by token on every root-to-leaf path alone. All paths of a token give it one output."""
+    group = v.shape[1] // k.shape[1]
+    q, k = (
+        (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(group, 1) for x in (q, k)
+    )
+    outputs, after = {}, {}
+    for leaf in leaves(predecessor):
+        path = path_of(leaf, predecessor)
+        root = predecessor[path[0]]
+        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2]) if root == -1 else states[-2 - root]
+        for t in path:
+            state = state * g[t].exp()[:, None, None]
+            error = v[t] - torch.einsum("gkv,gk->gv", state, k[t])
+            state = state + torch.einsum("gk,gv->gkv", k[t], beta[t][:, None] * error)
+            outputs[t] = torch.einsum("gkv,gk->gv", state, q[t]) * k.shape[2] ** -0.5
+            after[t] = state
+    exported = [after[t] for t in exports.tolist()]
+    return torch.stack([outputs[t] for t in range(len(v))]), torch.stack(exported) if exported else v[:0]
+
+
+def exact_rule(case: GdnCase) -> list[Tensor]:
+    """``results`` of the recurrence in float64, on the CPU."""
+    inputs = [x.detach().double().cpu().requires_grad_() for x in case.inputs]
+    return results(
+        lambda *x: path_recurrence(*x, predecessor=case.predecessor, exports=case.exports),
+        inputs,
+        [x.cpu() for x in case.upstream],
+    )
+
+
+def assert_relative(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    """The norm of each error is below ``tolerance`` times the norm of the exact tensor."""
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        assert (a.double().cpu() - b).norm() < tolerance * b.norm()

@@ -1,0 +1,114 @@
+"""Runs the code blocks of a documentation page, in order, in the current folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from tests.support.markdown import Block, blocks
+from titan_tree.cli import main as titan_tree_command
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import DataConfig
+from titan_tree.config.toml import load_config
+from titan_tree.data.sample_reader import SampleReader
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = ("python", "bash", "toml", "json")
+
+
+def runnable_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language in LANGUAGES and not block.not_run]
+
+
+def run_page(page: Path) -> Iterator[tuple[Block, str]]:
+    """Runs all blocks of a page and yields each with what it printed.
+
+    - python: runs. All blocks share one namespace. ``__name__`` is not "__main__".
+    - bash: ``titan-tree`` runs. Of other commands, files, configuration keys and options are checked.
+    - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
+    - json: must be records that the reader accepts.
+    """
+    for folder in ("train_configs", "scripts", "tests"):
+        Path(folder).symlink_to(ROOT / folder)
+    module = ModuleType("page")
+    sys.modules["page"] = module  # dataclasses look up their module
+    try:
+        for block in runnable_blocks(page):
+            with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                if block.language == "python":
+                    code = "\n" * (block.line - 1) + block.code  # tracebacks show the page's lines
+                    exec(compile(code, str(page), "exec", dont_inherit=True), vars(module))
+                elif block.language == "bash":
+                    for command in _commands(block.code):
+                        _check_command(command)
+                elif block.language == "toml":
+                    _check_config(block.code)
+                else:
+                    _check_records(block.code)
+            yield block, stdout.getvalue()
+    finally:
+        del sys.modules["page"]
+
+
+def _check_config(text: str) -> None:
+    table = tomllib.loads(text)
+    name = re.match(r"# (\w+\.toml)\n", text)
+    file = Path(name[1] if name else "block.toml")
+    file.write_text(text)
+    overrides = [] if "files" in table.get("data", {}) else ["data.files=demo"]
+    if not {"flavor", "hf_path"} & table.get("model", {}).keys():
+        overrides.append("model.flavor=debug")
+    load_config(file, overrides)
+
+
+def _check_records(text: str) -> None:
+    Path("block.jsonl").write_text(text)
+    reader = SampleReader(DataConfig(files=["block.jsonl"]), TreeTokenizer.byte_level())
+    for group in reader.groups():
+        assert reader.paths(group)
+
+
+def _commands(code: str) -> Iterator[list[str]]:
+    """Yields the words of each command, without variables that are set in front of it."""
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"\w+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def _check_command(words: list[str]) -> None:
+    program, *arguments = words
+    if program == "titan-tree":
+        assert titan_tree_command(arguments) == 0, words
+    elif "titan_tree.train" in words:
+        option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
+        assert option == "--config", words
+        load_config(config, overrides)
+    elif program.endswith("scripts/train.sh") and arguments:
+        load_config(arguments[0], arguments[1:])
+    elif program.endswith("scripts/test.sh"):
+        for path in arguments:
+            assert not path.startswith("tests/") or Path(path).exists(), words
+    elif program in ("python", "python3") and not arguments[0].startswith("-"):
+        _check_script(ROOT / arguments[0], arguments[1:])
+    elif program.startswith(("./", "scripts/", ".ci/")):
+        assert (ROOT / program).exists(), words
+
+
+def _check_script(script: Path, arguments: list[str]) -> None:
+    """Checks that the script exists and mentions every option."""
+    source = script.read_text()
+    if script.parent.name == "benchmark":
+        source += (script.parent / "common.py").read_text()
+    for argument in arguments:
+        assert not argument.startswith("--") or f'"{argument}"' in source, f"{script}: {argument}"

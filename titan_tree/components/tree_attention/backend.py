@@ -1,0 +1,93 @@
+"""The interface of TreeAttention's backends.
+
+To add a backend, write a module with the functions of ``AttentionBackend`` and register it in
+``titan_tree.registry.ATTENTION_BACKENDS``. ``reference.py`` is the shortest example.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_tree.components.tree_attention.plan import Plan
+from titan_tree.tree.layout import TreeLayout
+
+
+class AttentionBackend(Protocol):
+    """One implementation of TreeAttention: a module, or any other object, with these functions."""
+
+    def is_automatic(self, device: torch.device) -> bool:
+        """Whether "auto" may choose this backend for tensors on ``device``.
+
+        A layout is prepared before the dtype of its queries is known. Automatic backends of one device
+        therefore share their ``prepare``.
+        """
+
+    def refusal(self, q: Tensor, deterministic: bool) -> str | None:
+        """The reason why this backend cannot compute queries like q [N, H, D], or None if it can.
+
+        The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
+        got, and which backend to use instead. torch.compile traces this function, so it must not read values.
+        """
+
+    def prepare(self, layout: TreeLayout) -> Any:
+        """What ``attention`` derives from a layout alone: made once per batch, shared by all layers.
+
+        Raises:
+            UserError: the backend does not run on the layout's device.
+        """
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Tensor | None,
+        layout: TreeLayout,
+        plan: Any,
+        deterministic: bool,
+    ) -> Tensor:
+        """The output [N, H, D]; differentiable in q, k, v, context. Arguments as ``TreeAttention.forward``.
+
+        Args:
+            plan: the result of ``prepare(layout)``.
+            deterministic: whether equal inputs must give equal gradients, bit for bit.
+        """
+
+
+class KernelBackend(AttentionBackend, Protocol):
+    """A backend whose kernels run inside of the shared operator (``operator.py``).
+
+    The operator handles autograd, torch.compile, activation checkpointing and gateway context. The backend
+    uses ``plan.prepare`` as its ``prepare``. Its kernels get contiguous, 16-byte aligned tensors.
+    """
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """The output o [N, H, D] and lse [H, padded N], see ``plan.empty_lse``.
+
+        Args:
+            q: [N, H, D].
+            k: [M, Hkv, D]; v likewise.
+            end: [M] int32, ``TreeLayout.subtree_end``.
+            column: [N] int32, ``TreeLayout.key_index``.
+            plan: which blocks of queries and keys meet.
+        """
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        end: Tensor,
+        column: Tensor,
+        plan: Plan,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, in the dtypes of q, k and v, from the gradient do [N, H, D] of o."""

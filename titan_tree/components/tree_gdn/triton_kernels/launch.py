@@ -1,0 +1,115 @@
+"""The order of launches of the gated delta rule, shared by backends "triton" and "hopper".
+
+Both prepare chunks with the same Triton kernels. They differ in four functions, ``Passes``.
+
+A round (``tree/chains.py``) is all chains that can run at once. The forward pass runs rounds in order: a
+chain starts from a slot that an earlier round filled. The backward pass runs them in reverse.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_saved, empty_states
+from titan_tree.components.tree_gdn.triton_kernels.backward import sum_children
+from titan_tree.components.tree_gdn.triton_kernels.forward import make_scores, prepare_chunks
+from titan_tree.errors import UserError
+from titan_tree.tree.chains import Chains
+from titan_tree.tree.chunks import Chunks
+
+
+class Passes(NamedTuple):
+    """The functions in which the backends differ."""
+
+    outputs: Callable[..., None]  # (q, k, v, scores, o, saved, chunks, chains): fills o and the slots
+    # (k, v, state, new, saved, chunks, chains): a pass that fills S^T and n^T, from filled slots
+    states: Callable[..., Run]
+    # (q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains): a pass that fills
+    # dstate, x and start_gradient
+    state_gradients: Callable[..., Run]
+    # (q, k, v, do, state, dstate, new, x, gradients, saved, chunks): fills gradients
+    input_gradients: Callable[..., None]
+
+
+def forward(
+    passes: Passes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
+    chunks: Chunks, chains: Chains,
+) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
+    """``GdnBackend.forward`` with the kernels of ``passes``.
+
+    Raises:
+        UserError: the number of states is not the one that the layout expects.
+    """
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    expected, num_rows = int(chains.rounds[0, 1]), 0 if states is None else len(states)
+    if num_rows != expected:
+        raise UserError(f"TreeGDN: the layout expected {expected} states from a gateway, got {num_rows}")
+    saved = empty_saved(q, v, chains)
+    prepare_chunks(q, k, g, beta, v, saved, chunks)
+    if states is not None:
+        saved.slots[:num_rows] = states.mT
+    scores, o = make_scores(q, k, v, saved, chunks, leave=True), torch.empty_like(v)
+    passes.outputs(q, k, v, scores, o, saved, chunks, chains)
+    return o, saved.slots.index_select(0, chains.exported).mT.contiguous(), saved
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def backward(
+    passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
+) -> list[Tensor]:  # fmt: skip
+    """``GdnBackend.backward`` with the kernels of ``passes``.
+
+    The function takes more than 60 lines because it allocates every buffer and orders every launch: its steps
+    share nearly all of their tensors.
+    """
+    do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
+    (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
+    dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
+    dv, dg, dbeta = (torch.empty_like(like) for like in (v, g, beta))
+    state, new = empty_states(saved)
+    recompute = passes.states(k, v, state, new, saved, chunks, chains)
+
+    # Recompute the states from their slots, all chains at once. The reverse pass does not need them, and a
+    # few chains cannot fill the GPU, so both run at the same time, on two streams.
+    if k.is_cuda:
+        main, side = torch.cuda.current_stream(k.device), _side_stream(k.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            recompute(0, rounds[-1][0])
+    else:
+        recompute(0, rounds[-1][0])
+    scores = make_scores(q, k, v, saved, chunks, leave=False)
+
+    dstate, x = empty_states(saved)
+    slot_gradient, num_chains = torch.empty_like(saved.slots), len(chains.first)
+    start_gradient = saved.slots.new_empty(num_chains + len(dexported), heads, width, width_k)
+    start_gradient[num_chains:] = dexported.mT
+    run = passes.state_gradients(
+        q, k, do, scores, dstate, x, slot_gradient, start_gradient, saved, chunks, chains
+    )
+    for (chain, slot), (end, slot_end) in reversed(list(itertools.pairwise(rounds))):
+        sum_children(start_gradient, slot_gradient, chains, slot, slot_end)
+        run(chain, end)
+    num_rows = rounds[0][1]
+    sum_children(start_gradient, slot_gradient, chains, 0, num_rows)
+
+    if k.is_cuda:
+        main.wait_stream(side)
+    passes.input_gradients(q, k, v, do, state, dstate, new, x, (dq, dk, dv, dg, dbeta), saved, chunks)
+    if heads > heads_k:  # torch sums 16-bit numbers in fp32
+        dq, dk = (y.view(n, heads_k, -1, width_k).sum(2) for y in (dq, dk))
+    gradients = [dq, dk, dv, dg, dbeta]
+    if states is not None:
+        gradients.append(slot_gradient[:num_rows].mT.contiguous().to(states.dtype))
+    return gradients
