@@ -153,7 +153,7 @@ def test_a_model_without_experts_refuses_replay(tmp_path, data):
     ):
         train(tiny_config(tmp_path / "run", data__files=data, data__replay="first"))
     with pytest.raises(
-        UserError, match=r"data.replay: expected one of off, first, majority, split; got 'last'"
+        UserError, match=r"data.replay: expected one of off, first, majority, split, got 'last'"
     ):
         tree_dataset(data, replay="last")
 

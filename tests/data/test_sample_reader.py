@@ -240,7 +240,10 @@ MALFORMED = {
     ),
     "deep": ('{"tokens": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON"),
     "thousands of digits": ('{"tokens": [' + "9" * 5000 + "]}", "broken JSON"),
-    "too long": ({"tokens": [1] * 11, "id": "long"}, "long: 11 tokens, more than the model's 10 positions"),
+    "too long": (
+        {"tokens": [1] * 11, "id": "long"},
+        "long: it has 11 tokens, but the model has 10 positions",
+    ),
 }
 
 

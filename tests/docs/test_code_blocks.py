@@ -37,7 +37,6 @@ def clean_registries() -> Iterator[None]:
         registry._entries = before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)], ids=name)
 @pytest.mark.usefixtures("clean_registries")
 def test_code_blocks_run_and_print_what_the_page_shows(

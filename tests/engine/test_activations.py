@@ -199,7 +199,8 @@ def test_unknown_policies_and_conflicting_options_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"expected one of auto, keep, offload, recompute, got 'drop'"):
         Activations(CPU, "drop")
     with pytest.raises(
-        UserError, match=r"device_gb: expected partition.activations = .auto. beside it, got keep"
+        UserError,
+        match=r"device_gb: expected partition.activations = .auto. when a budget is set, got .keep.",
     ):
         tiny_config(tmp_path, partition__activations="keep", partition__device_gb=3.0)
     with pytest.raises(UserError, match=r"partition.host_gb: expected a number >= 0, got -1"):

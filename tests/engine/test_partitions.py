@@ -300,5 +300,5 @@ def test_out_of_memory_frees_everything_and_names_the_budget(monkeypatch):
 def test_gateway_must_fit_the_batch():
     model = tree_model(hf_model(tied=True))
     batches = TreeBatch.from_plan(RandomCuts(1.0).plan(forest_of(random_groups(1))))
-    with pytest.raises(UserError, match=r"gateway: expected \[4, 4\] rows.*got \[\]"):
+    with pytest.raises(UserError, match=r"gateway: expected tensors of \[4, 4\] rows.*got \[\]"):
         model(batches[1])

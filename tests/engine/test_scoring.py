@@ -72,7 +72,7 @@ def test_nothing_gives_nothing(models):
         ([], "path 1: tokens: expected a non-empty list"),
         ([1, -2], "path 1: tokens: expected ids from 0"),
         ([1, 61], "path 1: token id 61 at token 1: expected ids below the model's vocabulary size 61"),
-        ([1] * 513, "path 1: 513 tokens, more than the model's 512 positions"),
+        ([1] * 513, "path 1: it has 513 tokens, but the model has 512 positions"),
     ],
 )
 def test_bad_lists_are_named(models, tokens, message):
