@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.support.markdown import Block, blocks
+from titan_tree import registry
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
@@ -40,6 +41,8 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
         Path(folder).symlink_to(ROOT / folder)
     module = ModuleType("page")
     sys.modules["page"] = module  # dataclasses look up their module
+    registries = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+    entries = [dict(item._entries) for item in registries]  # a page may register its own
     try:
         for block in runnable_blocks(page):
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
@@ -56,6 +59,8 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
             yield block, stdout.getvalue()
     finally:
         del sys.modules["page"]
+        for item, before in zip(registries, entries, strict=True):
+            item._entries = before
 
 
 def _check_config(text: str) -> None:
