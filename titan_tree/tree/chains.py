@@ -1,10 +1,12 @@
 """Chains: the order in which the chunks of a forest run, and where the states between them are stored.
 
-A *chain* is a maximal run of chunks, each of which starts from the final state of the one before it. One
-program runs a chain from end to end and keeps the state in registers. Every other chain starts from zero or
-from a *slot*, a state in memory: either a row of the gateway cache, or a state that an earlier chain stores
-where others branch off. A *round* is a set of chains that run at the same time. It contains every chain whose
-starting state exists once the earlier rounds have run.
+A *chain* is a maximal run of chunks, each of which starts from the final state of the one before it. (A chain
+of partitions is something else, see tree/partition.py.) One program runs a chain from its first chunk to its
+last and keeps the state in registers. The first chunk starts from zero or from a *slot*, which is a state in
+memory: either a row of the gateway cache, or a state that an earlier chain stores where others branch off.
+
+Chains run in *rounds*. The chains of a round run at the same time; each starts from zero, from the gateway
+cache, or from a slot that an earlier round filled.
 """
 
 from __future__ import annotations
@@ -37,9 +39,8 @@ class Chains(NamedTuple):
     # chain b; a reader B + x is the exported state x.
     first_child: Tensor  # [L + 1]
     child: Tensor
-    rounds: (
-        Tensor  # [rounds + 1, 2] int64, always on the CPU: first chain and first slot of each round; totals
-    )
+    # First chain and first slot of each round, then their numbers. This tensor always stays on the CPU.
+    rounds: Tensor  # [rounds + 1, 2] int64
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Chains:
         """Applies ``function``, which moves or pins a tensor, to all tensors but ``rounds``."""

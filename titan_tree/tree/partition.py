@@ -35,9 +35,7 @@ class Partition:
 
     parent: int  # number of the partition above, which holds all of the context; -1: there is no context
     keys: np.ndarray  # [m] int32: the token of each column, in DFS order
-    subtree_end: (
-        np.ndarray
-    )  # [m] int32, exclusive, in columns: query q sees key k iff k <= q < subtree_end[k]
+    subtree_end: np.ndarray  # [m] int32, exclusive, in columns: q sees key k iff k <= q < subtree_end[k]
     key_index: np.ndarray  # [n] int32, ascending: the columns of the own tokens
     scores: np.ndarray  # [n] bool: whether the edges from the own token to its children are scored here
 

@@ -1,8 +1,8 @@
 """TokenTree: the trie of a set of paths. It stores every distinct token once, in depth-first (DFS) order.
 
 A *node* is a maximal run of tokens shared by the same set of paths. The child with the most tokens in its
-subtree (the heaviest) comes first. Each subtree is therefore a contiguous range of tokens, and so is the
-heavy path, which goes from the root to the heaviest child again and again.
+subtree (the heaviest) comes first. Each subtree is a contiguous range of tokens. So is the heavy path, which
+goes from the root to the heaviest child, from there to its heaviest child, and so on.
 
 Building a tree runs no Python code per token. Paths are sorted as byte strings, so the longest prefix that a
 path shares with any earlier path is the one that it shares with the path right before it, as in the
@@ -109,9 +109,7 @@ class TokenTree:
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
-    path_index: (
-        np.ndarray
-    )  # [N_flat] int32: path_index[path_offsets[p]:path_offsets[p + 1]] are path p's tokens
+    path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
     records: Records | None = None  # the experts that the tokens must use, see tree/replay.py
 
     @staticmethod

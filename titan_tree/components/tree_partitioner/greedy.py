@@ -1,11 +1,15 @@
 """greedy: fills traversals with leaves in DFS order (Tree Training, arXiv:2511.00413).
 
-Problem: divide the leaves into traversals of at most max_tokens tokens each, so that few tokens run. Idea:
-neighbours in DFS order share the longest prefixes, so next fit works well. A traversal takes leaves in DFS
-order until the next leaf does not fit; that leaf starts the next traversal. At every branch, the child with
-the deepest leaf comes first. Invariant: a leaf adds the part of its path that the leaf before it does not
-share. If it starts a traversal, it adds its whole path. Complexity: sorting the nodes, otherwise linear in
-nodes and executed tokens.
+Problem: divide the leaves into traversals of at most max_tokens tokens each, so that few tokens run.
+
+Idea: neighbours in DFS order share the longest prefixes. A traversal takes leaves in DFS order until the next
+leaf does not fit; that leaf starts the next traversal (next fit). At every branch, the child with the deepest
+leaf comes first.
+
+Invariant: a leaf adds the part of its path that it does not share with the leaf before it. If it starts a
+traversal, it adds its whole path.
+
+Complexity: O(K log K) for K nodes, plus the executed tokens.
 
 greedy is not optimal. It executes at most 1.29 times the tokens of multi_path on 20,000 random trees of up to
 8 leaves, and 1.23 times on the trees of tau-bench airline.

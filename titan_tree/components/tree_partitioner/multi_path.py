@@ -1,5 +1,4 @@
-"""multi_path: the division of the leaves into traversals that executes the fewest tokens (Tree Training,
-arXiv:2511.00413).
+"""multi_path: traversals that execute the fewest tokens (Tree Training, arXiv:2511.00413).
 
 Problem: divide the leaves into traversals of at most max_tokens tokens each. A token runs once in every
 traversal that contains a leaf below it. Minimize the sum of all traversals' tokens.
@@ -13,9 +12,8 @@ is optimal.
 
 Invariant: the states of a node contain one that leads to an optimum. Two kinds of states can be dropped:
 
-- Dominated states. A state is dominated if another one has no more loads and, with both sorted in descending
-  order, none of its loads is larger. Whatever completes the first state completes the other at no higher
-  cost.
+- Dominated states. State A dominates state B if, with loads sorted in descending order, A has at most as many
+  loads as B and each of them is at most as large. Whatever completes B also completes A, at no higher cost.
 - States that repeat more tokens than greedy does in total. A state executes sum(a) + k L(u) tokens.
 
 Complexity: exponential in the leaves in the worst case, so MAX_PACKINGS limits the work at each node.

@@ -1,31 +1,30 @@
 """redundancy_free: runs every token exactly once (Tree Training, version 5 of arXiv:2511.00413).
 
-Partitions are connected pieces of the tree that read their context from the gateway cache. A piece may start
-and end anywhere, also inside a node.
+A partition holds one or more connected pieces of the tree and reads its context from the gateway cache. A
+piece may start and end anywhere, also inside a node.
 
-Problem: a partition may have C = ``max_tokens`` own tokens. Its *chain*, the partition and all above it,
-may have K = ``max_chain_tokens``, because their activations exist at the same time. Minimize the number of
-partitions under both limits.
+Problem: a partition may have C = ``max_tokens`` own tokens. Its *chain*, which is the partition and all
+partitions above it, may have K = ``max_chain_tokens``, because their activations exist at the same time.
+Minimize the number of partitions under both limits.
 
 Idea: plan one *level* after another. A level consists of the subtrees that hang from one parent partition. If
-the parent's chain has b tokens, then K - b are left for each chain below it, the level's *room*.
+the parent's chain has b tokens, each chain below it may add K - b tokens. This is the level's *room*.
 
-1.  A subtree that exceeds the room is cut (subtree_cut.py). Its upper part, the *top*, becomes a partition,
-and
-    the subtrees below the top become a new level.
+1.  A subtree that exceeds the room is cut (subtree_cut.py). Its upper part, the *top*, becomes a partition.
+    The subtrees below the top become a new level.
 2.  A subtree that fits the room but exceeds C tokens runs in DFS order, in pieces of at most C tokens. Each
-piece
-    is the parent of the next one: the ancestors of a token are in its own piece, in pieces before, or above
-    all.
-3.  All other subtrees, and the last pieces of step 2, share partitions: best fit, the largest subtree first.
+    piece is the parent of the next one. The ancestors of a token are in its own piece, in earlier pieces of
+    the subtree, or in partitions above the level.
+3.  All other subtrees, and the last pieces of step 2, share partitions. They are placed in descending
+    order of size, each in the partition with the least space that still fits it (best fit).
 
-Invariant: every path of a subtree fits its level's room. This holds at the root because K is at least the
-longest path. A cut preserves it: a top of t tokens leaves a room of K - b - t, and no path below it is longer
-than that.
+Invariant: every path of a subtree fits its level's room. This holds for the roots because K is at least the
+longest path. A cut preserves it: a top of t tokens leaves a room of K - b - t, and no path below the top is
+longer.
 
-Complexity: near linear in the nodes in practice, plus the keys of all partitions. The choice of a cut is a
-heuristic with one parameter (DISCOUNTS). The plan with the fewest partitions among all values of this
-parameter is used.
+Complexity: near linear in the nodes in practice, plus the keys of all partitions. Where to cut is a heuristic
+with one parameter. Planning runs once for each value in DISCOUNTS and keeps the plan with the fewest
+partitions.
 """
 
 from __future__ import annotations

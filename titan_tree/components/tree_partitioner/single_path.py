@@ -1,15 +1,17 @@
 """single_path: leaves of a traversal share one prefix and nothing below it (Tree Training, arXiv:2511.00413).
 
 Problem: a traversal at node u runs the path to u once. For each of the n_u leaves below u it then runs a
-separate copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) sums L(l) - L(u)
-over these leaves l. That is (n_u - 1) L(u) tokens less than running each path alone. Choose nodes, at most
-one on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens. Idea: a dynamic program
-from the leaves up decides between a node and the best choices below its children:
+separate copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) is the sum of
+L(l) - L(u) over these leaves l. That is (n_u - 1) L(u) tokens fewer than running each path alone. Choose
+nodes, at most one on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens.
+
+Idea: a dynamic program from the leaves up. It decides between a node and the best choices below its children:
 
     saving(u) = max( (n_u - 1) L(u) if L(u) + R(u) <= max_tokens,  sum of saving(v) over the children v )
 
-Invariant: every leaf is below exactly one chosen node. A leaf can choose itself, because every path fits.
-Complexity: O(nodes) for the choice, O(executed tokens) for the partitions.
+Invariant: every leaf is below exactly one chosen node, or is chosen itself. A leaf always fits.
+
+Complexity: O(K) for K nodes, plus the executed tokens.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ class SubtreeCut:
         self.start = tree.node_offsets[self.node]
         self.start[0] = token
         self.below = np.array([heights.below[node] for node in nodes])
-        self.first = (
-            self.below + tree.node_offsets[self.node + 1] - self.start
-        )  # height of the token ``start``
+        self.first = self.below + tree.node_offsets[self.node + 1] - self.start  # height of ``start``
         self.above = np.array(above)  # height of the token before ``start``
         self.size = tree.node_subtree_end[self.node] - self.start  # tokens in the node's subtree
 
@@ -149,8 +147,8 @@ class SubtreeCut:
         """Returns the estimated tokens per partition if the subtree is cut at ``h``.
 
         The estimate counts the top and all hanging subtrees that fit the rest of the room, as if they filled
-        their partitions. Larger hanging subtrees must be cut again, with the less room the larger this top
-        is. The estimate is therefore multiplied by a factor < 1 for them, to the power of ``discount``.
+        their partitions. Larger hanging subtrees must be cut again, and a larger top leaves less room for
+        that. A factor of at most 1, to the power of ``discount``, lowers the estimate for them.
         """
         own = self._top(h)
         hanging = (self.size - own)[self._hangs(h)]
