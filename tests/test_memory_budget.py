@@ -105,7 +105,7 @@ def test_activations_of_a_layer_match_a_measurement_on_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--flavor", "31B"], "unknown flavor of qwen3_moe: 31B"),
+        (["--flavor", "31B"], "unknown flavor of qwen3_moe '31B'"),
         (["--expert-parallel", "1", "3"], "expected divisors of the number of ranks, 4, got 3"),
         (["--model", "qwen3", "--flavor", "0.6B", "--expert-parallel", "4"], "number of experts, 1, got 4"),
     ],
