@@ -16,7 +16,6 @@ from typing import Any
 
 import titan_tree.registry
 from tests.support.markdown import Block, blocks
-from titan_tree import registry
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
