@@ -50,15 +50,12 @@ GRADIENTS = ("every", "last", "partitions")
 
 # An attention backend that allocates what the kernels write, and computes nothing. It runs on a CPU.
 SIZES = "memory_budget"
-ATTENTION_BACKENDS.register(
-    SIZES,
-    SimpleNamespace(
-        is_automatic=lambda device: False,
-        refusal=lambda q, deterministic: None,
-        prepare=plan.prepare,
-        attention=partial(operator.attention, SIZES),
-        forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
-    ),
+SIZES_BACKEND = SimpleNamespace(
+    is_automatic=lambda device: False,
+    refusal=lambda q, deterministic: None,
+    prepare=plan.prepare,
+    attention=partial(operator.attention, SIZES),
+    forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
 )
 
 
@@ -141,6 +138,7 @@ def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> f
     config = MODELS[name].flavors[flavor]
     period = getattr(config, "full_attention_interval", 1)  # layers until their kinds repeat
     with torch.device("meta"):
+        ATTENTION_BACKENDS.register(SIZES, SIZES_BACKEND)
         model = build_model(name, flavor, SIZES, num_hidden_layers=period, vocab_size=256).bfloat16()
     if wrapper := POLICIES[policy]:
         wrapper(wrapper.Config(preserve_rng_state=False)).apply(model)

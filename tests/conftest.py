@@ -1,9 +1,12 @@
 """Test set-up: without a GPU, Triton kernels run in Triton's interpreter."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from titan_tree import registry
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -19,3 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_registries() -> Iterator[None]:
+    """Removes what a test registers."""
+    registries = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+    entries = [dict(each._entries) for each in registries]
+    yield
+    for each, before in zip(registries, entries, strict=True):
+        each._entries = before

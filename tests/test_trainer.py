@@ -50,7 +50,7 @@ def test_a_step_has_the_gradient_of_every_path_alone(tmp_path: Path, reduction: 
     # The loss itself is kept in fp32; gradients never leave fp64.
     torch.testing.assert_close(result.loss, expected.float())
     tokens = sum(path.weight * float(path.loss_mask[1:].sum()) for path in paths)
-    assert result.metrics["nll"].item() == pytest.approx(total.item() / tokens, rel=1e-5)
+    assert result.loss_metrics["nll"].item() == pytest.approx(total.item() / tokens, rel=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-9, msg=name)
     assert result.counts.num_paths == len(paths)

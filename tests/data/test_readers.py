@@ -74,8 +74,7 @@ class ShareGptReader(Reader):
 
 
 @pytest.fixture
-def sharegpt(monkeypatch):
-    monkeypatch.setattr(READERS, "_entries", dict(READERS._entries))
+def sharegpt():
     READERS.register("sharegpt", ShareGptReader)
 
 

@@ -203,7 +203,7 @@ def test_unknown_policies_and_conflicting_options_are_refused(tmp_path):
         match=r"device_gb: expected partition.activations = .auto. when a budget is set, got .keep.",
     ):
         tiny_config(tmp_path, partition__activations="keep", partition__device_gb=3.0)
-    with pytest.raises(UserError, match=r"partition.host_gb: expected a number >= 0, got -1"):
+    with pytest.raises(UserError, match=r"partition.host_gb: expected at least 0, got -1"):
         tiny_config(tmp_path, partition__host_gb=-1.0)
 
 

@@ -140,7 +140,7 @@ def test_wandb_logs_offline_and_a_resumed_run_keeps_its_id(
         assert value in written
 
 
-def test_wandb_marks_a_run_that_fails_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_marks_a_run_that_fails_as_failed() -> None:
     class Run:
         def finish(self, exit_code: int) -> None:
             codes.append(exit_code)
@@ -179,9 +179,7 @@ def test_a_missing_wandb_is_an_error_that_says_how_to_install_it(monkeypatch: py
         importlib.import_module("titan_tree.metrics.wandb")
 
 
-def test_a_logger_of_your_own_takes_one_class_and_one_registration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_of_your_own_takes_one_class_and_one_registration(tmp_path: Path) -> None:
     records: list[object] = []
 
     class Mine(Logger):
@@ -191,7 +189,6 @@ def test_a_logger_of_your_own_takes_one_class_and_one_registration(
         def close(self) -> None:
             records.append("closed")
 
-    monkeypatch.setattr(LOGGERS, "_entries", dict(LOGGERS._entries))
     LOGGERS.register("mine", Mine)
     with Loggers(MetricsConfig(loggers=["csv", "mine"]), tmp_path, 0, 9) as loggers:
         loggers.log(1, {"loss": 0.5})

@@ -89,19 +89,22 @@ def test_a_gpu_reports_utilization_of_all_gpus_and_its_own_peak_memory(
     assert values == {"mfu": 6e12 / 2.0 / (2 * 1e12), "peak_memory_gib": 3.0}
 
 
-def test_a_registered_metric_precedes_those_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METRICS._entries, "mine", lambda report: {"paths": report.result.counts.num_paths})
+def test_a_registered_metric_precedes_those_of_the_loss() -> None:
+    METRICS.register("mine", lambda report: {"paths": report.result.counts.num_paths})
     values = step_values(REPORT)
     assert list(values)[-3:] == ["paths", "nll", "router_z"]
     assert values["paths"] == 4
 
 
 @pytest.mark.parametrize("taken", ["loss", "por"])
-def test_two_values_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
-    monkeypatch.setitem(METRICS._entries, "mine", lambda report: {taken: 1.0})
+def test_a_metric_with_a_name_in_use_is_refused(taken: str) -> None:
+    METRICS.register("mine", lambda report: {taken: 1.0})
     with pytest.raises(UserError, match=f"metric 'mine': returns a value called '{taken}'"):
         step_values(REPORT)
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("taken", ["loss", "por"])
+def test_a_loss_metric_with_a_name_in_use_is_refused(taken: str) -> None:
     result = dataclasses.replace(RESULT, loss_metrics={taken: torch.tensor(1.0)})
     with pytest.raises(UserError, match=f"loss: returns a value called '{taken}'"):
         step_values(dataclasses.replace(REPORT, result=result))

@@ -48,9 +48,9 @@ class Llama(Decoder):
 
 
 @pytest.fixture
-def hf(monkeypatch: pytest.MonkeyPatch) -> transformers.LlamaForCausalLM:
+def hf() -> transformers.LlamaForCausalLM:
     """A small random Llama of transformers, with the family above registered for the test."""
-    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "llama": Llama})
+    MODELS.register("llama", Llama)
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
