@@ -1,4 +1,4 @@
-"""From configuration to components: the only module that knows both."""
+"""Builds components from the configuration. No other module knows both."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from titan_tree.tree.paths import ModelLimits
 def build_parallel_model(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
 ) -> Decoder:
-    """Returns the model, parallelized over ``mesh``, with fp32 weights of a snapshot or random ones.
+    """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
-    No rank ever holds the whole model: the model is created on the meta device and sharded, then weights are
+    No rank ever holds the whole model. The model is created on the meta device and sharded; then weights are
     read or drawn one at a time.
     """
     with torch.device("meta"):
@@ -75,7 +75,7 @@ def _model_without_weights(model: ModelConfig) -> Decoder:
         return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
     if model.overrides:
         raise UserError(
-            "model.overrides: expected none with model.hf_path, which has a configuration of its own; "
+            "model.overrides: expected none with model.hf_path, because the snapshot sets all sizes; "
             "remove them, or set model.flavor instead of model.hf_path"
         )
     return model_from_config(model.hf_path, model.attention, model.gdn)
@@ -119,7 +119,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns what a run must have in common with the checkpoints that it resumes from."""
+    """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": config.model.name, "optimizer": config.optimizer.name, **vars(model.config)}
     if model.experts and model.experts.router_biases():
         described["router_bias"] = True
@@ -131,7 +131,7 @@ def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> d
 
 
 def build_tree_step(config: Config, model: Decoder, loss: TreeLoss, device: torch.device) -> TreeStep:
-    """Returns the forward and backward passes of an optimizer step; trees that are too large are cut."""
+    """Returns the TreeStep of the configuration, which partitions trees that are too large."""
     partition, router = config.partition, config.router_loss
     partitioner = None
     if partition.strategy != "none":
@@ -157,7 +157,7 @@ def build_loss(config: LossConfig) -> TreeLoss:
 
 
 def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | None:
-    """Returns what updates the router biases, and adds biases to layers without them.
+    """Returns the RouterBias that updates router biases, and adds biases to layers without them.
 
     Returns None if no rate is configured; biases of the model then stay unchanged.
     """
@@ -190,9 +190,9 @@ def build_dataset(
 
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:
-    """Returns the tokenizer of the configuration, else that of the snapshot.
+    """Returns the tokenizer of the configuration, else that of the snapshot, or None if both are missing.
 
-    Returns None if there is neither: files of token ids need no tokenizer, and the reader refuses others.
+    Files of token ids need no tokenizer, and the reader refuses others without one.
     """
     name = config.tokenizer or tokenizer_folder(hf_path)
     return None if name is None else TreeTokenizer.load(name, config.template)

@@ -55,7 +55,7 @@ class Checkpoints:
     """Saves and resumes a run's state. Collective: every rank makes the same calls.
 
     Args:
-        folder: of the checkpoints; created when the first one is written.
+        folder: folder of the checkpoints, created when the first one is written.
         architecture: the configuration of the model, and the optimizer, as JSON values. A run only resumes
             from checkpoints with the same architecture.
     """
@@ -93,7 +93,7 @@ class Checkpoints:
         )
 
     def resume(self) -> None:
-        """Loads the newest complete checkpoint, if there is one, and removes incomplete ones.
+        """Loads the newest complete checkpoint, if any, and removes incomplete ones.
 
         Raises:
             UserError: checkpoints exist although ``resume`` is false, or belong to another architecture.
@@ -217,7 +217,7 @@ class Checkpoints:
         return [{name: group[name] for name in names} for group in groups]
 
     def _set_hyperparameters(self, hyperparameters: list[dict[str, Any]]) -> None:
-        """Overrides the learning rates and other hyperparameters of the checkpoint by the configuration's."""
+        """Replaces the learning rates and other hyperparameters of the checkpoint by the configuration's."""
         rates = [rate for scheduler in self.lr_schedulers for rate in scheduler.get_last_lr()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, own, lr in zip(groups, hyperparameters, rates, strict=True):
@@ -229,9 +229,9 @@ def export_hf(model: Decoder, folder: Path, dtype: torch.dtype, source: str | No
 
     Args:
         model: may be sharded.
-        dtype: of the written weights.
-        source: folder of the snapshot that the weights started from, if there is one; its tokenizer and
-            other files are copied.
+        dtype: dtype of the written weights.
+        source: folder of the snapshot that the weights started from, or None. Its tokenizer and other
+            files are copied.
     """
     weights: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -247,7 +247,7 @@ def export_hf(model: Decoder, folder: Path, dtype: torch.dtype, source: str | No
 
 
 def _failed_write(error: BaseException) -> BaseException | None:
-    """Returns the failed write that caused ``error``, or None if the cause is something else: our bug."""
+    """Returns the failed write that caused ``error``, or None for any other cause, which is a bug."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [failure for failure, _ in error.failures.values()]

@@ -21,7 +21,7 @@ class Registry(Generic[T]):
 
     An entry is the implementation itself or an import string: "package.module" or "package.module:attribute".
     The registry imports it on first use. Iterating over the names imports nothing, so reading a configuration
-    does not wait for torch.
+    does not import torch.
 
     Args:
         kind: the word for an entry in error messages, such as "loss".

@@ -65,4 +65,4 @@ def _log_to_stdout(rank: int) -> None:
 
 if __name__ == "__main__":
     if status := main():
-        os._exit(status)  # a regular exit shuts down NCCL, which waits for ranks that may have stopped
+        os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped

@@ -62,7 +62,7 @@ class Trainer:
     the same calls.
 
     Raises:
-        UserError: the configuration, the data or the checkpoints do not fit together.
+        UserError: the configuration, the data and the checkpoints do not fit together.
     """
 
     # where it runs

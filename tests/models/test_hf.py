@@ -142,7 +142,7 @@ def test_a_tied_model_may_store_its_embedding_twice_if_both_are_equal(tmp_path):
             {"layer_types": ..., "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             "max_window_layers",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantized"),
         ({"vocab_size": "61"}, "vocab_size: expected an integer > 0, got '61'"),
         ({"rms_norm_eps": True}, "rms_norm_eps: expected a finite number > 0, got True"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
@@ -169,7 +169,7 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
     weights[name] = weights[name].to(dtype)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(
-        UserError, match=rf"model.safetensors: {name}: expected unquantised weights .* got (I8|F8)"
+        UserError, match=rf"model.safetensors: {name}: expected unquantized weights .* got (I8|F8)"
     ):
         load_pretrained(tmp_path)
 

@@ -111,7 +111,7 @@ def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
         ({"layer_types": 5}, "layer_types: .* a list only, got 5"),
         ({"mlp_only_layers": 4}, "mlp_only_layers: .* a list only, got 4"),
         ({"text_config": [1]}, r"text_config: .* a table only, got \[1\]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantized"),
         ({"model_type": ["x"]}, "model_type: expected one of"),
         (
             {"architectures": "Qwen3_5ForCausalLM"},

@@ -1,4 +1,4 @@
-"""How TreeAttention and TreeGDN choose their backend.
+"""The choice of a backend for TreeAttention and TreeGDN.
 
 A backend is a module, or any other object, with the functions of ``tree_attention.backend.AttentionBackend``
 or ``tree_gdn.backend.GdnBackend``. This file relies on two of them: ``is_automatic(device)`` says whether
@@ -31,12 +31,12 @@ def import_backends(component: str, registry: Registry[Any], name: str) -> None:
 
 
 def automatic_backends(registry: Registry[Any], device: torch.device) -> list[str]:
-    """The backends that "auto" tries for tensors on ``device``, in the order of registration."""
+    """Returns the backends that "auto" tries for tensors on ``device``, in the order of registration."""
     return [name for name in registry if registry[name].is_automatic(device)]
 
 
 def resolve(component: str, registry: Registry[Any], name: str, device: torch.device, *inputs: Any) -> str:
-    """The backend that computes ``inputs``: ``name`` itself, or for "auto" the first that does not refuse.
+    """Returns the backend that computes ``inputs``: ``name``, or for "auto" the first that does not refuse.
 
     Raises:
         UserError: the backend called ``name`` refuses the inputs, or for "auto" all automatic ones do.

@@ -3,16 +3,17 @@
 An edge is a pair of a token and its successor. Row e of the [E, V] logits is ``hidden[e] @ weight.T``, from
 the token that predicts; the label is the successor.
 
-The vocabulary is processed in blocks of columns. The forward applies softmax to each block separately and
-keeps a running log-sum-exp per row, as online softmax does (arXiv:1805.02867). Blocks of columns, not of
-rows, make each block's weight gradient one complete GEMM: nothing [V, d] is summed over blocks.
+The vocabulary is processed in blocks of columns. The forward pass applies softmax to each block separately
+and keeps a running log-sum-exp per row, as online softmax does (arXiv:1805.02867). With blocks of columns
+instead of rows, the weight gradient of each block is one complete GEMM: no [V, d] tensor is summed over
+blocks.
 
-The backward reads the blocks' probabilities in hidden's dtype, which is also that of the logits' gradient.
-They are either kept from the forward, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k), or recomputed
-with one more GEMM. The gradient of the entropy takes their logarithm and needs them in fp32, so it recomputes
-them.
+The backward pass reads the blocks' probabilities in hidden's dtype, which is also that of the logits'
+gradient. They are either kept from the forward pass, 2 * E * V bytes in bf16 (5.0 GB at E = 16k, V = 152k),
+or recomputed with one more GEMM. The gradient of the entropy takes their logarithm and needs them in fp32, so
+it recomputes them.
 
-Memory beyond inputs, gradients and kept probabilities is about 1 GiB, whatever V:
+Memory beyond inputs, gradients and kept probabilities is about 1 GiB for any V:
 
     a block's logits in fp32, at most ``BLOCK_ELEMENTS`` = 2**27 of them     512 MiB
     their probabilities and their gradient in bf16                          256 MiB each
@@ -56,9 +57,10 @@ def edge_logprobs(
     Args:
         hidden: [E, d], hidden states of the tokens that predict; E may be 0.
         weight: [V, d] in hidden's dtype, the output projection, tied to the embedding or not.
-        label: [E] int64 in 0 .. V-1. The caller must ensure the range, since a check would synchronise.
-        entropy: also return the entropy of each edge's distribution. It costs no matrix multiplication.
-        recompute: recompute the logits in the backward instead of keeping [E, V] probabilities. With
+        label: [E] int64 in 0 .. V-1. The caller must ensure the range, because a
+            check would synchronize with the device.
+        entropy: also return the entropy of each edge's distribution. This needs no matrix multiplication.
+        recompute: recompute the logits in the backward pass instead of keeping [E, V] probabilities. With
             ``entropy`` they are always recomputed, because its gradient needs unrounded probabilities.
         block_elements: upper bound of E * B; a block has at least ``COLUMN_MULTIPLE`` columns.
     Returns:

@@ -1,8 +1,8 @@
-"""What the Gluon kernels for Hopper share: rings of shared memory, and descriptors of tensors that TMA moves.
+"""Code shared by the Gluon kernels for Hopper: rings of shared memory, and descriptors of tensors for TMA.
 
 TMA is Hopper's engine for asynchronous copies between global and shared memory. An mbarrier is a counter in
-shared memory: a phase completes when all expected arrivals and all expected bytes of copies are there, and a
-wait names the parity of the phase that it waits for.
+shared memory: a phase completes when all expected arrivals and all expected bytes of copies have arrived. A
+wait names the parity of its phase.
 
 A kernel has one producer warp, which only issues copies, and groups of four consumer warps, which compute.
 They communicate through rings: the producer fills slot after slot while consumers read earlier slots.
@@ -77,7 +77,7 @@ def opaque_zero(i):
 
 
 def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of x [N, H, D] as a matrix [N, H * D], moved in tiles of rows x columns.
+    """Returns a TMA descriptor of x [N, H, D] as a matrix [N, H * D], moved in tiles of rows x columns.
 
     Rows past N read as zero and are not written.
     """
@@ -91,10 +91,10 @@ def _tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def vector(x: Tensor, size: int) -> TensorDescriptor:
-    """A TMA descriptor of x as a vector of 32-bit values, read in runs of ``size``; zeros past its end.
+    """Returns a TMA descriptor of x as a vector of 32-bit values, read in runs of ``size``.
 
-    Every run must start at a multiple of 4 values: TMA faults at addresses that are not multiples of 16
-    bytes.
+    Values past its end read as zero. Every run must start at a multiple of 4 values: TMA faults at addresses
+    that are not multiples of 16 bytes.
     """
     return TensorDescriptor.from_tensor(x.flatten(), [size], _VECTOR_LAYOUT)
 
@@ -103,7 +103,10 @@ _VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU of compute capability 9.0. Not cached, because torch.compile traces it."""
+    """Returns whether ``device`` is a GPU of compute capability 9.0.
+
+    It is not cached, because torch.compile traces it.
+    """
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -112,5 +115,5 @@ def is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a GPU."""
+    """Returns the number of streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -86,7 +86,7 @@ def greater_than(bound: float) -> Check:
 
 
 def between(low: float, high: float) -> Check:
-    """Both ends are accepted."""
+    """Accepts numbers from ``low`` to ``high``, both included."""
     return check(f"a number from {low} to {high}", lambda value: low <= value <= high)
 
 

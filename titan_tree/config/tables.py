@@ -83,7 +83,7 @@ class DataConfig(Checked, table="data"):
 
 @dataclass
 class PartitionConfig(Checked, table="partition"):
-    """How TreePartitioner splits a tree of more than ``data.max_tokens``, and where its activations wait."""
+    """How TreePartitioner splits trees above ``data.max_tokens``, and where activations are stored."""
 
     # "none" never splits; such trees raise an error.
     strategy: str = setting("auto", one_of("auto", PARTITION_STRATEGIES))
@@ -109,7 +109,7 @@ class PartitionConfig(Checked, table="partition"):
 
 @dataclass
 class LossConfig(Checked, table="loss"):
-    """What TreeLoss computes."""
+    """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))
     reduction: Literal["path_mean", "token_mean", "path_token_mean"] = "path_mean"

@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     """One conversation or one list of token ids, from a group."""
 
     place: Place  # for error messages
-    name: str  # the group's id, and where it has several samples, the sample's own
+    name: str  # the group's id, plus the sample's own if the group has several samples
     record: Record
 
 

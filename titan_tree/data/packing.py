@@ -36,7 +36,7 @@ def shuffled(items: Iterable[T], buffer_size: int, random_order: random.Random) 
 
 
 def flat_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
-    """Returns one tree per path, so that nothing is shared: the baseline that trees are compared with."""
+    """Returns one tree per path, so that paths share nothing: the baseline for comparisons with trees."""
     return [TokenTree.from_paths([path], replay) for path in paths]
 
 
@@ -60,7 +60,7 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "
             runs.append([p])
             size = len(keys[p])
         previous = keys[p]
-    # Each run returns to the given order, which decides whose routed experts replay = "first" takes.
+    # Restore the given order within each run: it decides whose routed experts replay = "first" uses.
     return [TokenTree.from_paths([paths[p] for p in sorted(run)], replay) for run in runs]
 
 

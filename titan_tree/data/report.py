@@ -2,7 +2,7 @@
 
 Two samples diverge for one of three reasons: one of them ends, their texts differ, or the same text became
 other tokens. The last one is called retokenization. It happens when text is decoded and encoded again, or
-when a prompt is cut inside a word. It costs sharing without need, so it is worth fixing.
+when a prompt is cut inside a word. It reduces sharing without need, so it is worth fixing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
 RETOKENIZED = "same text, other tokens (retokenization)"
 OTHER_TEXT = "other text"
-OTHER_TOKENS = "other tokens"  # the reason if there is no text to compare
+OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
 SHOWN = 50  # of these, at most so many characters are shown
 

@@ -44,10 +44,10 @@ class SampleReader:
     """Reads the groups of the configured files, and turns a group into training samples.
 
     Args:
-        config: ``files`` and ``format`` choose what is read; ``sample``, ``advantage`` and ``replay`` choose
-            what becomes of it.
+        config: ``files`` and ``format`` choose the records; ``sample``, ``advantage`` and ``replay`` choose
+            how records become training samples.
         tokenizer: renders and tokenizes conversations. Files of token ids do not need one.
-        limits: what the model can read. Longer paths and larger token ids are errors, and so are recorded
+        limits: limits of the model. Longer paths and larger token ids are errors, and so are recorded
             experts of other sizes if ``config.replay`` uses them.
 
     Attributes:

@@ -30,7 +30,7 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
     """Makes the linears of ``model.layers`` multiply in float8 (arXiv:2209.05433), in place.
 
     This converts the projections of mixers, of MLPs and of shared experts whose two sizes are multiples of
-    16. Routers, routed experts, embedding, head and what a mixer declares as ``high_precision`` stay.
+    16. Routers, routed experts, embedding, head and the ``high_precision`` linears of a mixer stay unchanged.
 
     The weights keep their names, dtype and values: operands are scaled and cast where they are used, in
     forward and backward. Autograd saves the unscaled operands. The number of tokens is padded to a multiple

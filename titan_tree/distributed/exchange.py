@@ -1,4 +1,4 @@
-"""The all-to-all exchange of expert parallelism: token copies travel to the ranks of their experts and back.
+"""The all-to-all exchange of expert parallelism: token copies go to the ranks of their experts and back.
 
 P ranks hold e = E / P consecutive experts each, and each rank has tokens of its own. In every layer:
 
@@ -8,12 +8,12 @@ P ranks hold e = E / P consecutive experts each, and each rank has tokens of its
 2. The rank computes its experts on the copies that arrived.
 3. combine: A second all-to-all returns the results to the ranks and positions that the copies came from.
 
-Nothing is dropped or rounded. Both steps are permutations and each other's transpose, so the backward of
-dispatch is combine and vice versa. The experts multiply the same rows as on a single rank.
+Nothing is dropped or rounded. Both steps are permutations and each other's transpose, so the backward pass
+of dispatch is combine and vice versa. The experts multiply the same rows as on a single rank.
 
-Every rank must know on the host how many rows it receives. This costs one small copy from the device per
-layer and forward, which waits for the device; the backward reuses the numbers. All ranks of a group must run
-the same sequence of forwards and backwards (engine/lockstep.py).
+Every rank must know on the host how many rows it receives. This needs one small copy from the device per
+layer and forward pass, which waits for the device. The backward pass reuses the numbers. All ranks of a group
+must run the same sequence of passes (engine/lockstep.py).
 
 The exchange consists of operators, because torch.compile cannot know how many rows arrive. One operator
 exchanges all tensors of a step: no data dependency orders two operators, so ranks might run them in different
@@ -53,7 +53,7 @@ class Exchange:
         return combine([y], sizes, order, copies.shape[0], self.group)[0]
 
 
-# ``plan_exchange`` returns the plan of one forward of one layer, which the other operators follow:
+# ``plan_exchange`` returns the plan of one forward pass of one layer, which the other operators follow:
 #   sizes  [2, P] int64 on the host: rows that this rank sends to each rank, and receives from each rank
 #   order  [max(R, 1)] int64: indices that sort the received rows by expert. A rank that receives nothing
 #          computes one row of zeros that belongs to no expert, so that kernels never see an empty tensor.

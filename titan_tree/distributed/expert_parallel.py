@@ -1,6 +1,6 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank holds some of the experts of every layer.
 
-``shard_experts`` leaves each rank its own experts and makes the layers exchange tokens (exchange.py).
+``shard_experts`` keeps only the rank's own experts and makes the layers exchange tokens (exchange.py).
 ``fully_shard_experts`` then applies FSDP2 to them.
 """
 
@@ -21,7 +21,7 @@ from titan_tree.models.decoder import Decoder
 
 
 def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
-    """Shards the experts of every layer over groups of ``num_ranks`` neighbouring ranks, in place.
+    """Shards the experts of every layer over groups of ``num_ranks`` adjacent ranks, in place.
 
     Each rank keeps E / ``num_ranks`` consecutive experts, as DTensors, and computes them for the tokens of
     its whole group.
@@ -96,6 +96,6 @@ class _TakeLocal:
     @torch._dynamo.disable
     def __call__(self, *_: Any) -> None:
         weights = self.experts.gate_up_proj, self.experts.down_proj
-        with torch.enable_grad():  # a forward without gradients may be recomputed later with gradients
+        with torch.enable_grad():  # a pass without gradients may be recomputed later with gradients
             gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
         self.experts.local_weights = gate_up, down

@@ -1,11 +1,12 @@
 """When FSDP2 gathers weights and sums gradients within an optimizer step, and weights cast once per step.
 
-FSDP2 gathers the weights of a block before each forward and sums gradients over ranks in each backward. That
-requires every rank to run the same sequence of passes. ``GradientSync`` relaxes this for two cases:
+FSDP2 gathers the weights of a block before each forward pass and sums gradients over ranks in each backward
+pass. That requires every rank to run the same sequence of passes. ``GradientSync`` relaxes this for two
+cases:
 
-- Micro-batches: gradients accumulate on each rank, and only the last backward sums them over ranks.
-- Partitions: ranks run different numbers of forwards. Weights are gathered in the first forward and held
-  until the last backward, so that no pass in between communicates.
+- Micro-batches: gradients accumulate on each rank, and only the last backward pass sums them over ranks.
+- Partitions: ranks run different numbers of passes. Weights are gathered in the first forward pass and kept
+  until the last backward pass, so that no pass in between communicates.
 
 A single rank trains a plain model without FSDP2. ``GradientSync`` then does nothing, and ``cast_weights``
 does FSDP2's mixed precision.
@@ -28,22 +29,22 @@ class GradientSync:
 
     Args:
         model: plain, or sharded by ``parallelize``.
-        reshard_after_forward: whether a block frees its gathered weights after a forward when weights are
-            not held; the argument of ``parallelize``.
+        reshard_after_forward: whether a block frees its gathered weights after a forward pass if they
+            are not held; the argument of ``parallelize``.
     """
 
     def __init__(self, model: Decoder, reshard_after_forward: bool) -> None:
         self.model, self.reshard_after_forward = model, reshard_after_forward
 
     def sum_in_backward(self, enabled: bool) -> None:
-        """Sets whether the following backwards sum gradients over ranks or only accumulate them."""
+        """Sets whether the following backward passes sum gradients over ranks or only accumulate them."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
 
     def hold(self, enabled: bool = True) -> None:
         """Keeps gathered weights, and sums no gradients, until ``release``.
 
-        ``hold(False)`` restores the usual schedule. Call one of both at the start of each step, because a
+        ``hold(False)`` restores the usual schedule. Call one of them at the start of each step, because a
         step that failed may have left weights held.
         """
         if isinstance(self.model, FSDPModule):
@@ -55,7 +56,7 @@ class GradientSync:
                 block.set_reshard_after_forward(self.reshard_after_forward and not enabled)
 
     def release(self) -> None:
-        """Makes the next backward, this rank's last in the step, sum gradients and free gathered weights."""
+        """Makes this rank's last backward pass, the next one, sum gradients and free gathered weights."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(True)
             self.model.set_reshard_after_backward(True)
@@ -66,8 +67,8 @@ class GradientSync:
 def cast_weights(model: Decoder) -> Iterator[None]:
     """Replaces weights by copies in the dtype of the computation while the context is open.
 
-    Each weight is cast once per step instead of once per forward, and no autograd graph stores casts. As soon
-    as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
+    Each weight is cast once per step instead of once per forward pass, and no autograd graph stores casts. As
+    soon as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
     Models under FSDP2 stay unchanged: FSDP2 does the same when it gathers weights.
     """
     dtype = model.compute_dtype

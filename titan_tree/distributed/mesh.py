@@ -19,7 +19,7 @@ def init_distributed() -> tuple[DeviceMesh, torch.device]:
         The one-dimensional mesh of all ranks, and this rank's device.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Every forward has another size. Without expandable segments that fragments the GPU's memory.
+        # Forward passes differ in size. Without expandable segments this fragments the GPU's memory.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")

@@ -27,10 +27,10 @@ class OptimizerSpec:
     Args:
         load: imports and returns the constructor, a subclass of ``torch.optim.Optimizer``. Raises UserError
             if a package is missing. The constructor receives parameter groups, each with ``params``, ``lr``,
-            ``betas``, ``eps`` and ``weight_decay``; it may ignore what it does not need.
+            ``betas``, ``eps`` and ``weight_decay``; it may ignore the options that it does not need.
         fused: the optimizer has a fused kernel that divides gradients by the attribute ``grad_scale`` and
             skips the step if the attribute ``found_inf`` is 1, as ``torch.optim.AdamW`` does.
-        async_save: asynchronous checkpoints can copy its states, which is so for plain tensors.
+        async_save: asynchronous checkpoints can copy its states, which holds for plain tensors.
         reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
     """
 
@@ -96,8 +96,9 @@ def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tens
     """Clips the gradients to a global 2-norm of ``max_norm``, then steps. Collective for a sharded model.
 
     If the loss or the norm is not finite, weights and states stay unchanged. A fused optimizer scales the
-    gradients and skips the step inside of its kernel: no extra pass over the gradients, and no waiting for
-    the device. For other optimizers the gradients are scaled first, and the host waits for the norm.
+    gradients and skips the step inside its kernel, without an extra pass over the gradients and without
+    waiting for the device. For other optimizers the gradients are scaled first, and the host waits for the
+    norm.
 
     Args:
         loss: 0-dim, the same on all ranks.

@@ -39,7 +39,7 @@ def parallelize(
     1. Float8 and expert parallelism replace modules and parameters, so they come first.
     2. Checkpointing wraps each block before compile. The compiler then sees what is recomputed and can fuse
        across it.
-    3. Compile comes before FSDP2, whose hooks then run around each block, outside of its graph.
+    3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
 
     Weights and gradients stay in fp32. Gradients are summed over ranks, not averaged, because the loss is
     already divided by the normalizer of the global batch.
@@ -51,12 +51,12 @@ def parallelize(
             step (``gradient_sync.cast_weights``): the numbers are the same, but FSDP2 would copy weights
             once and gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
-        activation_checkpoint: "none" stores all activations of a block for its backward, "selective" only
-            the outputs of expensive operators, "full" only the input of the block.
+        activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
+            only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block. One graph serves all blocks and all batch sizes.
         reshard_after_forward: whether FSDP2 frees the gathered weights of a block between its forward and
-            its backward.
-        expert_parallel: number of neighbouring ranks over which the experts of each layer are sharded.
+            its backward pass.
+        expert_parallel: number of adjacent ranks over which the experts of each layer are sharded.
     Returns:
         ``model``.
     Raises:
@@ -94,8 +94,8 @@ def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
         # The many small tables of a layout may have equal sizes by chance. A graph must not rely on that.
         torch.fx.experimental._config.use_duck_shape = False
     if expert_mesh is not None:
-        # This pass orders operators by their sizes, which differ by rank. All ranks need one order of
-        # exchanges.
+        # This pass orders operators by their sizes, which differ by rank. All ranks must exchange in one
+        # order.
         torch._inductor.config.reorder_for_peak_memory = False
     for module in (*_blocks(model), model.get_submodule("norm")):
         module.compile(fullgraph=True, dynamic=True)

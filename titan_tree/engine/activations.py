@@ -3,7 +3,7 @@
 A partition is *suspended* while its descendants run. Its activations stay on the GPU, are copied to pinned
 host memory and back while the GPU computes, or are dropped and recomputed. ``saved_tensors_hooks`` intercepts
 every tensor that autograd saves. The unit of storage is a *block*, the storage of one or several such
-tensors. The oldest blocks are offloaded first: they belong to the partitions that stay suspended longest.
+tensors. The oldest blocks are offloaded first, because their partitions stay suspended longest.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Activations:
             "keep": on the device.
             "offload": in pinned host memory.
             "recompute": nowhere; the forward pass is recomputed before the backward pass.
-            "auto": on the device up to ``device_bytes``; beyond that, the oldest blocks move to the host. A
-            partition
-                that starts while the host already holds ``host_bytes`` is recomputed. Without
+            "auto": on the device up to ``device_bytes``. Beyond that, the oldest blocks move to the host. A
+                partition that starts while the host already holds ``host_bytes`` is recomputed. Without
                 ``device_bytes``, "auto" equals "keep".
         device_bytes: budget for everything that backward passes need, except logits. The running partition
             counts too.
@@ -101,7 +100,7 @@ class Activations:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def release(self) -> None:
-        """Completes the offloads under way, after the last backward pass of a plan."""
+        """Completes all pending offloads. Call it after the last backward pass of a plan."""
         while self._offloading:
             self._finish_offload(self._offloading.popleft())
 
@@ -130,9 +129,8 @@ class Activations:
             return saved
         bytes_on_device = self._bytes_on_device(saved.block)
         previous = saved.block.previous
-        while (
-            previous and (block := previous()) and self.fetching < MAX_IN_FLIGHT
-        ):  # the backward needs it next
+        # The backward pass needs the previous blocks next.
+        while previous and (block := previous()) and self.fetching < MAX_IN_FLIGHT:
             self._fetch(block)
             previous = block.previous
         empty = torch.empty(0, dtype=saved.dtype, device=self.device)
@@ -153,9 +151,8 @@ class Activations:
                 self.offloading += block.size
                 self.on_host += block.size_on_host
                 self._offloading.append(block)
-        while (
-            len(self._offloading) > 1 and self.on_device > self._limit
-        ):  # the newest may be saved a second time
+        # Keep the newest offload open: autograd may save the same block a second time.
+        while len(self._offloading) > 1 and self.on_device > self._limit:
             self._finish_offload(self._offloading.popleft())
 
     def _finish_offload(self, block: _Block) -> None:
@@ -194,8 +191,7 @@ class Activations:
     def _copy(
         self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """Copies on ``stream`` after all work queued so far. Returns the event that marks the end of the
-        copy."""
+        """Copies on ``stream`` after all work queued so far. Returns the event that marks its end."""
         if stream is None:
             target.copy_(source)
             return None
@@ -209,7 +205,7 @@ class Activations:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def _forget(self, block: _Block) -> None:
-        """Subtracts a block that no backward pass needs any more."""
+        """Removes a block that no backward pass needs any more from the totals."""
         if block.on_device is not None:
             if block.is_fetching:
                 self.fetching -= block.size
@@ -232,14 +228,11 @@ class _Block:
     def __init__(
         self, owner: Activations, storage: torch.UntypedStorage, previous: weakref.ref[_Block] | None
     ) -> None:
-        self.owner, self.previous = (
-            owner,
-            previous,
-        )  # the block saved before this one in the same forward pass
+        # ``previous`` is the block saved before this one in the same forward pass.
+        self.owner, self.previous = owner, previous
         self.size, self.address = storage.nbytes(), storage.data_ptr()
-        self.size_on_host = (
-            1 << (self.size - 1).bit_length()
-        )  # torch rounds pinned tensors up to powers of two
+        # torch rounds the size of pinned tensors up to a power of two.
+        self.size_on_host = 1 << (self.size - 1).bit_length()
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         self.on_device: Tensor | None = empty.set_(storage)
         self.on_host: Tensor | None = None
@@ -263,8 +256,7 @@ class _Saved(NamedTuple):
 
 
 def _half_of_host(device: torch.device) -> float:
-    """Returns half of the host memory available now, in bytes, divided by the number of ranks on this
-    host."""
+    """Returns half of the host memory available now, in bytes, divided by the ranks on this host."""
     meminfo = Path("/proc/meminfo")
     if device.type != "cuda" or not meminfo.exists():
         return 0.0

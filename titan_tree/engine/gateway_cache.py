@@ -1,4 +1,4 @@
-"""The gateway cache: what partitions hand down to their descendants, and the gradients that come back.
+"""The gateway cache: tensors that partitions export to their descendants, and the gradients of these tensors.
 
 Attention reads the keys and values of a token's ancestors, and a recurrent layer the state of its
 predecessor. If an ancestor ran in an earlier partition, these tensors come from the gateway cache. The cache
@@ -68,7 +68,7 @@ class GatewayCache:
         return self.gradients[i][self._written(batch, i)].to(self.rows[i].dtype)
 
     def _written(self, batch: TreeBatch, i: int) -> slice:
-        """The rows of stream i that the partition writes."""
+        """Returns the rows of stream i that the partition writes."""
         start, length = (getattr(rows, self.streams[i]) for rows in (batch.cache_offset, batch.cache_writes))
         return slice(start, start + length)
 

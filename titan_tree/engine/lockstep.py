@@ -33,8 +33,8 @@ def in_lockstep(
     """Adds dummy batches so that all ranks of ``group`` run trees of partitions of the same shape.
 
     Args:
-        micro_batches: this rank's, each with its partitions in the plan's order.
-        num_micro_batches: the least number to return; more if a rank of the group has more.
+        micro_batches: the micro-batches of this rank, each with its partitions in the plan's order.
+        num_micro_batches: the minimum number to return; more if a rank of the group has more.
         group: the expert-parallel ranks. They exchange shapes on the host; the device is not involved.
     Returns:
         Micro-batches whose partitions are in depth-first order, parents first, with ``TreeBatch.parent``
@@ -46,9 +46,8 @@ def in_lockstep(
     schedule = []
     for i in range(max(num_micro_batches, *map(len, shapes_by_rank))):
         shapes = [trees[i] for trees in shapes_by_rank if i < len(trees)]
-        union = sorted(
-            {(0,), *(position for shape in shapes for position in shape)}
-        )  # parents before children
+        # Parents come before their children.
+        union = sorted({(0,), *(position for shape in shapes for position in shape)})
         number = {position: n for n, position in enumerate(union)}
         batch_at = own[i] if i < len(own) else {}
         schedule.append(

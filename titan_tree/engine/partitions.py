@@ -5,8 +5,8 @@
 A partition writes its keys, values and recurrent states into the gateway cache. Its children read them as
 leaves of their own autograd graphs. Their backward passes add the gradients of these leaves, in fp32. When
 all children are done, the parent runs its backward pass with these sums as gradients of its exports. Every
-token runs once, and only the activations of one chain of partitions are live. The result is exact: it is the
-chain rule in another order.
+token runs once, and only the activations of one chain of partitions are live. The result is exact: only the
+order of the chain rule changes.
 
 Method: Tree Training, arXiv:2511.00413, version 5.
 """
@@ -111,8 +111,8 @@ class PartitionRunner:
     def score(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
         """Computes the partition's loss and differentiates it down to the loss boundary.
 
-        The vocabulary projection lies above this boundary, so no logits wait for the children. The blocks
-        below it wait for the gradients of the exports.
+        The vocabulary projection lies above this boundary, so no logits stay in memory while the children
+        run. The backward pass of the blocks below it starts when the children have added their gradients.
         """
         loss = compute_loss(partition.batch, out)
         if loss is not None and loss.requires_grad:
@@ -132,8 +132,10 @@ class PartitionRunner:
         compute_loss: ComputeLoss,
         before_backward: Callable[[], None] | None = None,
     ) -> None:
-        """Runs the backward pass of a partition whose children are done; recomputes its forward pass if
-        needed."""
+        """Runs the backward pass of a partition whose children are done.
+
+        It first recomputes the forward pass if the activations were dropped.
+        """
         if not partition.keeps_activations:
             self._forward_and_score(partition, compute_loss, is_suspended=False)
             self.recomputed_tokens += len(partition.batch)

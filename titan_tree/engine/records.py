@@ -1,4 +1,4 @@
-"""What goes into an optimizer step, and what comes out of it."""
+"""The input and the result of an optimizer step, with their sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ class StepCounts:
     """Sizes of an optimizer step: of one rank's share in ``StepInput``, of all ranks in ``StepResult``."""
 
     normalizer: float  # Z, the loss's divisor
-    loss_weight: (
-        float  # sum of w_p m_{p,t}; 0 means nothing to learn, although Z of path_mean may be positive
-    )
+    # Sum of w_p m_{p,t}. If it is 0, there is nothing to learn, even if Z of path_mean is positive.
+    loss_weight: float
     num_trees: int
     num_paths: int
-    logical_tokens: int  # N_flat: tokens that training every path alone would run
+    logical_tokens: int  # N_flat: tokens that training on every path alone would run
     distinct_tokens: int  # N_tree
     executed_tokens: int  # N_part: larger than N_tree if partitions repeat shared tokens
     scored_edges: int
@@ -57,8 +56,7 @@ class StepInput:
     """One rank's share of an optimizer step, on the host and ready to run."""
 
     micro_batches: list[list[TreeBatch]]  # each with its partitions, or a single batch
-    # Each micro-batch in one batch, if the loss needs whole paths and the micro-batch is partitioned; else
-    # None.
+    # Each micro-batch as a single batch if the loss needs whole paths and it is partitioned, else None.
     unpartitioned: list[TreeBatch | None]
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
@@ -81,7 +79,7 @@ class StepResult:
 
 
 class GlobalSizes(NamedTuple):
-    """What every rank knows about all ranks before a step starts."""
+    """The sizes over all ranks that every rank knows before a step starts."""
 
     counts: StepCounts  # summed over ranks
     max_micro_batches: int

@@ -1,10 +1,10 @@
-"""Router losses over one optimizer step, whatever forward passes it consists of.
+"""Router losses over one optimizer step with any number of forward passes.
 
 The load-balancing loss multiplies two means over a *balancing scope* (``RouterLoss.scope``): the global
 batch, or one micro-batch. A forward pass that covers only a part of its scope does not know how often the
-scope chose each expert. Count passes without gradients find out first. They are not needed if each rank has
-one forward pass per scope: then the choices of that pass are summed over ranks between its forward and its
-backward.
+scope chose each expert. Count passes without gradients therefore run first. They are not needed if each rank
+has one forward pass per scope: the choices are then summed over ranks between the forward and the backward
+pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepRouting:
         self.router_loss, self.all_tokens = router_loss, all_tokens
         self.loss = torch.zeros((), device=device)
         self._is_global = router_loss.scope == "global_batch"
-        # Tokens on the paths of each micro-batch; in a dummy all sums are 0, so any divisor will do.
+        # Tokens on the paths of each micro-batch. All sums of a dummy batch are 0, so any divisor works.
         self._micro_batch_tokens = [
             sum(batch.n_logical for batch in batches) or 1 for batches in micro_batches
         ]
@@ -50,7 +50,10 @@ class StepRouting:
 
     @staticmethod
     def needs_count(router_loss: RouterLoss, is_partitioned: bool, max_micro_batches: int) -> bool:
-        """Whether a balancing scope has several forward passes on one rank. Equal arguments on all ranks."""
+        """Returns whether a balancing scope has several forward passes on one rank.
+
+        All ranks must pass the same arguments.
+        """
         is_global = router_loss.scope == "global_batch"
         return router_loss.balance > 0 and (is_partitioned or (is_global and max_micro_batches > 1))
 

@@ -45,16 +45,15 @@ def tree_logprobs(
     *,
     return_routed_experts: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-    """Returns log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list, each shared prefix computed
-    once.
+    """Returns log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list.
 
-    Lists may be duplicates or prefixes of one another. The result is differentiable under
-    ``torch.enable_grad``.
+    Each shared prefix is computed once. Lists may be duplicates or prefixes of one another. The result is
+    differentiable under ``torch.enable_grad``.
 
     Args:
         model: on the device that computes.
         token_lists: token ids; each list has at least one.
-        max_tokens: the most tokens of one forward pass; None runs all in one. Larger trees run in partitions,
+        max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions,
             in the memory of one path and one partition. This needs ``torch.no_grad``. A model over several
             ranks also needs equally many partitions on each rank: pass the same lists on all of them.
         return_routed_experts: also return the experts that each token used. The model must have experts.

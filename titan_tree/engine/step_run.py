@@ -71,7 +71,7 @@ class LossTotals:
 
 @dataclass
 class StepRun:
-    """Runs the passes of one step and holds what they pass on to each other."""
+    """Runs the passes of one step and holds the values that they share."""
 
     model: Decoder
     micro_batches: Sequence[Sequence[TreeBatch]]
@@ -81,9 +81,8 @@ class StepRun:
     activations: Activations
     gradient_sync: GradientSync
     is_partitioned: bool  # on any rank
-    sums_every_backward: bool = (
-        False  # over ranks, where nothing is partitioned; else only the last backward does
-    )
+    # Whether every backward pass sums gradients over ranks (not possible with partitions), or only the last.
+    sums_every_backward: bool = False
     extra_forward_tokens: int = 0  # of score passes and recomputed activations
     _whole_path_losses: dict[int, WholePathLoss] = field(default_factory=dict)
 
@@ -109,9 +108,8 @@ class StepRun:
         outputs = self._runner(batches).outputs()
         self.extra_forward_tokens += sum(map(len, batches))
         unpartitioned = self.unpartitioned[i] if i < len(self.unpartitioned) else None
-        if (
-            unpartitioned is None
-        ):  # only another rank's micro-batch is partitioned: run the same forward passes
+        # Only another rank's micro-batch is partitioned: run the same forward passes.
+        if unpartitioned is None:
             for _ in outputs:
                 pass
             return
@@ -130,7 +128,7 @@ class StepRun:
         self._whole_path_losses.pop(i, None)
 
     def _loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
-        """The loss of one forward pass of micro-batch ``i``, router losses included."""
+        """Returns the loss of one forward pass of micro-batch ``i``, router losses included."""
         if self.routing is not None:
             assert out.routing is not None
             self.routing.add(out.routing)

@@ -2,8 +2,8 @@
 
     trees -> prepare (host): partition, pack -> run (device): count, score and train passes -> StepResult
 
-TreeStep has no optimizer, data or logging: those belong to the Trainer, to another framework's loop, or to
-yours.
+TreeStep has no optimizer, data or logging. Those belong to the training loop, which can be the Trainer's,
+another framework's or your own.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TreeStep:
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Partitions and packs the trees of each micro-batch on the host.
 
-        It communicates with no other rank, so a thread may run it ahead of the step.
+        It does not communicate with other ranks, so a thread may run it ahead of the step.
         """
         plan = one_pass if self.partitioner is None else self.partitioner.plan
         plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
@@ -146,7 +146,7 @@ class TreeStep:
         return self._result(run, sizes, dummy_forwards)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
-        """This rank's micro-batches, with the dummy batches that FSDP2 and expert parallelism require."""
+        """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""
         experts = self.model.experts
         if experts and experts.group:
             return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group)
@@ -226,9 +226,8 @@ def _out_of_memory_as_user_error(sizes: GlobalSizes) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         message = str(error).splitlines()[0]
-    if (
-        message
-    ):  # raised outside of the handler: the caught exception would keep the partitions' tensors alive
+    # Raise outside of the handler: the caught exception would keep the partitions' tensors alive.
+    if message:
         budget = (
             "data.max_tokens or partition.max_chain_tokens" if sizes.is_partitioned else "data.max_tokens"
         )

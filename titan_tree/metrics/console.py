@@ -83,5 +83,5 @@ def _line(values: Mapping[str, float]) -> str:
 
 
 def _repeats_loss(name: str, values: Mapping[str, float]) -> bool:
-    """Whether the value is the loss itself: ``nll`` is the loss of sft with token_mean."""
+    """Returns whether the value is the loss itself: ``nll`` is the loss of sft with token_mean."""
     return name == "nll" and "loss" in values and math.isclose(values["nll"], values["loss"], rel_tol=1e-3)

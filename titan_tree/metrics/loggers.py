@@ -38,10 +38,10 @@ class Logger:
         raise NotImplementedError
 
     def advance(self, step: int) -> None:
-        """Called when training starts and after every step, including those that are not logged."""
+        """Shows progress. It is called when training starts and after every step, logged or not."""
 
     def close(self) -> None:
-        """Called once, when training ends or fails."""
+        """Releases all resources. It is called once, when training ends or fails."""
 
 
 class Loggers(Logger):

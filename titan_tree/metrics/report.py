@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a script that registers a logger imports this file before t
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is known about an optimizer step after it has run. Metrics are computed from it."""
+    """The outcome of one optimizer step, from which metrics are computed."""
 
     result: StepResult  # of all ranks together
     seconds: float  # wall-clock time of the step

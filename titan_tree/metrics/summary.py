@@ -1,4 +1,4 @@
-"""What a run logs at its start and at its end."""
+"""The lines that a run logs at its start and at its end."""
 
 from __future__ import annotations
 

@@ -74,5 +74,5 @@ class Attention(Mixer):
         return (x.new_zeros(PAD, 2, self.config.num_key_value_heads, self.config.head_dim),)
 
     def flops(self, num_tokens: int, num_pairs: int) -> int:
-        """Returns 12 H D per pair: scores and values, once in the forward and twice in the backward."""
+        """Returns 12 H D per pair: scores and values, once forward and twice backward."""
         return 12 * self.config.num_attention_heads * self.config.head_dim * num_pairs

@@ -3,8 +3,8 @@
 Activations are [N, d], one row per distinct token of a packed forest, without a batch dimension or padding.
 A layer mixes a token with its ancestors only.
 
-A tree that is cut into partitions runs in several forwards. Each forward *exports* rows, such as keys and
-values, that its child partitions need. Child partitions receive them as their *gateway*.
+A tree that is cut into partitions runs in several forward passes. Each of them *exports* rows, such as keys
+and values, that its child partitions need. Child partitions receive them as their *gateway*.
 
 N tokens, d hidden size, k experts of a token.
 """
@@ -62,7 +62,7 @@ class Mixer(nn.Module, ABC):
 
 
 class LayerOutput(NamedTuple):
-    """What a ``Block`` returns. FSDP2 hooks its backward on tensors found in tuples, hence a tuple."""
+    """The result of a ``Block``: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
     hidden: Tensor  # [N, d], the next layer's input
     exports: tuple[Tensor, ...]  # see ``Mixer.forward``

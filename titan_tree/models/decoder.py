@@ -33,7 +33,7 @@ from titan_tree.tree.partition import PAD
 
 
 class ModelOutput(NamedTuple):
-    """What a model returns. FSDP2 hooks its backward on tensors found in tuples, hence a tuple."""
+    """The result of a model: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
@@ -41,7 +41,7 @@ class ModelOutput(NamedTuple):
     # In a partition, one pair per tensor that crosses from the layers into the loss: the end of the layers'
     # autograd graph, and the leaf where the loss's graph begins. The tensors are the hidden states [E, d] of
     # the predicting tokens and the sums in ``routing``. The loss, with all its logits, can therefore be
-    # differentiated at once, while the layers' graph waits for the gradients of child partitions.
+    # differentiated at once, while the layers' graph stays until child partitions have added their gradients.
     loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
     # In a partition, what the layers export for child partitions, one tensor per entry of
     # ``Decoder.cache_streams``.
@@ -50,10 +50,10 @@ class ModelOutput(NamedTuple):
 
 
 class Decoder(nn.Module, ABC):
-    """A decoder that runs on a ``TreeBatch``. Parameters are uninitialised until ``init_weights`` or loading.
+    """A decoder that runs on a ``TreeBatch``. Parameters are uninitialized until ``init_weights`` or loading.
 
     Positions must be below ``config.max_position_embeddings`` and token ids below ``config.vocab_size``. The
-    reader of the paths checks both on the host, where the check costs no synchronisation.
+    reader of the paths checks both on the host, where the check needs no synchronization.
 
     Args:
         config: sizes of the model.
@@ -64,7 +64,7 @@ class Decoder(nn.Module, ABC):
         cache_streams: one entry per tensor that the layers export: the stream of the gateway cache that
             stores its rows.
         compute_dtype: dtype of the activations; None: that of the weights.
-        recompute_logits: recompute the logits in the backward instead of keeping [E, V] probabilities.
+        recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
     Raises:
         UserError: an unknown backend, or a named ``gdn`` backend for a model without Gated DeltaNet.
     """
@@ -174,7 +174,7 @@ class Decoder(nn.Module, ABC):
         return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
 
     def _forced_experts(self, batch: TreeBatch) -> Sequence[Tensor | None]:
-        """Returns the recorded experts [N, k] for each layer; None where a layer chooses by itself."""
+        """Returns the recorded experts [N, k] for each layer; None for a layer that chooses by itself."""
         if batch.routed_experts is None:
             return [None] * self.config.num_hidden_layers
         if self.experts is None:
@@ -182,7 +182,7 @@ class Decoder(nn.Module, ABC):
         return self.experts.by_layer(batch.routed_experts)
 
     def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
-        """Returns a tensor for each of ``cache_streams``; (): the batch is no partition."""
+        """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""
         offset = batch.cache_offset
         if gateway is None and offset == (0, 0):
             return ()
@@ -202,7 +202,7 @@ class Decoder(nn.Module, ABC):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draws all parameters. It also serves after ``to_empty`` from the meta device."""
+        """Draws all parameters. It also initializes a model after ``to_empty`` from the meta device."""
         for name, parameter in self.named_parameters():
             self.init_parameter(name, parameter, generator)
 

@@ -83,7 +83,7 @@ class DecoderConfig(Checked, ABC):
             ("attention_bias", not hf.get("attention_bias"), "false"),
             ("attention_dropout", not hf.get("attention_dropout"), "0"),
             ("hidden_act", hf.get("hidden_act", "silu") == "silu", "silu"),
-            ("quantization_config", not hf.get("quantization_config"), "unquantised weights"),
+            ("quantization_config", not hf.get("quantization_config"), "unquantized weights"),
         ):
             cls._expect(hf, where, field, ok, expected)
         fields = [field.name for field in dataclasses.fields(cls)]

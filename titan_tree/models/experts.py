@@ -17,15 +17,15 @@ from titan_tree.tree.paths import ExpertSizes
 
 
 class ExpertInfo:
-    """The mixtures of experts in one model. A dense model has none: there, ``Decoder.experts`` is None.
+    """The mixtures of experts in one model. ``Decoder.experts`` is None for a dense model.
 
     Args:
         layers: for each layer of the model its mixture of experts, or None for a dense layer; at least one
             layer has experts.
     Attributes:
         sizes: L, k and E.
-        group: the ranks that shard each layer's experts and exchange tokens in every forward and backward;
-            None: each rank has all experts. Set by distributed/expert_parallel.py.
+        group: the ranks that shard each layer's experts and exchange tokens in every forward and backward
+            pass. None: each rank has all experts. Set by distributed/expert_parallel.py.
     """
 
     def __init__(self, layers: Sequence[MoE | None]) -> None:

@@ -63,7 +63,7 @@ class Conv(nn.Module):
 
 
 class GatedDeltaNet(Mixer):
-    """Gated DeltaNet (arXiv:2412.06464) behind a short causal convolution.
+    """Gated DeltaNet (arXiv:2412.06464) after a short causal convolution.
 
     It exports states [S, G, K, V] and the convolution's last inputs [S, W - 1, 2 H K + G V].
 
@@ -121,7 +121,7 @@ class GatedDeltaNet(Mixer):
     def flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns 18 K V per token and value head.
 
-        A key and a query read the state, and one update writes it; each once in the forward and twice in the
-        backward.
+        A key and a query read the state, and one update writes it. Each runs once in the forward pass and
+        twice in the backward pass.
         """
         return 18 * num_tokens * self.config.value_dim * self.config.linear_key_head_dim

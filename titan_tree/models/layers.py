@@ -64,5 +64,5 @@ class MLP(nn.Module):
 
 
 def at_least_fp32(x: Tensor) -> torch.dtype:
-    """The dtype of x, or fp32 if x has less precision."""
+    """Returns the dtype of x, or fp32 if x has less precision."""
     return torch.promote_types(x.dtype, torch.float32)

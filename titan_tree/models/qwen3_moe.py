@@ -67,7 +67,7 @@ def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]
     """Returns the ``config.json`` with "num_experts", which transformers may save as "num_local_experts".
 
     Raises:
-        UserError: both are there and differ.
+        UserError: both are present and differ.
     """
     number, local = (hf.get(name) for name in ("num_experts", "num_local_experts"))
     if None not in (number, local) and number != local:

@@ -76,10 +76,9 @@ class TreeBatch:
     edge_label: Tensor  # [E] int64, token ids
     edge_token: Tensor  # [E] int64: the predicted token's index in the tree, ascending
     pairs: PathPairs
-    n_logical: int  # path tokens that this batch stands for; summed over the batches of a plan: N_flat
-    routed_experts: Tensor | None = (
-        None  # [L, N, k] int16: forced experts of each layer; -1: the router chooses
-    )
+    n_logical: int  # path tokens that this batch represents; summed over the batches of a plan: N_flat
+    # [L, N, k] int16: forced experts of each layer; -1: the router chooses
+    routed_experts: Tensor | None = None
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
     cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
 
@@ -167,7 +166,7 @@ class TreeBatch:
 
 
 class _EdgeSources(NamedTuple):
-    """Where each token of a tree runs as the source of its edges. The last entry is for token -1: none."""
+    """The partition in which each token is the source of its edges. The last entry is for token -1: none."""
 
     partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges
     place: np.ndarray  # [tokens + 1] int64: the token's place among the own tokens of that partition

@@ -74,7 +74,7 @@ class GatewayAccess:
 
 
 def plan_gateway_cache(tree: TokenTree, partitions: Sequence[Partition]) -> list[GatewayAccess]:
-    """Plans the gateway cache for the partitions of a plan. Returns the access of each partition.
+    """Plans the gateway cache for the partitions of a plan and returns the access of each one.
 
     A partition exports the keys and values of all own tokens in the context of one of its children. A context
     token that the parent does not own is in the parent's context, so a partition above already exported it.
@@ -127,7 +127,7 @@ def predecessors(tree: TokenTree, partition: Partition, states: np.ndarray | Non
 
 
 def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for each own token the token before it on its path, whether that is own, and its place if so.
+    """Returns for each own token its predecessor on its path, whether that is own, and its place if so.
 
     A traversal of single_path may run several copies of a token. The copies of one path are contiguous, so
     the right copy is the nearest one to the left.

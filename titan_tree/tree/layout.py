@@ -46,9 +46,8 @@ class TreeLayout:
     key_index: Tensor  # [N] int32, strictly increasing: the key column of each query
 
     # For a partition that has a gateway (tree/gateway.py); None if the whole tree runs in one forward pass.
-    key_source: Tensor | None = (
-        None  # [M] int64: each key's row in the cached rows followed by the N own tokens
-    )
+    # [M] int64: the row of each key in the concatenation of the cached rows and the N own tokens
+    key_source: Tensor | None = None
     exports: Tensor | None = None  # [X] int64: own tokens whose keys and values descendants read
 
     # For recurrent layers, whose state passes from token to token along a path.
@@ -61,7 +60,7 @@ class TreeLayout:
     # For sums over tokens: the number of paths through each token, or 0 if another partition counts it.
     num_paths: Tensor | None = None  # [N] float32
 
-    # What components derive from the fields above, once per batch.
+    # Derived by components from the fields above, once per batch.
     attention_plan: Any = None
     conv_plan: Any = None
 

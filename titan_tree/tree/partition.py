@@ -79,7 +79,7 @@ class PlanStats:
 
     @property
     def duplicates(self) -> float:
-        """Repeated tokens as a share of the distinct ones: N_part / N_tree - 1."""
+        """Repeated tokens as a fraction of the distinct ones: N_part / N_tree - 1."""
         return self.n_part / self.n_tree - 1.0
 
 

@@ -1,4 +1,4 @@
-"""TokenPath: one training sample, as a sequence of tokens with what the loss needs for each of them."""
+"""TokenPath: one training sample, as a sequence of tokens with the values that the loss needs per token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpertSizes(NamedTuple):
 
 
 class ModelLimits(NamedTuple):
-    """What a model can read. None: this limit is not checked."""
+    """The limits of a model. None: this limit is not checked."""
 
     max_positions: int | None = None  # tokens of the longest path
     vocab_size: int | None = None  # token ids are smaller

@@ -8,7 +8,7 @@ model's own.
 
 A *row* is one token in one layer. Paths that share a token may have been sampled in different batches, and
 their records of a row may disagree. Two records agree if they hold the same set of experts, in any order.
-``Replay`` says what becomes of a row on which paths disagree.
+``Replay`` says which experts such a row uses.
 
 Sizes: N tokens of a trie, L layers with experts, k experts per token.
 """

@@ -39,7 +39,7 @@ class TreeStats:
 
     @property
     def por(self) -> float:
-        """Potential overlap ratio 1 - N_tree / N_flat: the share of tokens that a tree does not compute."""
+        """Potential overlap ratio 1 - N_tree / N_flat: the share of tokens that a tree need not compute."""
         return 1.0 - self.n_tree / self.n_flat if self.n_flat else 0.0
 
     @property
@@ -49,7 +49,7 @@ class TreeStats:
 
     @staticmethod
     def total(stats: Sequence[TreeStats]) -> TreeStats:
-        """The statistics of all trees together: maxima of ``max_depth`` and ``longest_path``, else sums."""
+        """Returns statistics over all trees: maxima of ``max_depth`` and ``longest_path``, else sums."""
 
         def total(name: str) -> int:
             return sum(getattr(s, name) for s in stats)
@@ -295,7 +295,7 @@ def _lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], 
     """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
 
     Args:
-        paths: the integers to merge by, one array per path: tokens, or keys that stand for tokens.
+        paths: the integers to merge by, one array per path: tokens, or keys that represent tokens.
 
     Returns:
         For each path the numbers of its trie tokens; and for each trie token its parent, -1 for roots.

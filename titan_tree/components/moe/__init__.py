@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class MoEOutput(NamedTuple):
-    """What a ``MoE`` returns."""
+    """The result of a ``MoE``."""
 
     hidden: Tensor  # [N, d], in the input's dtype
     routing: Routing  # sums over the tokens
@@ -58,7 +58,8 @@ class MoE(nn.Module):
     """Sums the outputs of each token's k most probable experts, and of an optional shared expert.
 
     The router computes in fp32, or wider if x is. Weights may have more precision than x, whose dtype decides
-    that of the experts' computation. The shared expert serves all tokens, behind a sigmoid gate.
+    that of the experts' computation. The shared expert serves all tokens, and a sigmoid gate scales its
+    output.
 
     Args:
         hidden_size: d.
@@ -96,7 +97,7 @@ class MoE(nn.Module):
             x: [N, d].
             num_paths: [N] fp32, the number of paths through each token that count in ``Routing``.
             forced_experts: [N, k] int16, experts to use instead of the most probable ones. A row has k
-                different experts, or only -1 where the router chooses.
+                different experts, or only -1 to let the router choose.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))

@@ -1,6 +1,6 @@
 """Routing: what a layer reports about its router. RouterLoss: two auxiliary losses for routers.
 
-The losses keep routers from using few experts only, and their logits from growing. They are defined on a
+The losses prevent routers from using only a few experts, and their logits from growing. They are defined on a
 *balancing scope*: the tokens that are balanced together, in L layers, each token counted once per path
 through it.
 
@@ -12,9 +12,9 @@ has no gradient. The balance loss is from Switch Transformer (arXiv:2101.03961),
 (arXiv:2202.08906).
 
 The scope is a micro-batch or the global batch (arXiv:2501.11873). The balance loss is a product of two means,
-so its average over several scopes differs from its value on all of them together. Only the global batch gives
-the same loss however trees are packed, partitioned, or flattened to paths. With several scopes, the losses
-are averaged, weighted by the scopes' tokens on paths.
+so its average over several scopes differs from its value on all of them together. Only the global batch makes
+the loss independent of how trees are packed, partitioned, or flattened to paths. With several scopes, the
+losses are averaged, weighted by the scopes' tokens on paths.
 
 E experts, L layers with experts.
 """
@@ -71,15 +71,15 @@ class RouterLoss:
         self.balance, self.z, self.scope = balance, z, scope
 
     def __bool__(self) -> bool:
-        """True if a coefficient is not 0."""
+        """Returns whether a coefficient is not 0."""
         return self.balance > 0 or self.z > 0
 
     def __call__(self, routing: Routing, chosen: Tensor, scope_tokens: int, all_tokens: int) -> Tensor:
-        """Returns one forward's part of the global batch's loss, 0-dim. The parts of all forwards add up.
+        """Returns the contribution of one forward pass to the global batch's loss, 0-dim.
 
         Args:
-            routing: sums over the forward's tokens, for all layers.
-            chosen: [E], ``Routing.chosen`` summed over all forwards and layers of the balancing scope.
+            routing: sums over the tokens of the forward pass, for all layers.
+            chosen: [E], ``Routing.chosen`` summed over all forward passes and layers of the balancing scope.
             scope_tokens: tokens on paths in the balancing scope, > 0.
             all_tokens: tokens on paths in the global batch.
         """
@@ -94,11 +94,11 @@ class RouterLoss:
 def router_metrics(routing: Routing, all_tokens: int) -> dict[str, Tensor]:
     """Returns the router metrics of a global batch, 0-dim each.
 
-    They are both terms of ``RouterLoss`` without coefficients, and "expert_load". The latter is the maximum
+    They are the two terms of ``RouterLoss`` without coefficients and "expert_load", which is the maximum
     number of distinct tokens per expert over the mean, averaged over layers; 1 is perfectly balanced.
 
     Args:
-        routing: summed over the forwards of the global batch, for all layers.
+        routing: summed over the forward passes of the global batch, for all layers.
         all_tokens: tokens on paths in the global batch.
     """
     return {

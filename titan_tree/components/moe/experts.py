@@ -1,8 +1,8 @@
 """Routed experts: sort token copies by expert, two grouped matrix products, and sum each token's copies.
 
 Routing makes S = N k copies of N tokens and sorts them by expert. Making copies and summing them are each
-other's transpose, so neither direction needs atomic additions. Forward and backward are deterministic, drop
-no copy, and never wait for the device.
+other's transpose, so neither direction needs atomic additions. Both passes are deterministic, drop no copy,
+and never wait for the device.
 
 N tokens, k experts of a token, S = N k copies, E experts, d hidden size, m intermediate size of an expert.
 """
@@ -89,7 +89,7 @@ def expert_mlps(
 
 
 class _Spread(torch.autograd.Function):
-    """[N, d] -> [N k, d]: makes k copies of every row and permutes them. ``_Gather`` is its transpose."""
+    """Makes k copies of every row and permutes them: [N, d] -> [N k, d]. ``_Gather`` is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -105,7 +105,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[N k, d] -> [N, d]: sums the k copies of every row."""
+    """Sums the k copies of every row: [N k, d] -> [N, d]."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -121,7 +121,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """[N k, d] -> [N, d]: sums the k copies of every row in fp32 or wider.
+    """Sums the k copies of every row in fp32 or wider: [N k, d] -> [N, d].
 
     It adds one copy of all rows at a time, so no gathered [N, k, d] is stored. Compiled, it is one pass over
     memory.

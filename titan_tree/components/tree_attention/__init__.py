@@ -12,7 +12,7 @@ Read the files in this order:
     triton_kernels/  kernels for any GPU
     hopper/          kernels for Hopper GPUs, in Gluon
 
-A backend asked for by name is used or refused, never swapped.
+A backend requested by name is used or refused, never replaced by another one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class TreeAttention(nn.Module):
 
     Args:
         backend: a name from ``registry.ATTENTION_BACKENDS``, or "auto".
-            "hopper": our kernels for Hopper GPUs, in Gluon. 16-bit dtypes, head dim 64, 128 or 256.
-            "triton": our kernels for any GPU. 16-bit dtypes and float32, head dim 16 to 256.
+            "hopper": kernels for Hopper GPUs, in Gluon. 16-bit dtypes, head dim 64, 128 or 256.
+            "triton": kernels for any GPU. 16-bit dtypes and float32, head dim 16 to 256.
             "flash": FlexAttention on FlashAttention-4's kernels; needs a Hopper GPU and flash-attn-4.
             "flex": compiled FlexAttention, on any GPU.
             "reference": plain PyTorch with a dense [N, M] mask. Any device and float dtype; small trees only.
             "auto": the first of hopper, triton (on GPUs) and reference (elsewhere) that supports the tensors.
         deterministic: whether equal inputs must give equal gradients, bit for bit.
-            ``torch.use_deterministic_algorithms`` also turns this on. Triton's gradients always are
-            deterministic; hopper's backward pass takes 13 % longer then; flash and flex refuse.
+            ``torch.use_deterministic_algorithms`` also turns this on. Triton's gradients are always
+            deterministic. The option makes hopper's backward pass 13 % slower; flash and flex refuse it.
 
     Raises:
         UserError: the backend is unknown.

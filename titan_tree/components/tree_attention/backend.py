@@ -19,21 +19,21 @@ class AttentionBackend(Protocol):
     """One implementation of TreeAttention: a module, or any other object, with these functions."""
 
     def is_automatic(self, device: torch.device) -> bool:
-        """Whether "auto" may choose this backend for tensors on ``device``.
+        """Returns whether "auto" may choose this backend for tensors on ``device``.
 
         A layout is prepared before the dtype of its queries is known. Automatic backends of one device
         therefore share their ``prepare``.
         """
 
     def refusal(self, q: Tensor, deterministic: bool) -> str | None:
-        """The reason why this backend cannot compute queries like q [N, H, D], or None if it can.
+        """Returns the reason why this backend cannot compute queries like q [N, H, D], or None if it can.
 
         The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
         got, and which backend to use instead. torch.compile traces this function, so it must not read values.
         """
 
     def prepare(self, layout: TreeLayout) -> Any:
-        """What ``attention`` derives from a layout alone: made once per batch, shared by all layers.
+        """Returns what ``attention`` derives from a layout alone, once per batch and shared by all layers.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -49,7 +49,9 @@ class AttentionBackend(Protocol):
         plan: Any,
         deterministic: bool,
     ) -> Tensor:
-        """The output [N, H, D]; differentiable in q, k, v, context. Arguments as ``TreeAttention.forward``.
+        """Returns the output [N, H, D]. It is differentiable in q, k, v and context.
+
+        Other arguments are those of ``TreeAttention.forward``.
 
         Args:
             plan: the result of ``prepare(layout)``.
@@ -58,7 +60,7 @@ class AttentionBackend(Protocol):
 
 
 class KernelBackend(AttentionBackend, Protocol):
-    """A backend whose kernels run inside of the shared operator (``operator.py``).
+    """A backend whose kernels run inside the shared operator (``operator.py``).
 
     The operator handles autograd, torch.compile, activation checkpointing and gateway context. The backend
     uses ``plan.prepare`` as its ``prepare``. Its kernels get contiguous, 16-byte aligned tensors.
@@ -67,7 +69,7 @@ class KernelBackend(AttentionBackend, Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
-        """The output o [N, H, D] and lse [H, padded N], see ``plan.empty_lse``.
+        """Returns the output o [N, H, D] and lse [H, padded N], see ``plan.empty_lse``.
 
         Args:
             q: [N, H, D].
@@ -90,4 +92,4 @@ class KernelBackend(AttentionBackend, Protocol):
         plan: Plan,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, in the dtypes of q, k and v, from the gradient do [N, H, D] of o."""
+        """Returns dq, dk and dv, in the dtypes of q, k and v, from the gradient do [N, H, D] of o."""

@@ -1,4 +1,4 @@
-"""Keys and values of a partition: some come from ancestors (the context), the others are its own tokens'.
+"""Keys and values of a partition: those of ancestors (the context) and those of its own tokens.
 
 The context has R rows and the partition N tokens. ``source`` gives each of the M key columns, in DFS order,
 its row: r < R names row r of the context, R + i the own token i. The M columns exist only while attention
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def join(k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values [M, Hkv, D] from own k, v [N, Hkv, D] and a context [R, 2, Hkv, D]. Differentiable.
+    """Returns keys and values [M, Hkv, D] from own k, v [N, Hkv, D] and a context [R, 2, Hkv, D].
 
-    Without a context, k and v already are the columns.
+    It is differentiable. Without a context, k and v already are the columns.
     """
     if context is None or source is None:
         return k, v
@@ -27,7 +27,7 @@ def join(k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None) ->
 
 
 def gather(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """The same columns as ``join`` gives, in one pass over memory. All tensors contiguous; no autograd."""
+    """Returns the columns of ``join`` in one pass over memory, for contiguous tensors, without autograd."""
     columns = k.new_empty(len(source), *k.shape[1:]), v.new_empty(len(source), *v.shape[1:])
     _move(source, context, k, v, *columns, to_columns=True)
     return columns
@@ -36,7 +36,7 @@ def gather(k: Tensor, v: Tensor, context: Tensor, source: Tensor) -> tuple[Tenso
 def scatter(
     dk: Tensor, dv: Tensor, context: Tensor, source: Tensor, num_own: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of own k and v [num_own, Hkv, D] and of the context, from those of the M columns.
+    """Returns the gradients of own k and v [num_own, Hkv, D] and of the context, from those of the M columns.
 
     ``source`` must name every own token and no row twice.
     """
@@ -47,7 +47,7 @@ def scatter(
 
 
 def add_gradient(total: Tensor, gradient: Tensor) -> None:
-    """``total += gradient``, both contiguous.
+    """Adds ``gradient`` to ``total`` in place; both are contiguous.
 
     For tensors of different dtypes, torch's own addition reaches half of a GPU's bandwidth.
     """

@@ -19,7 +19,7 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def is_automatic(device: torch.device) -> bool:
-    """Never: our own kernels are faster."""
+    """Returns False: titan_tree's own kernels are faster."""
     return False
 
 
@@ -35,12 +35,12 @@ def refusal(q: Tensor, deterministic: bool) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether flash-attn-4 is installed and ``device`` is a Hopper GPU."""
+    """Returns whether flash-attn-4 is installed and ``device`` is a Hopper GPU."""
     return _is_installed() and is_hopper(device)
 
 
 def prepare(layout: TreeLayout) -> BlockMask:
-    """The mask in blocks of 128 x 128.
+    """Returns the mask in blocks of 128 x 128.
 
     Raises:
         UserError: flash-attn-4 is not installed, or the layout is not on a Hopper GPU.

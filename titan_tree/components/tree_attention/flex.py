@@ -21,7 +21,7 @@ _create_block_mask = torch.compile(create_block_mask, dynamic=True)
 
 
 def is_automatic(device: torch.device) -> bool:
-    """Never: our own kernels are faster."""
+    """Returns False: titan_tree's own kernels are faster."""
     return False
 
 
@@ -31,7 +31,7 @@ def refusal(q: Tensor, deterministic: bool) -> str | None:
 
 
 def prepare(layout: TreeLayout) -> BlockMask:
-    """The mask in blocks of 128 x 128.
+    """Returns the mask in blocks of 128 x 128.
 
     Raises:
         UserError: the layout is not on a GPU. FlexAttention has no backward pass on CPUs.

@@ -2,7 +2,7 @@
 
 Autograd, torch.compile and activation checkpointing see this operator and nothing below it. As in
 FlashAttention, the backward pass reads q, k, v, o and lse, the log-sum-exp of each row's scores. A partition
-saves its own k and v only: keys and values of its ancestors are gathered again (``context.py``).
+saves its own k and v only: keys and values of its ancestors are gathered a second time (``context.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attention(
     backend: str, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """``AttentionBackend.attention`` with the forward and backward kernels of the backend called ``backend``.
+    """Runs ``AttentionBackend.attention`` with the forward and backward kernels of the backend ``backend``.
 
     Raises:
         UserError: the plan belongs to another backend or to a layout of other sizes.
@@ -44,7 +44,7 @@ def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None,
     metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o [N, H, D] and lse, see ``plan.empty_lse``. metadata: subtree_end, key_index and the plan."""
+    """Returns o [N, H, D] and lse, see ``plan.empty_lse``. metadata: subtree_end, key_index and the plan."""
     end, column, *plan = metadata
     q, k, v, end = map(_for_tma, (q, k, v, end))
     with torch.cuda.device_of(q):
@@ -58,7 +58,7 @@ def tree_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, source: Tensor | None, o: Tensor,
     lse: Tensor, metadata: Sequence[Tensor], backend: str, deterministic: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv and, with a context, its gradient; in the dtypes of q, k, v."""
+    """Returns dq, dk, dv and, with a context, its gradient; in the dtypes of q, k, v."""
     end, column, *plan = metadata
     do, q, k, v, end = map(_for_tma, (do, q, k, v, end))
     with torch.cuda.device_of(q):
@@ -73,7 +73,7 @@ def tree_attention_backward(
 
 
 def _for_tma(x: Tensor) -> Tensor:
-    """x, copied if needed: contiguous, at an address that is a multiple of 16. TMA reads nothing else."""
+    """Returns x contiguous and aligned to 16 bytes, as TMA requires; copies it if needed."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 

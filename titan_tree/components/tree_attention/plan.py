@@ -1,7 +1,7 @@
 """The plan of a batch: which blocks of queries and keys meet, for the kernels of "triton" and "hopper".
 
 Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]`` and ``end``, the exclusive end
-of the key's subtree in DFS order. This costs one int32 per key. Two facts make it cheap for blocks, too:
+of the key's subtree in DFS order. This costs one int32 per key. Two facts make it cheap for blocks as well:
 
 - One contiguous range of queries sees any key of a block, and a contiguous part of that range sees all of its
   keys. So a pass that keeps a block of keys needs four integers per block.
@@ -83,7 +83,7 @@ def prepare(layout: TreeLayout) -> Plan:
 
 
 def max_parts(n: int, m: int) -> int:
-    """An upper bound on the number of parts of cut ranges, for N = n queries and M = m keys.
+    """Returns an upper bound on the number of parts of cut ranges, for N = n queries and M = m keys.
 
     A part has at least half of 1 / JOBS of all tiles, and at least half of SHORTEST_JOB tiles.
     """
@@ -92,7 +92,7 @@ def max_parts(n: int, m: int) -> int:
 
 
 def empty_lse(q: Tensor) -> Tensor:
-    """An uninitialized lse [H, N rounded up to QUERIES] fp32 for q [N, H, D].
+    """Returns an uninitialized lse [H, N rounded up to QUERIES] fp32 for q [N, H, D].
 
     Kernels fill it with the log2 of the sum of exp2 of each row's scores, and with +inf past row N.
     """
@@ -100,7 +100,7 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """The columns key_blocks, n_partial and n_visible, for query blocks of key columns first .. last."""
+    """Returns the columns key_blocks, n_partial and n_visible for query blocks of columns first .. last."""
     seen, full, _ = _visibility(end, KEYS, first, last)
     kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
     n_visible = seen.sum(1)
@@ -108,7 +108,7 @@ def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """The columns from pieces to query_order, for query blocks of key columns first .. last."""
+    """Returns the columns from pieces to query_order, for query blocks of key columns first .. last."""
     seen, full, diagonal = _visibility(end, PIECE, first, last)
     n_seen = seen.sum(1)
     padding = -n_seen % 4
@@ -140,7 +140,7 @@ def _bytes_like(mask: Tensor, value: int) -> Tensor:
 
 
 def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
-    """The columns from ``first`` to the last one."""
+    """Returns the columns from ``first`` to the last one."""
     lowest, highest = _block_bounds(end, KEYS, pad=end.new_zeros(1))
     first_k = torch.arange(0, len(end), KEYS, device=end.device, dtype=torch.int32)
     bounds = torch.stack([first_k, first_k + KEYS - 1, lowest, highest])
@@ -154,7 +154,7 @@ def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
 
 
 def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]:
-    """The columns job_*: key blocks ``order``, whose ``work`` in tiles descends, cut into jobs."""
+    """Returns the columns job_*: key blocks ``order``, whose ``work`` in tiles descends, cut into jobs."""
     limit = (work.sum() / JOBS).clamp(min=SHORTEST_JOB)
     parts = (work / limit).ceil().long().clamp(min=1)
     stop = parts.cumsum(0)
@@ -173,7 +173,7 @@ def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]
 
 
 def _block_bounds(values: Tensor, block: int, pad: Tensor) -> tuple[Tensor, Tensor]:
-    """The minimum and maximum of each run of ``block`` values. The last run is filled up with ``pad``."""
+    """Returns the minimum and maximum of each run of ``block`` values. ``pad`` fills up the last run."""
     missing = -len(values) % block
     blocks = torch.cat([values, pad.expand(missing)]).view(-1, block)
     return blocks.amin(1), blocks.amax(1)

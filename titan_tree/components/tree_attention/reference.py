@@ -14,17 +14,17 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def is_automatic(device: torch.device) -> bool:
-    """Everywhere but on GPUs: there a dense mask would be a costly surprise."""
+    """Returns whether ``device`` is not a GPU: large trees on a GPU would need too large a mask."""
     return device.type != "cuda"
 
 
 def refusal(q: Tensor, deterministic: bool) -> str | None:
-    """None: it computes everything."""
+    """Returns None: it computes all inputs."""
     return None
 
 
 def prepare(layout: TreeLayout) -> Tensor:
-    """The mask [N, M] bool. It takes N * M bytes."""
+    """Returns the mask [N, M] bool. Its size is N * M bytes."""
     return layout.dense_mask()
 
 

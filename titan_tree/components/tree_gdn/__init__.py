@@ -15,12 +15,12 @@ chains (runs of chunks).
     backend.py       the interface of a backend
     operator.py      the operator that autograd and torch.compile see
     reference.py     the rule and the convolution in plain PyTorch, to which everything else is compared
-    buffers.py       tensors that kernels hand to each other
+    buffers.py       tensors that one kernel writes and another one reads
     triton_kernels/  the rule for any GPU
     hopper/          the same, with the most expensive kernels in Gluon for Hopper GPUs
     conv.py          the convolution: plan and operator;  conv_kernels.py: its kernels
 
-A backend asked for by name is used or refused, never swapped.
+A backend requested by name is used or refused, never replaced by another one.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TreeGDN(nn.Module):
 
     Args:
         backend: a name from ``registry.GDN_BACKENDS``, or "auto".
-            "hopper": our kernels for Hopper GPUs, partly in Gluon. bfloat16, head dims 64 and 128.
-            "triton": our kernels for any GPU. bfloat16 or float32, head dims 16, 32, 64 and 128.
+            "hopper": kernels for Hopper GPUs, partly in Gluon. bfloat16, head dims 64 and 128.
+            "triton": kernels for any GPU. bfloat16 or float32, head dims 16, 32, 64 and 128.
             "reference": plain PyTorch; any device, float dtype and head dim.
             "auto": the first of hopper, triton (on GPUs) and reference (elsewhere) that supports the tensors.
 

@@ -25,17 +25,17 @@ class GdnBackend(Protocol):
     """
 
     def is_automatic(self, device: torch.device) -> bool:
-        """Whether "auto" may choose this backend for tensors on ``device``."""
+        """Returns whether "auto" may choose this backend for tensors on ``device``."""
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """The reason why this backend cannot compute tensors like these, or None if it can.
+        """Returns the reason why this backend cannot compute tensors like these, or None if it can.
 
         The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
         got, and which backend to use instead. torch.compile traces this function, so it must not read values.
         """
 
     def empty_saved(self, q: Tensor, v: Tensor, chains: Chains) -> Saved:
-        """Uninitialized tensors of the shapes and dtypes that ``forward`` saves; they may be empty."""
+        """Returns uninitialized tensors like those that ``forward`` saves; they may be empty."""
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class GdnBackend(Protocol):
         chunks: Chunks,
         chains: Chains,
     ) -> tuple[Tensor, Tensor, Saved]:
-        """o [N, G, V], the exported states [X, G, K, V], and what ``backward`` needs. X may be 0.
+        """Returns o [N, G, V], the exported states [X, G, K, V], and what ``backward`` needs. X may be 0.
 
         Arguments are those of ``TreeGDN.forward``, of any strides. Exported states are those at the ends of
         the chunks ``chunks.exported``: fp32, or wider if v is.
@@ -68,4 +68,4 @@ class GdnBackend(Protocol):
         chunks: Chunks,
         chains: Chains,
     ) -> list[Tensor]:
-        """dq, dk, dv, dg, dbeta and, with states, dstates: contiguous, in their inputs' dtypes."""
+        """Returns dq, dk, dv, dg, dbeta and, with states, dstates: contiguous, in their inputs' dtypes."""

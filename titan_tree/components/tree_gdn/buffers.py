@@ -1,4 +1,4 @@
-"""Tensors that the kernels of the gated delta rule hand to each other.
+"""Tensors that one kernel of the gated delta rule writes and another one reads.
 
 Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds the state of one chunk's
 end that other chains start from (``tree/chains.py``).
@@ -55,7 +55,7 @@ class Saved(NamedTuple):
 
 
 def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
-    """Uninitialized ``Saved`` for q [N, H, K] and v [N, G, V]."""
+    """Returns an uninitialized ``Saved`` for q [N, H, K] and v [N, G, V]."""
     # Sizes are read as shape[0]: len() would make torch.compile specialize on one size.
     num_chunks, num_slots, heads = chains.slot.shape[0], chains.first_child.shape[0] - 1, v.shape[1]
     return Saved(
@@ -66,18 +66,18 @@ def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
 
 
 def empty_states(saved: Saved) -> tuple[Tensor, Tensor]:
-    """Uninitialized S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients."""
+    """Returns uninitialized S^T [chunks, G, V, K] and n^T [chunks, G, V, 64], or their gradients."""
     (_, heads, width, width_k), num_chunks = saved.slots.shape, len(saved.inverse)
     empty = saved.inverse.new_empty
     return empty(num_chunks, heads, width, width_k), empty(num_chunks, heads, width, CHUNK)
 
 
 def precision(x: Tensor) -> str:
-    """Triton's ``input_precision`` for products of x's dtype. It has no effect on 16-bit operands."""
+    """Returns Triton's ``input_precision`` for products of x's dtype. It has no effect on 16-bit operands."""
     return "tf32x3" if x.is_cuda and x.dtype == torch.float32 else "ieee"
 
 
 def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """The constants of most kernels: GROUP value heads per key head, G, K, V, and C tokens per chunk."""
+    """Returns the constants of most kernels: GROUP value heads per key head, G, K, V, C tokens per chunk."""
     (heads_k, width_k), (heads, width) = q.shape[1:], v.shape[1:]
     return {"GROUP": heads // heads_k, "G": heads, "K": width_k, "V": width, "C": CHUNK}

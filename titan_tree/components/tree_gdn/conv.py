@@ -1,8 +1,8 @@
 """The causal convolution on trees: Triton kernels on GPUs, plain PyTorch on CPUs and in float64.
 
 A chunk (``tree/chunks.py``) is a run of tokens, each the successor of the one before on the same path. A
-program walks along a chunk and keeps the last W - 1 rows in registers. So it reads each row once, however
-wide the window is; only the W - 1 rows before a chunk are looked up.
+program walks along a chunk and keeps the last W - 1 rows in registers. So it reads each row once for a window
+of any width; only the W - 1 rows before a chunk are looked up.
 
 The backward kernel walks the same way. A token's dx is complete W - 1 tokens later, so it continues past the
 chunk's end by up to W - 1 tokens of the same path. The gradients that chunks of other branches send to the
@@ -53,9 +53,8 @@ class ConvPlan(NamedTuple):
     order: Tensor  # [E] int32: indices into the rows of both
     target: Tensor  # [E] int32
     stop: Tensor  # [E] int32: at the first entry of a target the end of its range, elsewhere 0
-    place: (
-        Tensor  # [E] int32: for a target that is a token, its row among the last W - 1 tokens of all chunks
-    )
+    # [E] int32: for a target that is a token, its row among the last W - 1 tokens of all chunks
+    place: Tensor
 
 
 def prepare(layout: TreeLayout, width: int) -> ConvPlan:
@@ -93,7 +92,7 @@ def prepare(layout: TreeLayout, width: int) -> ConvPlan:
 def tree_causal_conv1d(
     x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None, plan: ConvPlan | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A depthwise causal convolution along each path, followed by silu.
+    """Computes a depthwise causal convolution along each path, followed by SiLU.
 
     y[t] = silu(sum_j weight[:, W - 1 - j] * x[j-th token before t on its path]), for each channel by itself.
     The computation, and the sum for dweight, are in fp32 or wider. The operator is differentiable once and
@@ -111,7 +110,7 @@ def tree_causal_conv1d(
         ``layout.state_exports``, otherwise None.
 
     Raises:
-        UserError: shapes or dtypes do not fit, or a partition comes without tails.
+        UserError: shapes or dtypes do not fit, or a partition has no tails.
     """
     _check(x, weight, layout, tails)
     if plan is None:
@@ -144,7 +143,7 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
 def tree_conv(
     x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvPlan."""
+    """Returns y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvPlan."""
     plan = ConvPlan(*metadata)
     exported = _rows(x, tails, plan.exported)
     if not _use_kernels(x):
@@ -166,7 +165,7 @@ def tree_conv(
 def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> list[Tensor]:
-    """dx, dweight and, with tails, their gradient."""
+    """Returns dx, dweight and, with tails, their gradient."""
     plan = ConvPlan(*metadata)
     if not _use_kernels(x):
         return _plain_backward(dy, dexported, x, weight, tails, plan)
@@ -224,7 +223,7 @@ def _use_kernels(x: Tensor) -> bool:
 
 
 def _groups(plan: ConvPlan) -> tuple[int, int]:
-    """(number of groups, chunks per group), such that a group has TOKENS tokens or more on average."""
+    """Returns (number of groups, chunks per group), so that a group has at least TOKENS tokens on average."""
     chunks = len(plan.ahead)
     group = triton.cdiv(chunks, triton.cdiv(len(plan.sources), TOKENS))
     return triton.cdiv(chunks, group), group
@@ -234,12 +233,12 @@ def _groups(plan: ConvPlan) -> tuple[int, int]:
 
 
 def _targets(sources: Tensor, n: int, nobody: int) -> Tensor:
-    """Targets for ``conv_sources``: tokens 0 .. n - 1, gateway rows from n on, or ``nobody``."""
+    """Returns targets for ``conv_sources``: tokens 0 .. n - 1, gateway rows from n on, or ``nobody``."""
     return torch.where(sources < -1, n - 2 - sources, sources.masked_fill(sources == -1, nobody))
 
 
 def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
-    """[*sources.shape, D]: the rows of x or of the tails that ``sources`` names, or zeros."""
+    """Returns [*sources.shape, D]: the rows of x or of the tails that ``sources`` names, or zeros."""
     zero = x.new_zeros(1, x.shape[1])
     elsewhere = zero if tails is None else torch.cat([tails.flatten(0, 1), zero])
     row = torch.where(sources < -1, -2 - sources, len(elsewhere) - 1)
@@ -247,7 +246,7 @@ def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvPlan) -> tuple[Tensor, Tensor]:
-    """Windows [N, W, D] and the weight [W, D], in the dtype of the computation."""
+    """Returns windows [N, W, D] and the weight [W, D], in the dtype of the computation."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return _rows(x, tails, plan.sources).to(wide), weight.to(wide).t()
 

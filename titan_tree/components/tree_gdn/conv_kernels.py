@@ -1,6 +1,6 @@
 """Kernels of the causal convolution on trees, in Triton. ``conv.py`` explains what they compute.
 
-A program handles one group of chunks and one block of channels. Programs of one group have neighbouring ids.
+A program handles one group of chunks and one block of channels. Programs of one group have adjacent ids.
 
 The window of a token is a tuple of rows and the weight a tuple of taps. Both are ordered by distance to the
 token, the token itself first, and are fp32. Row numbers are int64 because N * D may exceed 2**31; offsets

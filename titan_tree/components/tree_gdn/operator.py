@@ -2,7 +2,7 @@
 
 Autograd, torch.compile and activation checkpointing see this operator and nothing below it. The backward pass
 reads the inputs and ``Saved`` (``buffers.py``): numbers per token, the inverse T of each chunk, and the
-states where chains branch. Backends compute the states at all other chunks again.
+states where chains branch. Backends recompute the states at all other chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gated_delta_rule(
     backend: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and the states after ``chunks.exported``, if any; differentiable. See ``TreeGDN.forward``."""
+    """Returns o and the states after ``chunks.exported``, if any; differentiable. See ``TreeGDN.forward``."""
     o, exported, *_ = tree_gdn(q, k, v, g, beta, states, [*chunks, *chains], backend)
     return o, exported
 
@@ -33,7 +33,7 @@ def tree_gdn(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
     metadata: Sequence[Tensor], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [N, G, V], the exported states [X, G, K, V], and ``Saved``. metadata: Chunks and Chains."""
+    """Returns o [N, G, V], the exported states [X, G, K, V], and ``Saved``. metadata: Chunks and Chains."""
     with torch.cuda.device_of(q):
         o, exported, saved = GDN_BACKENDS[backend].forward(q, k, v, g, beta, states, *_split(metadata))
     return o, exported, *saved
@@ -44,7 +44,7 @@ def tree_gdn_backward(
     do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     states: Tensor | None, saved: Sequence[Tensor], metadata: Sequence[Tensor], backend: str,
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv, dg, dbeta and, with states, their gradient; in the dtypes of the inputs."""
+    """Returns dq, dk, dv, dg, dbeta and, with states, their gradient; in the dtypes of the inputs."""
     inputs = do, dexported, q, k, v, g, beta, states, Saved(*saved)
     with torch.cuda.device_of(q):
         return GDN_BACKENDS[backend].backward(*inputs, *_split(metadata))
@@ -56,7 +56,7 @@ def _split(metadata: Sequence[Tensor]) -> tuple[Chunks, Chains]:
 
 
 def _zero_exports(q: Tensor, v: Tensor, metadata: Sequence[Tensor]) -> Tensor:
-    """Zeros like the exported states [X, G, K, V]: fp32, or wider if v is."""
+    """Returns zeros like the exported states [X, G, K, V], in fp32, or wider if v is."""
     shape = _split(metadata)[0].exported.shape[0], v.shape[1], q.shape[2], v.shape[2]
     return v.new_zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32))
 

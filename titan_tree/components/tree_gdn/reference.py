@@ -30,17 +30,17 @@ EPSILON = 1e-6  # added to squared lengths, as Qwen's models do
 
 
 def is_automatic(device: torch.device) -> bool:
-    """Everywhere but on GPUs."""
+    """Returns whether ``device`` is not a GPU."""
     return device.type != "cuda"
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None: it computes everything."""
+    """Returns None: it computes all inputs."""
     return None
 
 
 def empty_saved(q: Tensor, v: Tensor, chains: Chains) -> Saved:
-    """No elements: the backward pass computes everything again."""
+    """Returns tensors without elements: the backward pass recomputes everything."""
     return Saved(*(x.new_empty(0) for x in buffers.empty_saved(q, v, chains)))
 
 
@@ -78,9 +78,9 @@ def backward(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """o [N, G, V] and the states [X, G, K, V] after ``chunks.exported``; differentiable any number of times.
+    """Returns o [N, G, V] and the states [X, G, K, V] after ``chunks.exported``.
 
-    See ``TreeGDN.forward`` for the arguments.
+    The result is differentiable any number of times. See ``TreeGDN.forward`` for the arguments.
     """
     start, before, exported = (x.tolist() for x in chunks)
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
@@ -111,7 +111,7 @@ def gated_delta_rule(
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, start: Sequence[int]
 ) -> dict[int, tuple[Tensor, ...]]:
-    """For each chunk exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v and exp(G_last): [heads, size, ...].
+    """Returns exp(G) q, P, T, exp(G) k, exp(G_last - G) k, v, exp(G_last) per chunk: [heads, size, ...].
 
     P_ij = exp(G_i - G_j) (q_i.k_j) for j <= i. The size of a chunk is rounded up to a power of two, so that
     short chunks cost little. The tokens that fill it up change nothing: their keys are 0 and they do not
@@ -143,7 +143,7 @@ def _prepared(
 
 
 def normalize(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension."""
+    """Returns x / |x| over the last dimension."""
     return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
 
 
@@ -153,7 +153,7 @@ def normalize(x: Tensor) -> Tensor:
 def tree_causal_conv1d(
     x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """See ``conv.tree_causal_conv1d``, whose definition this is."""
+    """Defines ``conv.tree_causal_conv1d``, see there."""
     assert layout.predecessor is not None
     wide = torch.promote_types(x.dtype, torch.float32)
     width = weight.shape[1]
@@ -172,7 +172,7 @@ def tree_causal_conv1d(
 
 
 def conv_sources(predecessor: Tensor, width: int) -> Tensor:
-    """[N, W] int64: the last ``width`` = W tokens of each token's path; the token itself comes last.
+    """Returns [N, W] int64: the last ``width`` = W tokens of each token's path, with the token itself last.
 
     -1 means that the path is shorter. -2 - i names row i of the gateway's tails, flattened to [R * (W - 1)]
     rows.

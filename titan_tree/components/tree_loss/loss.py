@@ -124,7 +124,7 @@ class TreeLoss:
             batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
 
         Raises:
-            UserError: ``normalizer`` is not positive, or the loss needs a field that the paths do not have.
+            UserError: ``normalizer`` is not positive, or the paths lack a field that the loss needs.
         """
         pairs = batch.pairs
         if not normalizer > 0:

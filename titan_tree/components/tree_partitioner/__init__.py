@@ -1,7 +1,7 @@
 """TreePartitioner: cuts a token tree into partitions, each run in one forward pass.
 
 none.py             the whole tree in one partition
-traversals.py       what the next three files share: a *traversal* runs whole paths, without context
+traversals.py       code shared by the next three files: a *traversal* runs whole paths, without context
 single_path.py      each traversal shares one prefix: a dynamic program
 multi_path.py       the fewest executed tokens: exact, for trees of moderate size
 greedy.py           fills traversals in DFS order: linear time
@@ -34,7 +34,7 @@ class TreePartitioner:
 
     | strategy        | executed tokens | partitions                                                         |
     |-----------------|-----------------|--------------------------------------------------------------------|
-    | none            | 83k             | one partition, whatever its size                                   |
+    | none            | 83k             | one partition of any size                                          |
     | single_path     | 121k            | traversals; paths in a traversal share one prefix and nothing else |
     | greedy          | 102k            | traversals that share all they can, filled in DFS order            |
     | multi_path      | 102k            | traversals that share all they can, with the fewest tokens         |

@@ -2,9 +2,9 @@
 
 Problem: divide the leaves into traversals of at most max_tokens tokens each, so that few tokens run.
 
-Idea: neighbours in DFS order share the longest prefixes. A traversal takes leaves in DFS order until the next
-leaf does not fit; that leaf starts the next traversal (next fit). At every branch, the child with the deepest
-leaf comes first.
+Idea: adjacent leaves in DFS order share the longest prefixes. A traversal takes leaves in DFS order until the
+next leaf does not fit; that leaf starts the next traversal (next fit). At every branch, the child with the
+deepest leaf comes first.
 
 Invariant: a leaf adds the part of its path that it does not share with the leaf before it. If it starts a
 traversal, it adds its whole path.

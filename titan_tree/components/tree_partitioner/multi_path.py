@@ -13,7 +13,7 @@ is optimal.
 Invariant: the states of a node contain one that leads to an optimum. Two kinds of states can be dropped:
 
 - Dominated states. State A dominates state B if, with loads sorted in descending order, A has at most as many
-  loads as B and each of them is at most as large. Whatever completes B also completes A, at no higher cost.
+  loads as B and each of them is at most as large. Every completion of B also completes A, at no higher cost.
 - States that repeat more tokens than greedy does in total. A state executes sum(a) + k L(u) tokens.
 
 Complexity: exponential in the leaves in the worst case, so MAX_PACKINGS limits the work at each node.

@@ -1,4 +1,4 @@
-"""none: the whole tree in one partition, whatever its size."""
+"""none: the whole tree in one partition of any size."""
 
 from __future__ import annotations
 

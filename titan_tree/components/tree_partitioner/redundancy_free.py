@@ -48,7 +48,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
     """Returns the partitions, depth first.
 
     Args:
-        max_chain_tokens: None stands for the larger of ``max_tokens`` and the longest path.
+        max_chain_tokens: None means the larger of ``max_tokens`` and the longest path.
 
     Raises:
         UserError: ``max_chain_tokens`` is less than the longest path.

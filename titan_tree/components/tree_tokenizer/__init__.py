@@ -3,7 +3,7 @@
 tokenizer.py    TreeTokenizer, which combines the modules below
 vocabulary.py   reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
 bpe.py          encodes and decodes text with a vocabulary
-messages.py     checks conversations and brings them into one form
+messages.py     checks conversations and converts them into one form
 templates.py    renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
 samples.py      cuts rendered conversations into training samples
 """

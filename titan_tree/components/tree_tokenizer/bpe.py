@@ -12,7 +12,7 @@ import tiktoken
 from titan_tree.components.tree_tokenizer.vocabulary import Vocabulary
 from titan_tree.errors import UserError
 
-CACHE_CHARACTERS = 1 << 24  # capacity of the cache in characters of text; full, it takes about 100 MB
+CACHE_CHARACTERS = 1 << 24  # capacity of the cache in characters of text; a full cache takes about 100 MB
 ENTRY_CHARACTERS = 64  # what an entry of the cache costs beside its text, in characters
 
 
@@ -22,7 +22,7 @@ class BytePairEncoder:
     Encoding has four steps, and their order matters:
 
     1. Cut added tokens out of the raw text.
-    2. Bring each piece between them into Unicode normal form. Each piece is normalized separately, so
+    2. Convert each piece between them to Unicode normal form. Each piece is normalized separately, so
        ``<think>`` stays intact before a combining mark.
     3. Cut added tokens marked ``normalized`` out of the pieces.
     4. Encode the rest by BPE.

@@ -1,4 +1,4 @@
-"""Checks conversations, and brings the two common spellings of messages into one form.
+"""Checks conversations, and converts the two common spellings of messages into one form.
 
 ``normalize_messages`` returns the form that Hugging Face's chat templates read:
 
@@ -20,7 +20,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first o
 
 
 def normalize_messages(messages: object, where: str) -> list[Message]:
-    """Checks a conversation and returns it in the form above. The input does not change.
+    """Checks a conversation and returns it in the form above. The input stays unchanged.
 
     - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` that is joined. For assistants
       and tools, null or a missing field becomes "".

@@ -166,7 +166,7 @@ def _tokens_and_ranks(model: _Field, added: set[str]) -> tuple[dict[bytes, int],
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises UserError with the file's name if there is none."""
+    """Returns the JSON object in a file. Raises UserError with the file's name for other content."""
     content = _read_bytes(path)
     try:
         data = json.loads(content)

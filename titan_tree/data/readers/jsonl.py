@@ -14,7 +14,7 @@ class JsonLinesReader(Reader):
     """Reads JSON Lines. Blank lines are skipped, and places are "file:line"."""
 
     def recognizes(self, file: BinaryIO) -> bool:
-        """Returns True: this is the default format, and its errors name what a file gets wrong."""
+        """Returns True: this is the default format, and its errors say what is wrong with a file."""
         return True
 
     def records(self, file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:

@@ -19,7 +19,7 @@ ROUTER_BIASES = "router_biases.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a snapshot. Raises UserError if there is none."""
+    """Returns the JSON object in a file of a snapshot. Raises UserError if the file is missing or damaged."""
     if not path.parent.is_dir():
         raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
     try:

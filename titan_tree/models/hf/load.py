@@ -36,8 +36,8 @@ def load_pretrained(
         attention: backend of ``TreeAttention``.
         gdn: backend of ``TreeGDN``.
     Raises:
-        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, or the model is
-            one that titan_tree does not compute.
+        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, or titan_tree
+            does not support the model.
     """
     with torch.device("meta"):
         model = model_from_config(folder, attention, gdn).to(dtype)
@@ -53,7 +53,7 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
     """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
 
     Raises:
-        UserError: the config is missing, damaged, or describes a model that titan_tree does not compute.
+        UserError: the config is missing, damaged, or describes a model that titan_tree does not support.
     """
     path = Path(folder) / CONFIG
     config = read_json(path)
@@ -103,8 +103,8 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
 def load_router_biases(model: Decoder, folder: str | Path) -> None:
     """Gives ``model`` the router biases that ``save_pretrained`` wrote beside the weights, if it wrote any.
 
-    Call it when the weights are on their device: biases are created there, in fp32 whatever the weights'
-    dtype.
+    Call it when the weights are on their device: biases are created there, in fp32 for any dtype of the
+    weights.
 
     Raises:
         UserError: the biases do not fit the model.
@@ -142,7 +142,7 @@ def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
                 shapes[name] = tuple(tensor.get_shape())
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise UserError(
-                        f"{file}: {stored}: expected unquantised weights ({', '.join(DTYPES)}), got {dtype}"
+                        f"{file}: {stored}: expected unquantized weights ({', '.join(DTYPES)}), got {dtype}"
                     )
     if skipped:
         kinds = sorted({name.removeprefix("model.").partition(".")[0] for name in skipped})

@@ -60,13 +60,13 @@ def save_pretrained(
     which only ``load_pretrained`` reads; a warning says so.
 
     Files are written to a temporary folder beside ``folder``, which is renamed when all are written. A failed
-    save therefore leaves nothing behind.
+    save therefore leaves no files.
 
     Args:
         folder: must be empty or not exist.
         state_dict: the weights, by the model's names; needed if the model's own are sharded.
-        source: the snapshot that the model was loaded from. Copied from it are tokenizer and processor files,
-            the weights that were not loaded (vision, prediction of several tokens), and the fields of
+        source: the snapshot that the model was loaded from. The export copies its tokenizer and processor
+            files, its weights that were not loaded (vision, prediction of several tokens), and the fields of
             config.json that the model does not know, such as special token ids.
         max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
     Raises:

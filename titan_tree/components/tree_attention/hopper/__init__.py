@@ -1,7 +1,7 @@
-"""Backend "hopper": our kernels for Hopper GPUs, in Gluon, Triton's low-level language.
+"""Backend "hopper": kernels for Hopper GPUs in Gluon, Triton's low-level language.
 
 They use TMA (asynchronous copies between global and shared memory), asynchronous tensor core products (wgmma)
-and specialised warps. Read them in this order:
+and specialized warps. Read them in this order:
 
     ../../rings.py    rings of shared memory between a producer warp and consumer warps
     pieces.py         work items and lists of keys, for the passes that keep a block of queries
@@ -28,7 +28,7 @@ __all__ = ["attention", "backward", "forward", "is_automatic", "prepare", "refus
 
 
 def is_automatic(device: torch.device) -> bool:
-    """On Hopper GPUs."""
+    """Returns whether ``device`` is a Hopper GPU."""
     return is_hopper(device)
 
 

@@ -1,4 +1,4 @@
-"""What the passes that keep a block of keys share: jobs, the producer, and the sum over parts of dk and dv.
+"""Code shared by the passes that keep a block of keys: jobs, the producer, and the sum of parts of dk and dv.
 
 A job is a key block and a range of query tiles (``plan``), for all G query heads of one key head. Each key
 head's heaviest jobs come first. All queries see the trunk, so its key blocks have long ranges: these are cut

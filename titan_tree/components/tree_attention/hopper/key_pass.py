@@ -9,7 +9,7 @@ warp fetches queries, and two consumer groups of four warps hold 64 keys each. T
 transposed as dV and dK need them.
 
 For dq both groups store dS in shared memory. A third group multiplies it by K, so that neither of the two
-waits for the other. TMA adds its fp32 tiles to global memory in no fixed order. Without dq there is no third
+blocks the other. TMA adds its fp32 tiles to global memory in no fixed order. Without dq there is no third
 group, and every sum has a fixed order.
 
 Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
@@ -278,7 +278,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan, with_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dk, dv and, if with_dq, dq, in the dtypes of k, v and q. delta: see ``triton_kernels.row_sums``."""
+    """Returns dk, dv and, if with_dq, dq, in the dtypes of their inputs. delta: see ``row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq_sum = torch.zeros_like(q, dtype=torch.float32) if with_dq else None

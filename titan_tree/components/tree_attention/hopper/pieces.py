@@ -1,4 +1,4 @@
-"""What the passes that keep a block of queries share: work items, and the pieces of keys that they read.
+"""Code shared by the passes that keep a block of queries: work items, and the pieces of keys that they read.
 
 The forward pass and ``query_pass`` keep a query block and read its list of pieces, 32 keys each (``plan``).
 The producer fills one slot of a ring with several pieces, which may come from anywhere. So every tensor core
@@ -19,9 +19,8 @@ from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 PIECE = gl.constexpr(PIECE_KEYS)
 
 # 1. Work items. The grid is persistent. An item is a query block and a head, heaviest first. Program p of P
-#    takes
-#    items p, 2P - 1 - p, 2P + p, ... (snake order), which balances the load. Heads that share a key head are
-#    neighbours, so that they read its keys from L2.
+#    takes items p, 2P - 1 - p, 2P + p, ... (snake order), which balances the load. Heads that share a key
+#    head are adjacent, so that they read its keys from L2.
 
 
 class Lists(NamedTuple):

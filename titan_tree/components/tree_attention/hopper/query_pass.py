@@ -269,7 +269,7 @@ def gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """dq [N, H, D] in the dtype of q. delta: see ``triton_kernels.row_sums``."""
+    """Returns dq [N, H, D] in the dtype of q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
     sizes = SIZES[dim]
     dq = torch.empty_like(q)

@@ -196,7 +196,7 @@ def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv [M, Hkv, D] in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
+    """Returns dk and dv [M, Hkv, D] in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     parts = q.new_empty(max_parts(n, m), 2, KEYS, heads_k, dim, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Backend "triton": our kernels for any GPU, in 16 and 32 bits.
+"""Backend "triton": kernels for any GPU, in 16 and 32 bits.
 
 ``kernels.py`` holds the device code. This file chooses tile sizes and launches it. Without a GPU, Triton's
 interpreter runs the kernels if TRITON_INTERPRET=1.
@@ -26,7 +26,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_automatic(device: torch.device) -> bool:
-    """On every GPU."""
+    """Returns whether ``device`` is a GPU."""
     return device.type == "cuda"
 
 
@@ -89,7 +89,7 @@ TILES_FP32 = {
 
 @functools.cache
 def _shared_memory(device: int) -> int:
-    """The most bytes of shared memory that one block can use."""
+    """Returns the maximum bytes of shared memory of one block."""
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
@@ -102,7 +102,7 @@ def _tiles(q: Tensor) -> Tiles:
 
 
 def _rows(x: Tensor, block: int) -> TensorDescriptor:
-    """A descriptor of x [N, H, D] as a matrix [N, H * D], moved in tiles of ``block`` rows of one head.
+    """Returns a descriptor of x [N, H, D] as a matrix [N, H * D], in tiles of ``block`` rows of one head.
 
     Rows past the end read as zero and are not written. Coordinates are rows and columns, so no offset exceeds
     32 bits. On Hopper, Triton compiles these accesses to TMA transfers.
@@ -144,7 +144,7 @@ def backward(
 
 
 def row_sums(do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """delta = rowsum(O * dO): shape of lse, 0 past row N. Also used by backend "hopper"."""
+    """Returns delta = rowsum(O * dO) in the shape of lse, 0 past row N. Backend "hopper" uses it too."""
     delta = torch.empty_like(lse)
     kernels._delta_kernel[(lse.shape[1] // 64, len(lse))](
         _rows(o, 64), _rows(do, 64), delta, lse.shape[1], D=o.shape[2], BLOCK=64
@@ -156,7 +156,7 @@ def _key_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv."""
+    """Returns dk and dv."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     tile = _tiles(q).dkdv
@@ -176,7 +176,7 @@ def _query_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
     plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """dq."""
+    """Returns dq."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dq = torch.empty_like(q)
     tile, group = _tiles(q).dq, heads // heads_k

@@ -35,7 +35,7 @@ MASKED = tl.constexpr(-(2.0**100))
 
 
 # 1. Forward pass. A program computes one tile of queries for one head. Programs of the heads that share a key
-#    head have neighbouring ids, so that they read its keys and values from L2.
+#    head have adjacent ids, so that they read its keys and values from L2.
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Backend "hopper": the gated delta rule for Hopper GPUs, with its most expensive kernels in Gluon.
 
-The Gluon kernels use TMA, asynchronous tensor core products and specialised warps. ``passes.py`` runs along
+The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``passes.py`` runs along
 chains and back; ``inputs.py`` computes the gradients of q, k, v, g and beta. The Triton kernels of
 ``triton_kernels/`` do the rest: they prepare all chunks at once, which is little work.
 """
@@ -26,7 +26,7 @@ backward = partial(launch.backward, PASSES)
 
 
 def is_automatic(device: torch.device) -> bool:
-    """On Hopper GPUs."""
+    """Returns whether ``device`` is a Hopper GPU."""
     return is_hopper(device)
 
 

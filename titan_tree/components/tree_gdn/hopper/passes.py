@@ -416,7 +416,7 @@ def state_gradients(
 def _tiles(
     q: Tensor | None, k: Tensor, v: Tensor, scores: Tensor | None, saved: Saved
 ) -> list[TensorDescriptor | None]:
-    """Descriptors of the tensors that are fetched for each chunk."""
+    """Returns descriptors of the tensors that are fetched for each chunk."""
     if saved.numbers.numel() >= 2**31:
         raise UserError(
             f"TreeGDN: backend 'hopper': {len(saved.inverse):,} chunks and {v.shape[1]} heads exceed "
@@ -434,12 +434,12 @@ def _tiles(
 
 
 def _parts(*tensors: Tensor) -> list[TensorDescriptor]:
-    """Descriptors of the tensors that a program writes for each chunk."""
+    """Returns descriptors of the tensors that a program writes for each chunk."""
     return [rows_of(x, BLOCK_V.value) for x in tensors]
 
 
 def rows_of(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of x [.., D] in tiles of ``rows`` rows."""
+    """Returns a descriptor of x [.., D] in tiles of ``rows`` rows."""
     return matrix(x.view(-1, 1, x.shape[-1]), rows, x.shape[-1])
 
 

@@ -27,7 +27,7 @@ backward = partial(launch.backward, PASSES)
 
 
 def is_automatic(device: torch.device) -> bool:
-    """On every GPU."""
+    """Returns whether ``device`` is a GPU."""
     return device.type == "cuda"
 
 

@@ -4,7 +4,7 @@ From dS', the gradient of a chunk's last state, and X = dv, with s the scale of 
 
     dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
 
-dA beta = -X n^T, so none of this computes A or k k^T again. Row sums of a gradient times its operand give the
+dA beta = -X n^T, so nothing here recomputes A or k k^T. Row sums of a gradient times its operand give the
 gradients of beta and of the decays. With r_i the row sums that belong to the rows of A and of e k S:
 
     dbeta_i = (X_i.v_i + r_i) / beta_i;   dG_i = q_i.dq_i + r_i - k_i.dk_column_i

@@ -1,4 +1,4 @@
-"""Forward kernels of the gated delta rule in Triton. The backward pass uses some of them again.
+"""Forward kernels of the gated delta rule in Triton. The backward pass reuses some of them.
 
 The algebra is that of ``reference.py``; the chunk form is Gated DeltaNet's (arXiv:2412.06464). Two things are
 folded in. The row factors e_i = exp(G_i) / |k_i| and d_i = exp(G_last - G_i) / |k_i| also normalize the keys,
@@ -56,7 +56,8 @@ from titan_tree.tree.chunks import CHUNK, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_EPSILON = tl.constexpr(EPSILON)
-# A beta of 0 is read as this number. It vanishes beside 1, and the gradient of beta can be divided by it.
+# A beta of 0 is replaced by this number, so that the gradient of beta can be divided by beta. The number is
+# negligible compared with 1.
 SMALLEST_BETA = tl.constexpr(2.0**-40)
 
 
@@ -315,7 +316,7 @@ def prepare_chunks(
 
 
 def make_scores(q: Tensor, k: Tensor, v: Tensor, saved: Saved, chunks: Chunks, leave: bool) -> Tensor:
-    """s P [chunks, G, 64, 64] in the dtype of q, 0 past a chunk's last token.
+    """Returns s P [chunks, G, 64, 64] in the dtype of q, 0 past a chunk's last token.
 
     leave: also fill the factors of q.
     """

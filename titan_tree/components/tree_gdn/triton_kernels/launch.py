@@ -41,7 +41,7 @@ def forward(
     passes: Passes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None,
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor, Saved]:  # fmt: skip
-    """``GdnBackend.forward`` with the kernels of ``passes``.
+    """Runs ``GdnBackend.forward`` with the kernels of ``passes``.
 
     Raises:
         UserError: the number of states is not the one that the layout expects.
@@ -68,7 +68,7 @@ def backward(
     passes: Passes, do: Tensor, dexported: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
-    """``GdnBackend.backward`` with the kernels of ``passes``."""
+    """Runs ``GdnBackend.backward`` with the kernels of ``passes``."""
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     (n, heads_k, width_k), (_, heads, width), rounds = k.shape, v.shape, chains.rounds.tolist()
     dq, dk = (q.new_empty(n, heads, width_k) for _ in range(2))
