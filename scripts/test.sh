@@ -10,4 +10,4 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 cd "$root"
 export OMP_NUM_THREADS=1  # two workers with one thread each
-exec "$python" -m pytest -n 2 "$@"
+exec "$python" -m pytest -n 2 --dist loadgroup "$@"
