@@ -1,7 +1,7 @@
 """The extension points of titan_tree: names that a configuration can use, and their implementations.
 
 To extend titan_tree, write one file and add one line below. A script of your own can call ``register``
-instead, before it reads the configuration. docs/extending.md shows an example for each registry.
+instead, before it reads the configuration. docs/extending.md shows examples.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class StepCounts:
 
     @property
     def por(self) -> float:
-        """The prefix overlap ratio 1 - N_tree / N_flat."""
+        """The potential overlap ratio 1 - N_tree / N_flat."""
         return 1.0 - self.distinct_tokens / self.logical_tokens
 
     @property
