@@ -5,9 +5,9 @@
 
 Both runs see the same groups in the same order and start from the same weights. The baseline, data.layout =
 "flat", computes every path alone, packed into micro-batches of data.max_tokens without padding. The losses of
-both runs should agree to rounding. The speed-up is at most N_flat / N_tree, total over distinct tokens.
+both runs should agree up to rounding. The speed-up is at most N_flat / N_tree, total over distinct tokens.
 
-Times leave out the first ``--warmup`` steps. They are meaningful on a GPU only, because the cost of the CPU's
+Times omit the first ``--warmup`` steps. They are meaningful on a GPU only, because the cost of the CPU's
 reference attention is quadratic in data.max_tokens.
 
 Writes losses.csv into FOLDER, beside the folders of both runs, and losses.png if matplotlib is installed.

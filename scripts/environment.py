@@ -175,7 +175,7 @@ def imports_titan_tree() -> bool:
 
 
 def run(command: list[str]) -> int:
-    """Runs a command and returns its exit status. Its stdout goes to stderr: ours is for the interpreter."""
+    """Runs a command with stdout redirected to stderr and returns its exit status."""
     return subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False).returncode
 
 

@@ -3,9 +3,9 @@
     python scripts/memory_budget.py --model qwen3_moe --flavor 30B-A3B --ranks 4 --expert-parallel 1 4
 
 Weights, gradients and optimizer states are counted on the meta device. The memory that a layer keeps of a
-token for its backward is measured: the net allocations of one layer's forward in bf16, at two lengths,
-under each policy of activation checkpointing, in a graph that is partitioned as torch.compile partitions
-it.
+token for its backward pass is measured: the net allocations of one layer's forward pass in bf16, at two
+lengths, under each policy of activation checkpointing, in a graph that is partitioned as torch.compile
+partitions it.
 
 What FSDP2 allocates follows its code (torch.distributed.fsdp._fully_shard). U is the number of parameters
 of a rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:
@@ -14,14 +14,14 @@ embedding, norm and head.
 - Weights take 4 S bytes, gradients after their reduction 4 S, optimizer states depend on the optimizer.
 - Gathered weights take 2 bytes per parameter: of the root, a layer and the next one. With partitions of
   trees they take 2 U, because everything stays gathered.
-- Gradients that wait for the last micro-batch or partition take 4 U instead of 4 S. The reduction frees
-  them layer by layer.
+- Gradients that accumulate until the last micro-batch or partition take 4 U instead of 4 S. The reduction
+  frees them layer by layer.
 - While a layer's gradients are reduced, they exist in bf16 and in fp32, and so do those of the layer
   before.
 
-The sum is for a step with several micro-batches, whose later forwards start when gradients exist already.
-It leaves out temporary tensors of a layer's backward, tokens exchanged for experts, gaps in the allocator,
-and NCCL.
+The sum is for a step with several micro-batches, whose later forward passes start when gradients exist
+already. It omits temporary tensors of a layer's backward pass, tokens exchanged for experts, gaps in the
+allocator, and NCCL.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> f
 
 
 def _net_allocations(model: Decoder, num_tokens: int) -> int:
-    """Returns the bytes that the layers' forward on one chain allocates and does not free."""
+    """Returns the bytes that the layers' forward passes on one chain allocate and do not free."""
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * num_tokens)])])
     layout = model.prepare(batch.layout)
     rope = model.make_rope(layout.positions)
@@ -169,8 +169,10 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
 
 
 def activation_bytes(kept: float, everything: float, num_layers: int, num_tokens: int) -> float:
-    """Returns the bytes of activations at the peak: ``kept`` per token of every layer, and ``everything`` of
-    the layer whose backward runs."""
+    """Returns the peak bytes of activations.
+
+    The peak is ``kept`` per token of every layer, and ``everything`` of the layer whose backward pass runs.
+    """
     return num_tokens * (kept * num_layers + everything - kept)
 
 

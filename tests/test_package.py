@@ -35,7 +35,7 @@ def test_the_public_names_include_everything_that_the_documentation_uses() -> No
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Every module that the code imports, as "module" or "module.name", inside functions too."""
+    """Returns every module that the code imports, as "module" or "module.name", inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -45,7 +45,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 
 
 def levels() -> dict[str, int]:
-    """Level of every top-level module, from the list in docs/design.md; 0 is the highest."""
+    """Returns the level of every top-level module, from the list in docs/design.md; 0 is the highest."""
     design = (REPOSITORY / "docs" / "design.md").read_text()
     lines = re.findall(r"^ {4}((?:\w+(?:\.py|/) +)+)", design, re.M)
     return {re.sub(r"\W.*", "", name): i for i, names in enumerate(lines) for name in names.split()}
@@ -72,7 +72,7 @@ def test_imports_point_down_the_list_of_the_design(file: Path) -> None:
 
 
 def allowed(package: str) -> set[Path]:
-    """The files that may import a package which the others must not know."""
+    """Returns the files that may import a package which the others must not know."""
     if package == "torchtitan":
         return {ROOT / "distributed" / "titan.py"}
     if package == "torchao":

@@ -186,7 +186,7 @@ def test_a_full_disk_only_loses_the_checkpoint_being_written(
 def test_a_write_error_of_the_operating_system_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
 ) -> None:
-    """At the start of a file and within a tensor, for which torch has different messages."""
+    """Writing fails at the start of a file or within a tensor, for which torch has different messages."""
     save = checkpoint.CheckpointManager.save
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -6,13 +6,13 @@
     python scripts/benchmark/attention.py --tokens 256 --rounds 1      # on a CPU: shows that it runs
 
 Useful operations are those of visible pairs of a query and a key: 4 * D * heads * pairs forward, and 2.5
-times that backward. Work on masked pairs earns nothing. All contenders take turns in one process on random
+times that backward. Work on masked pairs does not count. All contenders take turns in one process on random
 data in bfloat16; the table has medians. A backend makes its plan once per batch for all layers, so the plan
 is timed apart, on the GPU and on the host. "roof" is the share of the speed of an 8192^3 matrix product in
 the same rounds.
 
-Peers: SDPA with cuDNN's causal kernel on a chain; and "per path", which is flat training: every path that
-is no prefix of another path is computed alone by causal variable-length attention, FlashAttention-4's if
+Peers: SDPA with cuDNN's causal kernel on a chain; and "per path", which is flat training. It computes every
+path that is not a prefix of another path alone by causal variable-length attention, FlashAttention-4's if
 installed, else torch's. Its useful pairs are those of the tree.
 """
 
@@ -71,7 +71,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def main() -> None:
     args = parse_args()
     torch._dynamo.config.recompile_limit = 64  # FlexAttention compiles for some properties of each shape
-    torch._functorch.config.donated_buffer = False  # the backward is timed repeatedly on one graph
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed repeatedly on one graph
     warnings.filterwarnings("ignore", module="cutlass")  # FlashAttention-4 warns at every compilation
     setting = environment(DEVICE) | {"heads": "/".join(map(str, args.heads)), "head_dim": args.head_dim}
     for name, tree in trees(args):
@@ -105,7 +105,7 @@ def benchmark(name: str, tree: TokenTree, args: argparse.Namespace) -> list[Row]
         try:
             contender, plan = backend_contender(label, backend, deterministic, layout.to(DEVICE), args)
         except UserError as error:
-            print(f"{label} left out: {error}")
+            print(f"{label} skipped: {error}")
         else:
             contenders.append(contender)
             plans[label] = plan
@@ -171,12 +171,12 @@ def backend_contender(
     attend = partial(attention, layout=attention.prepare(layout))
     n, m = len(layout.key_index), len(layout.subtree_end)
     with torch.no_grad():
-        attend(*random_inputs(1, n, m, args)[:3])  # compiles, or refuses
+        attend(*random_inputs(1, n, m, args)[:3])  # compiles, or raises UserError
     return attention_contender(label, attend, n, m, args), plan_ms(partial(attention.prepare, layout))
 
 
 def peers(tree: TokenTree, args: argparse.Namespace) -> Iterator[Contender]:
-    """Yields what the backends are compared with."""
+    """Yields the peers of the backends."""
     n = len(tree)
     if tree.stats.n_nodes == 1 and DEVICE.type == "cuda":
         yield attention_contender("cuDNN causal", cudnn_causal, n, n, args)
@@ -195,13 +195,13 @@ def peers(tree: TokenTree, args: argparse.Namespace) -> Iterator[Contender]:
 
 
 def cudnn_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over one sequence by cuDNN."""
+    """Computes causal attention over one sequence by cuDNN."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return causal(q, k, v)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over one sequence by PyTorch's SDPA; [N, H, D] as everywhere here."""
+    """Computes causal attention over one sequence [N, H, D] by PyTorch's SDPA."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
@@ -226,7 +226,7 @@ def per_path(lengths: np.ndarray, library: str) -> Attention:
 
 
 def attention_contender(label: str, attend: Attention, n: int, m: int, args: argparse.Namespace) -> Contender:
-    """Returns a contender that measures milliseconds of a forward, and of a backward alone."""
+    """Returns a contender that measures milliseconds of a forward pass, and of a backward pass alone."""
 
     def measure() -> list[dict[str, float]]:
         *inputs, do = random_inputs(2, n, m, args)

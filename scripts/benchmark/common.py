@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, environment, timers, rounds, tables, CSV files and training steps.
+"""Code shared by the benchmarks: arguments, environment, timers, rounds, tables, CSV files, training steps.
 
 All calls into titan_tree's trainer are at the end of this file, so that the benchmarks depend on it in one
 place.
@@ -122,7 +122,7 @@ class Contender:
 
 
 def run_rounds(contenders: Sequence[Contender], rounds: int) -> None:
-    """Measures all contenders in turn, ``rounds`` times, so that changes of the clock affect all alike."""
+    """Measures all contenders in turn, ``rounds`` times, so that clock changes affect all equally."""
     for _ in range(rounds):
         for contender in contenders:
             for sample in contender.measure():
@@ -221,7 +221,7 @@ def training_step(
 def optimizer_update(model: Decoder) -> Callable[[TreeStep, StepInput], tuple[float, float]]:
     """Returns the trainer's whole step as a function: forward, backward, clipping, AdamW.
 
-    The function returns the loss and the gradient norm, and so waits for the device. If it raises, it first
+    The function waits for the device and returns the loss and the gradient norm. If it raises, it first
     clears the gradients.
     """
     optimizers = build_optimizers(OPTIMIZER, model)
@@ -240,5 +240,5 @@ def optimizer_update(model: Decoder) -> Callable[[TreeStep, StepInput], tuple[fl
 
 
 def autograd_ms(run: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> float:
-    """Returns the median milliseconds of a forward and its backward, with gradients for all inputs."""
+    """Returns the median milliseconds of a forward and backward pass, with gradients for all inputs."""
     return time_ms(lambda: torch.autograd.grad(run(), inputs, gradient))

@@ -7,13 +7,13 @@
 The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to
 the output, through the module, autograd and the operator. All contenders take turns in one process on
 random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
-timed apart. "kept" is the memory that a forward keeps for its backward, besides inputs and output.
+timed apart. "kept" is the memory that a forward pass keeps for its backward pass, besides inputs and output.
 
-Peers: "per path" is flat training: every path that is no prefix of another path, computed alone by the same
-kernels. Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many tokens,
-and on the tree level by level: all nodes of one depth at once, from their parents' last states. On Hopper
-FLA refuses to run backward with versions of Triton that compile wrong gradients. This script runs it there
-to measure its time only.
+Peers: "per path" is flat training, which computes every path that is not a prefix of another path alone by
+the same kernels. Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many
+tokens, and on the tree level by level: all nodes of one depth at once, from their parents' last states. On
+Hopper FLA refuses to run its backward pass with versions of Triton that compile wrong gradients. This script
+runs it there to measure its time only.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def plain_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def peers(shape: str, tree: TokenTree, inputs: Callable[[int], list[Tensor]]) -> list[Contender]:
-    """Returns what the delta rule on a tree is compared with."""
+    """Returns the peers of the delta rule on a tree."""
     contenders = []
     if shape != "chain":
         lengths, sample = flat_sample(tree, MAX_FLAT_TOKENS)
@@ -198,8 +198,10 @@ def level_by_level(tree: TokenTree) -> Run:
 
 
 def contender(name: str, run: Run, make_inputs: Callable[[], list[Tensor]], note: str = "") -> Contender:
-    """Returns a contender that measures milliseconds of a forward ("forward") and of a forward with its
-    backward ("both"), and the bytes that stay between them ("kept")."""
+    """Returns a contender that measures a forward pass ("forward") and both passes ("both") in milliseconds.
+
+    It also measures the bytes that a forward pass keeps for its backward pass ("kept").
+    """
 
     def measure() -> list[dict[str, float]]:
         inputs = make_inputs()

@@ -2,8 +2,8 @@
 
     python scripts/benchmark/moe.py --csv moe.csv
 
-The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Weights
-are random and the same for all, so tokens are spread unevenly over experts, in the same way for all. Each
+The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. All
+layers have the same random weights, so they spread tokens over experts in the same, uneven way. Each
 layer is compiled and runs in bf16. All contenders take turns in one process; the table has medians.
 "peak_share" refers to the GPU's dense bf16 peak. "difference" is the relative difference of outputs to
 titan_tree's; it includes tokens that rounding sends to other experts.

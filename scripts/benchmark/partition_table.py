@@ -1,10 +1,10 @@
-"""Shows how each strategy of TreePartitioner cuts real trees: executed tokens, ERR and forwards, as Markdown.
+"""Shows how each strategy of TreePartitioner cuts real trees: executed tokens, ERR and forward passes.
 
     python scripts/benchmark/partition_table.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz
     python scripts/benchmark/partition_table.py demo
 
-Each group of samples is one tree, and every assistant turn is a sample. A strategy may refuse a tree: if a
-path is longer than max_tokens, or if multi_path would have too many leaves. The column "trees" says how
+Each group of samples is one tree, and every assistant turn is a sample. A strategy refuses a tree if a path
+is longer than max_tokens, or if multi_path would have too many leaves. The column "trees" says how
 many trees a strategy accepted; N_tree, N_part, ERR (1 - N_part / N_flat), forwards and chain peak count
 these trees only.
 """

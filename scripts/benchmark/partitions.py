@@ -11,7 +11,7 @@ tokens, runs forward and backward, without an optimizer, in each of the ways nam
 - *offload*, *recompute*: the same partitions. Those activations move to the host, or are recomputed.
 - *budget*: the same partitions with ``--device-gb`` for activations; what exceeds it moves to the host.
 - *wider*: like redundancy_free, with ``--wider`` tokens per chain, which makes fewer and larger partitions.
-- *greedy*: traversals of ``--fits`` tokens. They share what they can and compute the rest again.
+- *greedy*: traversals of ``--fits`` tokens. They repeat the tokens that they cannot share.
 
 Two single passes are the references: a path of ``--longest`` tokens for memory, and the first ``--fits``
 tokens of the tree for speed. Weights and tokens are random, and every token counts in the loss.
@@ -19,7 +19,7 @@ tokens of the tree for speed. Weights and tokens are random, and every token cou
 "GiB" are activations: the peak of allocated memory beyond what was allocated before the step, which are
 weights and gradients in fp32. "mallocs" count how often the caching allocator had to call the driver during
 the timed steps; each call delays the step. tok/s count distinct tokens. TFLOP/s count the model's
-operations on distinct tokens, so repeated tokens earn nothing. "again" are tokens whose forward is
+operations on distinct tokens, so repeated tokens do not count. "again" are tokens whose forward pass is
 recomputed.
 
 ``--train 20`` trains for that many steps with AdamW instead and prints the memory that is allocated after

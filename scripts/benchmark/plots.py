@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def draw_attention(rows: Rows) -> Figure:
-    """Speed of attention against the length of nodes and against POR; rows of ``attention.py --sweep``."""
+    """Draws the speed of attention against node length and POR; rows of ``attention.py --sweep``."""
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharey="row", layout="constrained")
     columns = (
         ("nodes of", "node_length", "tokens per node", "log"),
@@ -75,7 +75,7 @@ def draw_attention(rows: Rows) -> Figure:
 
 
 def draw_gdn(rows: Rows) -> Figure:
-    """Time of the gated delta rule on each tree; rows of ``gdn.py``."""
+    """Draws the time of the gated delta rule on each tree; rows of ``gdn.py``."""
     labels = {
         "tree": "titan_tree, the tree",
         "per path": "titan_tree, every path",
@@ -108,7 +108,7 @@ def draw_gdn(rows: Rows) -> Figure:
 
 
 def draw_step(rows: Rows) -> Figure:
-    """Speed of a training step on chains and trees, for each model and size; rows of ``step.py``."""
+    """Draws the speed of a training step on chains and trees, per model and size; rows of ``step.py``."""
     groups: dict[tuple[str, int], dict[str, dict[str, str]]] = {}  # the first row of each name
     for row in rows:
         if "(float32)" not in row["step of"]:
@@ -133,7 +133,7 @@ def draw_step(rows: Rows) -> Figure:
 
 
 def draw_partitions(rows: Rows) -> Figure:
-    """Speed and memory of trees that are larger than memory; the newest rows of ``partitions.py``."""
+    """Draws speed and memory of trees that are larger than memory; the newest rows of ``partitions.py``."""
     if "code" in rows[0]:
         rows = [row for row in rows if row["code"] == rows[-1]["code"]]
     path, fits = (float(rows[0]["GiB"]), float(rows[1]["TFLOP/s"]))
@@ -152,7 +152,7 @@ def draw_partitions(rows: Rows) -> Figure:
 
 
 def draw_tau(rows: Rows) -> Figure:
-    """Loss and speed of a run on tau-bench; its metrics.csv."""
+    """Draws loss and speed of a run on tau-bench from its metrics.csv."""
     figure, (loss, speed) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
     steps = [int(row["step"]) for row in rows]
     loss.plot(steps, [float(row["loss"]) for row in rows])

@@ -3,8 +3,9 @@
     python scripts/benchmark/step.py --flavor 1.7B --tokens 16384 --tree chain agent agent-fine
     python scripts/benchmark/step.py --flavor debug --tokens 256 --rounds 1     # on a CPU: shows that it runs
 
-Both train one architecture on one device in one process, in alternating rounds, with random tokens and
-random weights. Every token counts in the loss. A step is forward, backward, gradient clipping and AdamW.
+Both train one architecture on one device in one process, in alternating rounds, with random tokens and random
+weights. Every token counts in the loss. A step consists of forward and backward passes, gradient clipping and
+AdamW.
 
 - *transformers*: its model on one sequence, fused AdamW, SDPA with cuDNN's or FlashAttention's kernels,
   every decoder layer compiled. Weights, gradients and optimizer states are bf16. With --peer float32 they
@@ -14,7 +15,7 @@ random weights. Every token counts in the loss. A step is forward, backward, gra
   ahead.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
-count the model's own operations (Decoder.training_flops), so recomputation earns nothing. MFU is their
+count the model's own operations (Decoder.training_flops), so recomputation does not count. MFU is their
 share of the GPU's peak.
 """
 

@@ -12,7 +12,7 @@ from titan_tree import cli
 
 @pytest.fixture
 def file(tmp_path):
-    """Group a: 3 paths of 12 tokens, 8 of them distinct. Group b: one path of 3 tokens."""
+    """Returns a file. Group a: 3 paths of 12 tokens, 8 of them distinct. Group b: one path of 3 tokens."""
     rows = [("a", [1, 2, 3, 4]), ("a", [1, 2, 3, 5]), ("a", [1, 6, 7, 7]), ("b", [1, 2, 3])]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"group_id": g, "tokens": t}) + "\n" for g, t in rows))
@@ -26,7 +26,7 @@ def inspect(capsys, *args):
 
 
 def rows(out):
-    """The nine cells of each row, by tree name."""
+    """Returns the nine cells of each row, by tree name."""
     table = [line.rsplit(maxsplit=9) for line in out.splitlines()]
     return {name.strip(): cells for name, *cells in filter(None, table) if cells and cells[0][0].isdigit()}
 

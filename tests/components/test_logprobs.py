@@ -12,7 +12,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=["cpu", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """The implementation: torch, the kernels in Triton's interpreter, or the kernels on a GPU."""
+    """Returns the implementation: torch, the kernels in Triton's interpreter, or the kernels on a GPU."""
     if request.param != "interpreted":
         return request.param
     if torch.cuda.is_available():
@@ -31,7 +31,7 @@ def case(E, V, d, dtype, device="cpu", seed=0):
 
 
 def oracle(hidden, weight, label):
-    """Log-probabilities and entropy by their definitions."""
+    """Returns log-probabilities and entropy by their definitions."""
     log_p = (hidden @ weight.t()).log_softmax(-1)
     return log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

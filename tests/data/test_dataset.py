@@ -38,17 +38,17 @@ def group_of(tree):
 
 
 def tokens(trees):
-    """The multiset of paths of some trees."""
+    """Returns the multiset of paths of some trees."""
     return Counter(tuple(path.tokens.tolist()) for tree in trees for path in tree.paths)
 
 
 def steps(dataset, number):
-    """The trees of the next ``number`` optimizer steps."""
+    """Returns the trees of the next ``number`` optimizer steps."""
     return [[tree for micro in step for tree in micro] for step in islice(dataset, number)]
 
 
 def as_data(step):
-    """A step as plain data, for comparisons."""
+    """Returns a step as plain data, for comparisons."""
     return [[(tree.tokens.tolist(), [path.id for path in tree.paths]) for tree in micro] for micro in step]
 
 

@@ -24,7 +24,7 @@ def decode(ids):
 
 
 def tree_of(*texts):
-    """A tree of paths written as words; ``|`` separates tokens."""
+    """Returns a tree of paths written as words; ``|`` separates tokens."""
     return TokenTree.from_paths([TokenPath([WORDS.index(word) for word in t.split("|")]) for t in texts])
 
 

@@ -1,4 +1,4 @@
-"""SampleReader: what records become, and how its errors name the place and the field."""
+"""SampleReader turns records into samples, and its errors name the place and the field."""
 
 import json
 
@@ -36,7 +36,7 @@ def write(path, *lines):
 
 
 def read(files, tokenizer=None, limits=NO_LIMITS, **settings):
-    """[(group id, paths)] of some files."""
+    """Returns [(group id, paths)] of some files."""
     reader = sample_reader(files, tokenizer or FakeTokenizer(), limits, **settings)
     return [(group.id, reader.paths(group)) for group in reader.groups()]
 

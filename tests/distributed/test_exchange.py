@@ -70,7 +70,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_sharded_layer_equals_the_whole_layer(results: Path, num_ranks: int, name: str) -> None:
-    """In float64: the output and all gradients, eager and compiled."""
+    """The output and all gradients are equal in float64, eager and compiled."""
     num_tokens, favourites = CASES[name]
     want = [run_layer(make_layer(favourites), rank, num_tokens[rank]) for rank in range(num_ranks)]
     for rank in range(num_ranks):

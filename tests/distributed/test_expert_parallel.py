@@ -54,7 +54,7 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
 
 @register_loss("square_of_mean", whole_paths=True)
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
-    """The square of a path's mean log-prob, at each of its tokens."""
+    """Returns the square of a path's mean log-prob, at each of its tokens."""
     sums = torch.zeros_like(pairs.loss_tokens).index_add(0, pairs.path, logprobs * pairs.loss_mask)
     return (sums / pairs.loss_tokens.clamp_min(1e-30)).square()[pairs.path]
 
@@ -153,7 +153,7 @@ def as_two_ranks(rank: int, ports: list[int], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of everything that four ranks, and then two ranks, run."""
+    """Returns the folder of everything that four ranks, and then two ranks, run."""
     folder = tmp_path_factory.mktemp("sharded")
     for name in CASES:
         config(folder, name)  # writes the data before several ranks read it

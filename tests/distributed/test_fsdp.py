@@ -60,7 +60,7 @@ def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all cases, trained by two processes."""
+    """Returns the folder of all cases, trained by two processes."""
     folder = tmp_path_factory.mktemp("two_ranks")
     for name in CASES:
         config(folder, name)  # writes the data before two processes read it

@@ -19,7 +19,7 @@ NAMES = list(OPTIMIZERS)
 
 @pytest.fixture(autouse=True)
 def _eager():
-    """AdamW8bit would compile its step, which takes long."""
+    """Keeps AdamW8bit from compiling its step, which takes long."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -68,7 +68,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name, bad):
 
 
 def test_a_new_optimizer_is_one_spec():
-    """SGD ignores what it does not need; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
+    """SGD ignores unused options; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
     OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
     model, optimizers = model_and_optimizers("sgd", lr=0.1)
     draw_gradients(model, seed=1)

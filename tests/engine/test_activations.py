@@ -129,7 +129,7 @@ def test_oldest_blocks_are_offloaded_first_and_fetched_again():
 
 
 def test_a_storage_is_offloaded_once():
-    """Although several operators save it in different shapes."""
+    """Several operators save the storage in different shapes."""
     kept = Activations(CPU, "offload")
     x = torch.nn.Parameter(torch.randn(32, 64))
     with kept.saving(is_suspended=True):
@@ -184,7 +184,7 @@ def test_extra_forward_tokens_count_the_score_pass():
 
 @pytest.mark.parametrize("policy", ["offload", "recompute"])
 def test_training_does_not_depend_on_the_policy(tmp_path, policy):
-    """Through the configuration."""
+    """The policies are set through the configuration."""
     kept = train(tiny_config(tmp_path / "keep", data__max_tokens=12))
     other = train(tiny_config(tmp_path / policy, data__max_tokens=12, partition__activations=policy))
     for mine, theirs in zip(read_metrics(other.config), read_metrics(kept.config), strict=True):
@@ -208,7 +208,7 @@ def test_unknown_policies_and_conflicting_options_are_refused(tmp_path):
 
 
 def test_device_names_with_and_without_index_are_equal():
-    """As "cuda" equals "cuda:0" on a rank, "cpu:0" equals "cpu"."""
+    """On a rank, "cuda" equals "cuda:0"; here "cpu" equals "cpu:0"."""
     kept = Watched(torch.device("cpu:0"), "offload")
     gradients_of(tree_model(hf_model(tied=True)), kept)
     assert kept.max_on_host > 0

@@ -1,4 +1,4 @@
-"""Ranks that communicate within a forward run the same schedule."""
+"""Ranks that communicate within a forward pass run the same schedule."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +11,7 @@ from titan_tree.tree.batch import TreeBatch
 
 
 def test_larger_subtrees_come_first() -> None:
-    """A root, its small child, its large child with two children of its own, and a second root."""
+    """The first of two roots has a small child, and a large child with two children of its own."""
     batches = [SimpleNamespace(parent=parent) for parent in (-1, 0, 0, 2, 2, -1)]
     found = positions(cast(list[TreeBatch], batches))
     assert found == [(0,), (0, 1), (0, 0), (0, 0, 0), (0, 0, 1), (1,)]

@@ -1,4 +1,4 @@
-"""Partitions run one inside of another equal one pass over the tree, wherever it is cut."""
+"""Nested passes over partitions equal one pass over the tree, for all cuts."""
 
 import copy
 import gc
@@ -27,8 +27,7 @@ from titan_tree.tree.token_tree import TokenTree
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0], ids=["few cuts", "many", "every token"])
 @pytest.mark.parametrize("seed", range(8))
 def test_gradients_equal_those_of_an_unpartitioned_pass(seed, share):
-    """In float64, with cuts inside nodes and at branches, and with partitions of one token or several
-    subtrees."""
+    """Cuts are inside nodes and at branches. Partitions have one token or several subtrees, in float64."""
     model = tree_model(hf_model(tied=seed % 2 == 0, dtype=torch.float64))
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
@@ -63,7 +62,7 @@ def test_frozen_weights_get_no_gradient(trained, tied):
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
 def test_partitions_equal_transformers_on_every_path(reduction):
-    """In fp32."""
+    """The comparison is in fp32."""
     hf = hf_model(tied=True)
     model = tree_model(hf)
     for seed in range(4):
@@ -121,7 +120,7 @@ def test_new_plans_compile_no_new_graphs():
 
 
 def test_training_with_partitions_equals_training_without(tmp_path):
-    """Through the configuration: a small data.max_tokens partitions every tree."""
+    """A small data.max_tokens in the configuration partitions every tree."""
     whole = train(tiny_config(tmp_path / "whole", optimizer__eps=1e-3))
     cut = train(tiny_config(tmp_path / "cut", optimizer__eps=1e-3, data__max_tokens=12))
     rows = list(zip(read_metrics(cut.config), read_metrics(whole.config), strict=True))
@@ -163,7 +162,7 @@ def test_each_edge_and_pair_belongs_to_one_partition(edges):
 
 
 def test_only_the_graphs_of_one_chain_are_live():
-    """These are the graphs of a partition and its ancestors."""
+    """A chain is a partition with its ancestors."""
     model = tree_model(hf_model(tied=True))
     plan = RandomCuts(0.3, 3).plan(forest_of(random_groups(3)))
     saved, done = [], []
@@ -229,7 +228,7 @@ def add_rl_fields(paths, seed):
     ],
 )
 def test_partitioned_step_equals_unpartitioned_step(name, reduction, entropy):
-    """Loss, metrics and gradients, also for losses of whole paths, which need a score pass."""
+    """Losses, metrics and gradients are equal, also for losses of whole paths, which need a score pass."""
     options = {} if name == "sft" else {"clip_low": 0.5, "clip_high": 0.5}
     for seed in range(4):
         model = tree_model(hf_model(tied=True, dtype=torch.float64))
@@ -255,7 +254,7 @@ def test_partitioned_step_equals_unpartitioned_step(name, reduction, entropy):
 
 
 def test_a_whole_path_loss_without_score_pass_is_wrong():
-    """GSPO registered as a loss of single tokens gives another value over partitions."""
+    """GSPO registered as a loss of single tokens gives a different value over partitions."""
 
     @register_loss("gspo_as_if_per_token")
     def gspo_as_if_per_token(logprobs, pairs, clip_low, clip_high):

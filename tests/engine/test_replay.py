@@ -1,4 +1,4 @@
-"""Training with forced experts, compared with transformers on every path alone."""
+"""Training with forced experts equals transformers on every path alone."""
 
 import copy
 import dataclasses
@@ -39,7 +39,7 @@ MODELS = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_replay_equals_every_path_alone_with_the_same_experts(model, seed, mode):
-    """Hardly any of the random records is what the router would choose."""
+    """The router would choose other experts than nearly all of the random records."""
     hf = MODELS[model](seed)
     groups = with_records(random_groups(seed), seed)
     experts = [rows for paths in groups for rows in expected_records(paths, mode)[0]]
@@ -93,7 +93,7 @@ def test_recording_needs_a_model_with_experts():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replay_over_partitions_equals_one_pass(mode):
-    """In float64, for random cuts."""
+    """The comparison is in float64, for random cuts."""
     model = tree_model(hf_model(True, kind="Qwen3Moe")).double()
     for seed in range(3):
         groups = with_records(random_groups(seed), seed)

@@ -16,7 +16,7 @@ def models():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_list_gets_its_log_probs_in_the_order_given(models, seed):
-    """With duplicates, prefixes of one another and single tokens, and gradients through all of it."""
+    """Lists are duplicates, prefixes of one another or single tokens. Gradients are compared as well."""
     hf, model = models
     lists = [path.tokens.tolist() for paths in random_groups(seed) for path in paths]
     assert len({tuple(tokens) for tokens in lists}) < len(lists)

@@ -52,7 +52,7 @@ def launch(num_ranks: int, made: Config) -> None:
 @pytest.mark.parametrize(("num_ranks", "expert_parallel"), WORLDS)
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_equals_one_gpu(name: str, num_ranks: int, expert_parallel: int, tmp_path: Path) -> None:
-    """Within 1e-5: losses, gradient norms, and weights after four steps."""
+    """Losses, gradient norms, and weights after four steps are equal within 1e-5."""
     many = config(tmp_path / "many", name, expert_parallel, **CASES[name])
     launch(num_ranks, many)
     assert_same_run(many, train(config(tmp_path / "one", name, **CASES[name])))

@@ -33,7 +33,7 @@ pytestmark = [
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_use_rounded_operands(recipe, compiled):
-    """For several numbers of tokens, including 1. The bound is the rounding of bf16."""
+    """Products are compared for several numbers of tokens, including 1. The bound is the rounding of bf16."""
     torch.manual_seed(0)
     layers = torch.nn.ModuleList([Linear(256, 384)]).cuda().bfloat16()
     weight = layers[0].weight
@@ -88,7 +88,7 @@ def flat(gradients):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_run_learns_as_well_as_in_bf16(tmp_path: Path, recipe: str) -> None:
-    """With fp32 weights, selective checkpointing, compile and offloaded partitions."""
+    """The run has fp32 weights, selective checkpointing, compile and offloaded partitions."""
     rows = []
     for float8 in ("none", recipe):
         config = tiny_config(

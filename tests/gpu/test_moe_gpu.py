@@ -64,7 +64,7 @@ def test_never_waits_for_the_gpu():
 
 
 def test_replayed_experts_give_the_same_bits_without_waiting_for_the_gpu():
-    """Also without the bias that made the choice, and if some rows were not recorded."""
+    """This also holds without the bias that made the choice, and if some rows were not recorded."""
     moe, x, dy = mixture(500)
     moe.e_score_correction_bias = torch.linspace(0, 0.1, 32, device="cuda")
     want, (*_, chosen) = results(moe, x, dy), moe(x, torch.ones(500, device="cuda"))
@@ -106,7 +106,7 @@ def test_fp32_equals_every_path_alone(tied):
 
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
-    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path.
 
     Every token has all experts. Otherwise rounding would decide which expert comes last.
     """

@@ -1,4 +1,4 @@
-"""Partitions on a GPU: as exact as one pass, whatever is kept of the waiting ones."""
+"""Partitions on a GPU are as exact as one pass under every policy for suspended activations."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def test_fp32_equals_one_pass(cuts):
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
-    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path.
 
     Weights as a trainer has them: fp32, and bf16 in the computation.
     """
@@ -85,7 +85,7 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_activations_anywhere(compile, monkeypatch):
-    """Offloaded and recomputed ones: the same gradients, and less memory."""
+    """Offloaded and recomputed activations give the same gradients with less memory."""
     monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(activations, "MAX_IN_FLIGHT", 2**18)
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
@@ -126,7 +126,7 @@ def test_activations_anywhere(compile, monkeypatch):
 
 
 def test_new_plans_compile_a_few_graphs():
-    """For kinds of sizes, not for each: 200 partitions of every size."""
+    """Graphs are compiled per kind of size, not per size: there are 200 partitions of every size."""
     torch._dynamo.reset()
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE))
     parallelize(model, OneRank(), compile=True)

@@ -74,7 +74,7 @@ def test_gradients_are_deterministic(backend):
 
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
-    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter.
+    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path.
 
     In bf16, transformers computes the recurrence in fp32 from bf16 inputs.
     """

@@ -54,7 +54,7 @@ def test_gradients_are_deterministic(backend):
 
 @pytest.mark.parametrize("backend", ["triton", "flex", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
-    """Error against fp32 path by path: at most 1.2 times that of bf16 path by path, for every parameter."""
+    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path."""
     noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
     exact = copy.deepcopy(noisy).float()  # the same bf16 numbers
     model = tree_model(noisy, backend)

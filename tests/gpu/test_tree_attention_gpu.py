@@ -61,20 +61,20 @@ LARGE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_shapes():
-    """FlexAttention recompiles for some properties of shapes, more often than torch allows by default."""
+    """Raises the recompilation limit: FlexAttention recompiles for some properties of shapes."""
     few_properties = torch.fx.experimental._config.patch(use_duck_shape=False)  # N = M is not one of them
     with torch._dynamo.config.patch(recompile_limit=64), few_properties:
         yield
 
 
 def results(attention, layout, q, k, v, do):
-    """o, dq, dk, dv."""
+    """Returns o, dq, dk and dv."""
     out = attention(q, k, v, attention.prepare(layout))
     return out, *torch.autograd.grad(out, (q, k, v), do)
 
 
 def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None, deterministic=False) -> list[list[float]]:
-    """For each backend the errors of o, dq, dk and dv against float64, relative to the norm of do."""
+    """Returns, per backend, the errors of o, dq, dk and dv against float64, relative to the norm of do."""
     mask, layout = ancestor_mask(nodes, queries).cuda(), make_layout(nodes, queries).to("cuda")
     q, k, v, do = random_qkv(*mask.shape, heads, dim, dtype=dtype, device="cuda")
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -92,7 +92,7 @@ def errors(nodes, backends, dtype, dim, heads=(4, 2), queries=None, deterministi
 
 
 def context_queries(nodes, kind) -> np.ndarray:
-    """Key columns of the queries. The other keys, the context, are in front of them or in between."""
+    """Returns key columns of the queries. The other keys, the context, are in front of them or in between."""
     n = sum(length for _, length in nodes)
     if kind == "front":
         return np.arange(n // 3, n)
@@ -100,7 +100,7 @@ def context_queries(nodes, kind) -> np.ndarray:
 
 
 def assert_as_exact_as_flex(nodes, backends, dim, queries=None):
-    """Every error in bf16 is at most 1.1 times FlexAttention's, which is below one rounding."""
+    """Asserts that bf16 errors are at most 1.1 times FlexAttention's, which are below one rounding."""
     if dim in (64, 128) and flash.available(torch.device("cuda")):
         backends = [*backends, "flash"]
     floor, *ours = errors(nodes, ["flex", *backends], torch.bfloat16, dim, queries=queries)
@@ -111,7 +111,7 @@ def assert_as_exact_as_flex(nodes, backends, dim, queries=None):
 
 
 def our_backends() -> list[str]:
-    """Our backends that run on this GPU."""
+    """Returns titan_tree's own backends that run on this GPU."""
     return ["triton", "hopper"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
 
 
@@ -172,7 +172,7 @@ def test_triton_is_exact_in_fp32_with_context(share):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_extreme_trees_are_exact_to_one_rounding(name):
-    """All rows against float64, in bf16, relative to each result's norm."""
+    """All rows in bf16 are compared with float64, relative to each result's norm."""
     layout = make_layout(LARGE[name]).to("cuda")
     n = len(layout.key_index)
     q, k, v, do = random_qkv(n, n, (2, 1), 128, dtype=torch.bfloat16, device="cuda")
@@ -204,7 +204,7 @@ def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
 
 @pytest.mark.parametrize("backend", OURS)
 def test_new_trees_launch_cached_kernels(backend):
-    """Another N, another tree, a forest or a context compiles no kernel again."""
+    """A different N, tree, forest or context recompiles no kernel."""
     of_hopper = [forward_pass, jobs, key_pass, query_pass, wide_key_pass]
     modules = [triton_kernels, *of_hopper] if backend == "hopper" else [triton_kernels]
     kernels = {

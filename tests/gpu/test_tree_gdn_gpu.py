@@ -18,7 +18,7 @@ HOPPER = pytest.mark.skipif(
 
 
 def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0):
-    """q, k, v, g, beta, and an upstream gradient."""
+    """Returns q, k, v, g, beta, and an upstream gradient."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def randn(*shape):
@@ -30,7 +30,7 @@ def random_inputs(n, heads_k, heads, dim, dtype=torch.float32, seed=0):
 
 
 def results(rule, inputs, do):
-    """o and the gradients of q, k, v, g, beta."""
+    """Returns o and the gradients of q, k, v, g, beta."""
     out = rule(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, do.to(out.dtype))]
 
@@ -42,7 +42,7 @@ def exact(inputs, do, before):
 
 
 def errors(got, want):
-    """Relative errors; absolute ones where the exact tensor is 0, as dg is if no token has a predecessor."""
+    """Returns relative errors, or absolute ones if the exact tensor is 0, as dg without predecessors."""
     return [((a.double() - b).norm() / (b.norm() or 1.0)).item() for a, b in zip(got, want, strict=True)]
 
 

@@ -20,7 +20,7 @@ from titan_tree.models.registry import build_model
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def written(request, tmp_path_factory):
-    """Transformers' model, and the folder of its snapshot in several shards."""
+    """Returns transformers' model, and the folder of its snapshot in several shards."""
     folder = tmp_path_factory.mktemp("hf")
     model = hf_model(tied=request.param)
     model.save_pretrained(folder, max_shard_size="30KB")
@@ -30,7 +30,7 @@ def written(request, tmp_path_factory):
 
 @pytest.fixture
 def snapshot(written, tmp_path):
-    """A copy of the snapshot that a test may change."""
+    """Returns a copy of the snapshot that a test may change."""
     return shutil.copytree(written[1], tmp_path / "snapshot")
 
 
@@ -162,7 +162,7 @@ def test_an_unsupported_config_is_refused(snapshot, changes, message):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused(tmp_path, dtype):
-    """Cast to a float without their scales, the weights would be wrong."""
+    """Weights that are cast to a float without their scales would be wrong."""
     hf_model(tied=True).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -49,7 +49,7 @@ class Llama(Decoder):
 
 @pytest.fixture
 def hf() -> transformers.LlamaForCausalLM:
-    """A small random Llama of transformers, with the family above registered for the test."""
+    """Returns a small random Llama of transformers, with the family above registered for the test."""
     MODELS.register("llama", Llama)
     config = transformers.LlamaConfig(
         vocab_size=61,

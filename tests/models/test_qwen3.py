@@ -92,7 +92,7 @@ def test_entropy_is_that_of_the_next_tokens_distribution(models):
 
 
 def test_a_siblings_tokens_do_not_leak(models):
-    """Bit for bit, whether the sibling is left of this branch, right of it, or in another tree."""
+    """Results are equal bit for bit. The sibling is left of this branch, right of it, or in another tree."""
     _, model = models
     prompt, mine = [1, 2, 3, 4], [5, 6, 7]
     before = [10, 11, 12, 13, 14]  # longer, so it is left of mine
@@ -134,7 +134,7 @@ def test_a_single_token_gives_every_parameter_a_zero_gradient(models):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_compile_once_for_all_trees(models, backend):
-    """One whole graph serves any number of tokens and branches, with the same numbers."""
+    """One full graph serves any number of tokens and branches, with the same numbers."""
     _, model = models
     compiled = copy.deepcopy(model)
     torch._dynamo.reset()

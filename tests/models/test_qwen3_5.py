@@ -60,7 +60,7 @@ CUTS = {
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("seed", range(4))
 def test_partitions_equal_one_pass(seed, cuts):
-    """In float64, with exported states, the convolution's exported inputs and the gradients of both."""
+    """Exported states, exported inputs of the convolution and their gradients are equal, too, in float64."""
     model = tree_model(hybrid_model(tied=seed % 2 == 0, seed=seed)).double()
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
@@ -74,7 +74,7 @@ def test_partitions_equal_one_pass(seed, cuts):
 
 
 def test_a_long_chain_of_partitions_equals_one_pass():
-    """75 partitions, each the child of the one before, cut inside the convolution's window."""
+    """Each of 75 partitions is the child of the one before. Cuts are inside the convolution's window."""
     model = tree_model(hybrid_model(tied=True)).double()
     groups = [[TokenPath(torch.randint(61, (150,)).tolist())]]
     _, want_loss, want = in_one_pass(model, groups)
@@ -163,7 +163,7 @@ def test_a_step_counts_the_bytes_of_gateways():
 @torch.fx.experimental._config.patch(use_duck_shape=True)  # ``parallelize`` changes it
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
-    """In one pass and in partitions."""
+    """This holds in one pass and in partitions."""
     model = tree_model(hybrid_model(tied=True))
     compiled = parallelize(
         copy.deepcopy(model),

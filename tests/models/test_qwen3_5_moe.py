@@ -54,7 +54,7 @@ def test_one_pass_equals_every_path_alone(seed, tied):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_partitions_equal_one_pass(seed):
-    """Computed in float64."""
+    """The comparison is in float64."""
     model = tree_model(moe(seed=seed)).double()
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)

@@ -140,7 +140,7 @@ def test_partitions_do_not_differentiate_routing_without_a_router_loss():
 
 
 def test_whole_path_losses_and_router_losses_combine():
-    """Two kinds of first rounds in one step: gspo's over the partitions, and the count."""
+    """One step has score passes, which gspo needs over partitions, and count passes."""
     hf = hf_model(tied=True, kind="Qwen3Moe")
     groups = [
         [
@@ -171,7 +171,7 @@ def test_router_losses_need_experts():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_partitions_equal_one_pass(seed):
-    """In float64."""
+    """The comparison is in float64."""
     model = tree_model(hf_model(tied=True, kind="Qwen3Moe", seed=seed)).double()
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
@@ -184,7 +184,7 @@ def test_partitions_equal_one_pass(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
-    """With the router's losses, in one pass and in partitions, the same numbers as without."""
+    """This holds with router losses, in one pass and in partitions."""
     plain = tree_model(hf_model(tied=True, kind="Qwen3Moe"))
     changed = parallelize(
         copy.deepcopy(plain),
@@ -226,7 +226,7 @@ def test_some_layers_may_have_no_experts():
 
 
 def test_flops_count_only_the_experts_of_a_token():
-    """By hand: of 4 experts 2; the router's matrix; attention's matrices and pairs."""
+    """The sum by hand: 2 of 4 experts, the router's matrix, attention's matrices and pairs."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     model = build_model("qwen3_moe", "debug", **sizes)
     batch = tree_batch([[TokenPath([1, 2, 3]), TokenPath([1, 4])]])

@@ -21,7 +21,7 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] | None = None) -> np.ndarray:
-    """[N] int32: the predecessor of each token, for nodes in DFS order.
+    """Returns [N] int32: the predecessor of each token, for nodes in DFS order.
 
     rows: {root: the gateway row that it continues}. Other roots start from zero.
     """
@@ -34,7 +34,7 @@ def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] 
 
 
 def predecessors(nodes: Nodes) -> np.ndarray:
-    """[N] int32: the predecessor of each token, -1 for a root, from (parent, length) of nodes."""
+    """Returns [N] int32, each token's predecessor or -1 for a root, from (parent, length) of nodes."""
     return forest(*zip(*nodes, strict=True))
 
 
@@ -57,7 +57,7 @@ def ladder(depth: int) -> list[int]:
 
 
 def path_of(token: int, predecessor: np.ndarray) -> list[int]:
-    """The tokens from the root to ``token``."""
+    """Returns the tokens from the root to ``token``."""
     path = [token]
     while predecessor[path[-1]] >= 0:
         path.append(int(predecessor[path[-1]]))
@@ -65,14 +65,14 @@ def path_of(token: int, predecessor: np.ndarray) -> list[int]:
 
 
 def leaves(predecessor: np.ndarray) -> list[int]:
-    """The tokens that are nobody's predecessor."""
+    """Returns the tokens that are not predecessors."""
     return sorted(set(range(len(predecessor))) - set(predecessor.tolist()))
 
 
 def recurrent_layout(
     predecessor: np.ndarray, exports: Sequence[int] | np.ndarray = (), size: int = 64
 ) -> TreeLayout:
-    """A layout for recurrent layers alone. exports: tokens after which states are wanted; size: of chunks."""
+    """Returns a layout for recurrent layers. exports: tokens whose states are exported; size: of chunks."""
     before = torch.from_numpy(predecessor).int()
     chunks = make_chunks(predecessor, np.array(exports, np.int64), size)
     return TreeLayout(
@@ -120,7 +120,7 @@ def gdn_case(
     seed: int = 0,
     hard: bool = True,
 ) -> GdnCase:
-    """Random inputs: q, k, v in ``dtype``, everything else in fp32.
+    """Returns random inputs: q, k, v in ``dtype``, everything else in fp32.
 
     hard: keys resemble each other, and one beta is 0, whose gradient kernels compute as a quotient by it.
     Errors in fp16, which has fewer exponents, are too large then.
@@ -155,7 +155,7 @@ def gdn_case(
 
 
 def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
-    """The outputs that have elements, and the gradients of all inputs."""
+    """Returns the outputs that have elements, and the gradients of all inputs."""
     outputs = function(*inputs)
     pairs = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if len(y)]
     outputs, upstream = zip(*pairs, strict=True)
@@ -163,7 +163,7 @@ def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) ->
 
 
 def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
-    """``results`` of the operator with a backend's kernels, whatever that backend would refuse."""
+    """Returns ``results`` of the operator with a backend's kernels, ignoring its refusals."""
 
     def rule(q, k, v, g, beta, states=None):
         return gated_delta_rule(backend, q, k, v, g, beta, states, case.chunks, case.chains)
@@ -172,7 +172,7 @@ def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
 
 
 def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
-    """The rule token by token on every root-to-leaf path alone. All paths of a token give it one output."""
+    """Returns the rule token by token on every root-to-leaf path. All paths of a token give equal outputs."""
     group = v.shape[1] // k.shape[1]
     q, k = (
         (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(group, 1) for x in (q, k)
@@ -193,7 +193,7 @@ def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
 
 
 def exact_rule(case: GdnCase) -> list[Tensor]:
-    """``results`` of the recurrence in float64, on the CPU."""
+    """Returns ``results`` of the recurrence in float64, on the CPU."""
     inputs = [x.detach().double().cpu().requires_grad_() for x in case.inputs]
     return results(
         lambda *x: path_recurrence(*x, predecessor=case.predecessor, exports=case.exports),
@@ -203,7 +203,7 @@ def exact_rule(case: GdnCase) -> list[Tensor]:
 
 
 def assert_relative(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    """The norm of each error is below ``tolerance`` times the norm of the exact tensor."""
+    """Asserts that each error's norm is below ``tolerance`` times the norm of the exact tensor."""
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape

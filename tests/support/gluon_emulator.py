@@ -152,7 +152,7 @@ class Pointer:
         return Pointer(self.memory, self.offset + offset)
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """The offsets, 0 where masked, and the mask."""
+        """Returns the offsets, 0 where masked, and the mask."""
         offset = torch.as_tensor(self.offset).long()
         mask = torch.as_tensor(True if mask is None else mask).expand(offset.shape)
         offset = torch.where(mask, offset, 0)
@@ -205,7 +205,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=self.block_shape, nbytes=nbytes)
 
     def inside(self, corner: Sequence[Any], tile: Shared) -> tuple[Tensor, Tensor]:
-        """The part of the tensor inside of a tile, and the part of the tile inside of the tensor."""
+        """Returns the part of the tensor inside a tile, and the part of the tile inside the tensor."""
         assert (tile.shape, tile.dtype) == (self.block_shape, self.dtype), "a tile of another shape or dtype"
         bytes_before = int(corner[-1]) * self.dtype.itemsize
         assert len(corner) > 1 or bytes_before % 16 == 0, f"TMA copies a vector from byte {bytes_before}"
@@ -241,7 +241,7 @@ class Descriptor:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all expected arrivals and bytes are there."""
+    """An mbarrier: a phase ends when all expected arrivals and bytes have arrived."""
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -382,7 +382,7 @@ class EmulatedKernel:
         return launch
 
     def _translate(self, x: Any) -> Any:
-        """The replacement of a global of a kernel's file."""
+        """Returns the replacement of a global of a kernel's file."""
         if isinstance(x, gl.constexpr):
             return x.value
         if isinstance(x, JITFunction):

@@ -33,7 +33,7 @@ class HopperDriver:
 
 
 def compile_launches(*names: str) -> None:
-    """From now on, in this process, a launch compiles a Gluon kernel instead of running it.
+    """Makes every later launch in this process compile its Gluon kernel instead of running it.
 
     Each new kernel prints one line of JSON: its name, bytes of shared memory, bytes of spilled registers,
     ptxas's warnings that it serializes products, and the constants called ``names``.
@@ -59,7 +59,7 @@ def compile_launches(*names: str) -> None:
 
 
 def compiled_by(function: str, cache: Path, *arguments: Any) -> list[dict[str, Any]]:
-    """What ``compile_launches`` prints in a new process that calls ``function`` ("module:name").
+    """Returns the output of ``compile_launches`` in a new process that calls ``function`` ("module:name").
 
     A process of its own is needed because this one may run Triton's interpreter, which cannot compile.
     """

@@ -15,7 +15,7 @@ Nodes = list[tuple[int, int]]  # DFS order; parent -1: a root
 
 
 def random_nodes(seed: int, count: int, low: int, high: int, roots: float = 0.05) -> Nodes:
-    """A random tree in DFS order, with nodes of low .. high tokens. roots: the chance of a new root."""
+    """Returns a random tree in DFS order, with nodes of low .. high tokens. roots: chance of a new root."""
     rng = np.random.default_rng(seed)
     nodes: Nodes = []
     path: list[int] = []
@@ -43,7 +43,7 @@ SMALL: dict[str, Nodes] = {
 
 
 def subtree_ends(nodes: Nodes) -> np.ndarray:
-    """[N]: the exclusive end of each token's subtree."""
+    """Returns [N]: the exclusive end of each token's subtree."""
     lengths = [length for _, length in nodes]
     ends = np.cumsum(lengths)
     for i in range(len(nodes) - 1, -1, -1):
@@ -53,14 +53,14 @@ def subtree_ends(nodes: Nodes) -> np.ndarray:
 
 
 def make_layout(nodes: Nodes, queries: np.ndarray | None = None) -> TreeLayout:
-    """The layout of all tokens, or of the given query columns with all other keys as context."""
+    """Returns the layout of all tokens, or of the given query columns with all other keys as context."""
     end = torch.from_numpy(subtree_ends(nodes)).int()
     columns = torch.arange(len(end)).int() if queries is None else torch.from_numpy(queries).int()
     return TreeLayout(positions=columns, subtree_end=end, key_index=columns)
 
 
 def ancestor_mask(nodes: Nodes, queries: np.ndarray | None = None) -> Tensor:
-    """[N, M] bool: which keys each query may see, from parent pointers alone and not from intervals."""
+    """Returns [N, M] bool: which keys each query may see, from parent pointers instead of intervals."""
     starts = np.cumsum([0] + [length for _, length in nodes])
     mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for i, (_, length) in enumerate(nodes):
@@ -74,7 +74,7 @@ def ancestor_mask(nodes: Nodes, queries: np.ndarray | None = None) -> Tensor:
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v in float64, [N, Hq, D]."""
+    """Returns softmax(q k^T / sqrt(D)) v in float64, [N, Hq, D]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -82,7 +82,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayout) -> list[Tensor]:
-    """o, dq, dk and dv in float64, 1024 queries at a time: for trees whose dense mask is too large."""
+    """Returns o, dq, dk and dv in float64, 1024 queries at a time, for trees with too large a dense mask."""
     out, dq = (torch.zeros_like(q, dtype=torch.float64) for _ in range(2))
     dk, dv = (torch.zeros_like(k, dtype=torch.float64) for _ in range(2))
     key = torch.arange(len(k), device=k.device)
@@ -98,7 +98,7 @@ def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayou
 
 
 def random_qkv(n: int, m: int, heads: tuple[int, int], dim: int, **factory) -> list[Tensor]:
-    """q [n, Hq, dim], k and v [m, Hkv, dim], which require gradients, and a gradient do like q."""
+    """Returns q [n, Hq, dim], k and v [m, Hkv, dim], which require gradients, and a gradient do like q."""
     q, do = (torch.randn(n, heads[0], dim, **factory) for _ in range(2))
     k, v = (torch.randn(m, heads[1], dim, **factory) for _ in range(2))
     return [*(x.requires_grad_() for x in (q, k, v)), do]
@@ -112,7 +112,7 @@ def assert_exact_in_gateway_cache(
     dtype: torch.dtype = torch.float32,
     nodes: Nodes | None = None,
 ) -> None:
-    """Context rows scattered over a larger cache give the same results as all keys in one tensor."""
+    """Asserts that context rows scattered over a larger cache give the results of keys in one tensor."""
     nodes = nodes or random_nodes(0, 20, 5, 20, roots=0.0)
     n, heads = sum(length for _, length in nodes), (4, 2)
     columns = np.arange(n // 3, n, 2)

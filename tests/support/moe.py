@@ -14,7 +14,7 @@ class Shared(torch.nn.Linear):
 
 
 def small_moe(norm_topk_prob=True, shared=True, top_k=2, num_experts=5, dtype=torch.float64):
-    """A random mixture of experts with 8 inputs and hidden layers of 16."""
+    """Returns a random mixture of experts with 8 inputs and hidden layers of 16."""
     moe = MoE(8, 16, num_experts, top_k, norm_topk_prob, Shared(8) if shared else None)
     with torch.no_grad():
         for parameter in moe.parameters():
@@ -23,7 +23,7 @@ def small_moe(norm_topk_prob=True, shared=True, top_k=2, num_experts=5, dtype=to
 
 
 def moe_by_token(moe, x):
-    """The definition of a mixture of experts, one token and one expert at a time."""
+    """Returns the definition of a mixture of experts, one token and one expert at a time."""
     rows = []
     for row in x:
         probability = (moe.gate.weight @ row).softmax(0)

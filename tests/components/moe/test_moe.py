@@ -18,7 +18,7 @@ from titan_tree.errors import UserError
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (2, 2), (23, 3), (9, 5)])
 def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
-    """In float64, values and all gradients. With one token, some experts are idle."""
+    """Values and all gradients are equal in float64. With one token, some experts are idle."""
     made = small_moe(norm_topk_prob, shared, top_k)
     x = torch.randn(num_tokens, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
@@ -47,7 +47,7 @@ def test_routing_counts_tokens_and_paths():
 
 
 def test_gradients_of_the_routed_sums():
-    """Numerically, for every sum that a router loss reads."""
+    """Gradients are checked numerically for every sum that a router loss reads."""
     made = small_moe()
     x = torch.randn(4, 8, dtype=torch.float64)
     weight = made.gate.weight.detach().clone().requires_grad_()
@@ -161,7 +161,7 @@ def random_routing(num_tokens, num_paths, seed=0, num_layers=3, num_experts=6, t
 
 
 def test_the_balance_loss_equals_that_of_a_batch_of_the_paths():
-    """By transformers' definition, on a batch in which every token occurs once per path."""
+    """The expected loss is transformers', on a batch in which every token occurs once per path."""
     num_paths = torch.tensor([4.0, 1, 3, 1, 2, 0, 1, 1])
     logits, routing = random_routing(8, num_paths)
     flat = tuple(layer.repeat_interleave(num_paths.long(), 0) for layer in logits)

@@ -106,7 +106,7 @@ def test_biases_balance_a_router(counts):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"])
 def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp_path, model):
-    """Bit for bit, with several micro-batches, partitions, and recomputed forwards."""
+    """Biases are equal bit for bit, with several micro-batches, partitions, and recomputed forward passes."""
     kinds = {
         "tree": {},
         "flat": {"data__layout": "flat"},
@@ -175,7 +175,7 @@ def with_biases(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_snapshots_store_biases_beside_the_weights(tmp_path, caplog, dtype):
-    """In fp32 whatever the weights' dtype. transformers loads the snapshot without them."""
+    """Biases are in fp32 for any dtype of the weights. transformers loads the snapshot without them."""
     model = with_biases(dtype)
     save_pretrained(model, tmp_path / "out")
     (record,) = caplog.records

@@ -73,7 +73,7 @@ CASES = {
 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """3 multiprocessors, ranges of more than 4 tiles cut into jobs, fresh memory filled with NaN."""
+    """Emulates 3 multiprocessors, cuts ranges of more than 4 tiles into jobs and fills memory with NaN."""
     if not triton_kernels.INTERPRET:
         pytest.skip("the Triton kernels between the Gluon kernels need Triton's interpreter")
     for module in (forward_pass, query_pass):
@@ -90,7 +90,7 @@ def error(got: torch.Tensor, exact: torch.Tensor, do: torch.Tensor) -> float:
 
 
 def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case, seed: int) -> None:
-    """Output, lse and gradients against float64: the norm of each error, relative to the norm of do."""
+    """Asserts small errors of output, lse and gradients against float64, relative to the norm of do."""
     layout, mask = make_layout(case.nodes, case.queries), ancestor_mask(case.nodes, case.queries)
     n, m = mask.shape
     q, k, v, do = random_qkv(n, m, case.heads, case.dim, dtype=case.dtype)
@@ -138,7 +138,7 @@ def test_emulated_kernels_of_head_dim_256_equal_definition(name, seed, emulator)
 
 
 def slot_branches(plan: Plan, n_keys: int) -> set[str]:
-    """The branches that the forward pass takes for its lists of pieces, four pieces per slot."""
+    """Returns the branches that the forward pass takes for its lists of pieces, four pieces per slot."""
     taken = set()
     for i, pieces in enumerate(plan.pieces.tolist()):
         slots = [pieces[j : j + 4] for j in range(0, int(plan.n_pieces[i]), 4)]
@@ -153,7 +153,7 @@ def slot_branches(plan: Plan, n_keys: int) -> set[str]:
 
 
 def job_branches(plan: Plan) -> set[str]:
-    """The branches that the backward pass takes for its jobs."""
+    """Returns the branches that the backward pass takes for its jobs."""
     taken = set()
     jobs = torch.stack([plan.job_block, plan.job_begin, plan.job_end, plan.job_part], 1)
     for block, begin, end, part in jobs.tolist():

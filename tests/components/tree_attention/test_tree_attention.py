@@ -34,7 +34,7 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def context_queries(n: int, kind: str) -> np.ndarray:
-    """Query columns among n keys. The other keys, the context, are in front, in between, or nearly all."""
+    """Returns query columns among n keys. The others, the context, come first, in between, or are most."""
     if kind == "front":
         return np.arange(n - n // 3, n)
     if kind == "last":
@@ -46,7 +46,7 @@ def context_queries(n: int, kind: str) -> np.ndarray:
 
 
 def assert_exact(nodes, queries=None, backend="triton", heads=(2, 1), dim=16, tolerance=1e-6, **factory):
-    """Output and gradients against float64: the norm of each error, relative to the norm of do."""
+    """Asserts small errors of output and gradients against float64, as norms relative to the norm of do."""
     layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
     q, k, v, do = random_qkv(*mask.shape, heads, dim, **factory)
     attention = TreeAttention(backend)
@@ -113,7 +113,7 @@ def test_gathered_columns_are_not_saved():
 @pytest.mark.parametrize("kind", ["all", "front", "between", "last", "one past a block"])
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_covers_exactly_what_is_visible(seed, kind):
-    """Brute force: no visible pair is outside the plan, and no invisible pair is in a block marked full."""
+    """No visible pair is outside the plan, and no invisible pair is in a block marked full."""
     nodes = random_nodes(seed, [400, 60, 9, 30][seed], *[(1, 5), (1, 60), (100, 300), (1, 200)][seed])
     nodes.append((-1, -sum(length for _, length in nodes) % 32 or 32))  # the last token ends a piece
     n = sum(length for _, length in nodes)
@@ -123,7 +123,7 @@ def test_plan_covers_exactly_what_is_visible(seed, kind):
     n_keys = mask.shape[1]
 
     def assert_lists(lists, visible, full_from, size):
-        """Query block i reads runs of ``size`` keys; from run full_from[i] on, all keys are visible."""
+        """Asserts that block i reads runs of ``size`` keys, fully visible from run full_from[i] on."""
         listed = torch.zeros_like(mask)
         for i, (stop, full) in enumerate(zip(visible.tolist(), full_from.tolist(), strict=True)):
             runs = lists[i, :stop].tolist()
@@ -210,7 +210,7 @@ def test_siblings_do_not_leak(backend):
     ("backend", "recompute"), [("triton", True), ("reference", False), ("reference", True)]
 )
 def test_all_trees_share_one_compiled_graph(backend, recompute):
-    """With fullgraph, dynamic shapes and checkpointing: equal gradients, one graph for every tree and N."""
+    """With fullgraph, dynamic shapes and checkpointing, gradients are equal. One graph serves all trees."""
     attention = TreeAttention(backend)
     graphs = 0
 
@@ -252,7 +252,7 @@ def test_a_layout_without_a_plan_compiles(backend):
 
 
 def test_large_scores_stay_exact():
-    """Masked scores stay below visible ones, however low those are."""
+    """Masked scores stay below visible ones, even if those are very low."""
     q, k, v, _ = random_qkv(91, 91, (2, 1), 16)
     q, k = 300 * q, 300 * k
     nodes = [(-1, 40), (0, 33), (0, 18)]
@@ -263,7 +263,7 @@ def test_large_scores_stay_exact():
 
 
 def test_any_address_and_stride_works():
-    """Views that TMA cannot read: an odd storage offset, columns of a wider tensor, an expanded cotangent."""
+    """TMA cannot read views with an odd offset, columns of a wider tensor, or an expanded cotangent."""
     nodes = [(-1, 70), *[(0, 3)] * 20]
     layout, n = make_layout(nodes), 130
     layout = TreeLayout(
@@ -336,7 +336,7 @@ def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):
 
 
 def test_a_registered_backend_needs_no_other_change(monkeypatch):
-    """One entry of the registry: by name, and for "auto" once it is automatic and nothing before it is."""
+    """ "auto" chooses the new entry as soon as it is automatic and no earlier entry is."""
     mine = types.ModuleType("mine")
     mine.is_automatic = lambda device: True
     mine.refusal = lambda q, deterministic: "is not deterministic" if deterministic else None

@@ -31,7 +31,7 @@ def make_layout(before, exports=(), device="cpu"):
 
 
 def by_paths(x, weight, before):
-    """silu(conv1d) of every root-to-leaf path alone. A token's results on its paths are equal."""
+    """Returns silu(conv1d) of every root-to-leaf path. A token's results on its paths are equal."""
     y = [None] * len(x)
     for leaf in leaves(before):
         path = path_of(leaf, before)
@@ -43,7 +43,7 @@ def by_paths(x, weight, before):
 
 
 def cut(convolve, x, weight, before, level):
-    """y of a tree computed in partitions, tokens of level 0 first; a gateway cache passes tails on."""
+    """Returns y of a tree computed in partitions, level 0 first; a gateway cache passes tails on."""
     cache = x.new_full((2, weight.shape[1] - 1, x.shape[1]), torch.nan)  # rows that nobody reads
     rows, order, outputs = {}, [], []
     follows = [(p, t) for t, p in enumerate(before) if p >= 0 and level[p] < level[t]]
@@ -62,7 +62,7 @@ def cut(convolve, x, weight, before, level):
 
 
 def random_levels(before, seed, share=0.2):
-    """[N]: how many times the path to each token is cut."""
+    """Returns [N]: how many times the path to each token is cut."""
     rng = np.random.default_rng(seed)
     level = np.zeros(len(before), int)
     for token, p in enumerate(before):
@@ -78,14 +78,14 @@ class Way:
     device: str = "cpu"
 
     def inputs(self, n, channels=5, width=4, seed=0):
-        """x, weight and a gradient of y, the same numbers for every dtype."""
+        """Returns x, weight and a gradient of y, the same numbers for every dtype."""
         generator = torch.Generator().manual_seed(seed)
         sizes = (n, channels), (channels, width), (n, channels)
         tensors = [torch.randn(*s, generator=generator).to(self.device, self.dtype) for s in sizes]
         return [t.requires_grad_(i < 2) for i, t in enumerate(tensors)]
 
     def assert_equal(self, y, inputs, want_y, want_inputs, dy):
-        """y and the gradients of inputs, to float64."""
+        """Asserts that y and the gradients of inputs equal those in float64."""
         got = y, *torch.autograd.grad(y, inputs, dy)
         want = want_y, *torch.autograd.grad(want_y, want_inputs, dy.double())
         for a, b, like in zip(got, want, (y, *inputs), strict=True):
@@ -96,7 +96,7 @@ class Way:
 
 @pytest.fixture(params=["reference", "operator", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def way(request, monkeypatch):
-    """The ways to compute: the definition; the operator in plain PyTorch, interpreted, or on a GPU."""
+    """Returns the implementation: the definition, or the operator in PyTorch, interpreted, or on a GPU."""
     if request.param == "reference":
         return Way(reference.tree_causal_conv1d, torch.float64, 1e-13)
     if request.param == "operator":
@@ -145,7 +145,7 @@ def test_partitions_equal_the_unpartitioned_tree(name, share, way):
 
 
 def test_exported_tails_are_the_last_inputs(way):
-    """Also the gradients of gateway rows and of tokens that several windows or exports read."""
+    """Gradients of gateway rows and of tokens that several windows or exports read are compared, too."""
     before, exports = np.array([-4, 0, 1, -2, 3, 3, -1, -4]), np.array([1, 3, 6, 1])
     x, weight, dy = way.inputs(8)
     tails, _, dtails = way.inputs(4 * 3)  # rows 0 .. 3; nobody reads rows 1 and 3
@@ -250,7 +250,7 @@ def test_operators_keep_their_contract():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_all_trees_share_one_compiled_graph(recompute):
-    """With fullgraph, dynamic shapes and checkpointing: equal numbers, and one graph for every tree."""
+    """With fullgraph, dynamic shapes and checkpointing, numbers are equal and one graph serves all trees."""
     graphs = 0
 
     def count_graphs(graph, inputs):

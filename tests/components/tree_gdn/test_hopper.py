@@ -43,7 +43,7 @@ CASES = {
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_kernels_equal_recurrence(name, seed, monkeypatch):
-    """fp16, whose rounding errors are smaller than bf16's and so hide less."""
+    """The inputs are fp16, whose rounding errors are smaller than bf16's and so hide less."""
     case = gdn_case(CASES[name], torch.float16, seed=seed, hard=False)
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel), seed))

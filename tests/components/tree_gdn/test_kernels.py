@@ -131,7 +131,7 @@ def test_inductor_and_checkpointing_change_nothing():
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=in_interpreter), "reference"])
 def test_operator_keeps_its_contract(backend):
-    """Shapes, strides and dtypes of fake results are the true ones, inputs stay unchanged, and so on."""
+    """Fake results have the true shapes, strides and dtypes, and inputs stay unchanged."""
     case = gdn_case(SMALL_GATEWAY)
     metadata = [*case.chunks, *case.chains]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")

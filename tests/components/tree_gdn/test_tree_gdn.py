@@ -26,7 +26,7 @@ NO_EXPORTS = np.empty(0, np.int64)
 
 
 def random_inputs(n, heads_k=2, heads=4, key=5, value=3):
-    """q, k, v, g and beta in float64."""
+    """Returns q, k, v, g and beta in float64."""
     q, k = (torch.randn(n, heads_k, key, dtype=torch.float64) for _ in range(2))
     v = torch.randn(n, heads, value, dtype=torch.float64)
     g, beta = -torch.rand(n, heads, dtype=torch.float64), torch.rand(n, heads, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_reference_passes_gradcheck():
 
 
 def test_a_token_reads_its_ancestors_alone():
-    """The derivative of an output with respect to a value is not 0 exactly on the output's own path."""
+    """The derivative of an output with respect to a value is nonzero exactly on the output's own path."""
     before = predecessors(TREES["deep"])
     n = len(before)
     q, k, v, g, beta = random_inputs(n)

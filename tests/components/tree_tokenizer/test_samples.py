@@ -73,7 +73,7 @@ ASSISTANT = "<|im_start|>assistant\n"
 
 
 def trained(tokenizer: TreeTokenizer, path) -> str:
-    """Text with loss; bars separate its runs. The first token of a path never has loss."""
+    """Returns the text with loss; bars separate its runs. The first token of a path never has loss."""
     runs = np.split(path.tokens, np.flatnonzero(np.diff(path.loss_mask)) + 1)
     return "|".join(tokenizer.decode(run) for run in runs[1::2])
 
@@ -170,7 +170,7 @@ TEMPLATE = """{{- bos_token }}
 
 
 def hf_folder(folder: Path, where: str) -> Path:
-    """A byte-level tokenizer of transformers with TEMPLATE, saved in one of its two possible places."""
+    """Returns the folder of a transformers tokenizer with TEMPLATE in one of its two possible places."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -190,7 +190,7 @@ def hf_folder(folder: Path, where: str) -> Path:
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
 def test_templates_of_folders_render_as_in_transformers(where, tmp_path):
-    """Trimmed blocks, tojson without escapes, loop controls, generation tags, special tokens, variables."""
+    """TEMPLATE has trimmed blocks, tojson without escapes, loop controls, generation tags and variables."""
     from transformers import AutoTokenizer
 
     ours = TreeTokenizer.from_hf(hf_folder(tmp_path, where))
@@ -344,7 +344,7 @@ def test_a_completion_starts_at_a_token_boundary(template):
 
 
 def stats(tokenizer: TreeTokenizer, name: str, per_task: bool, **options) -> tuple[int, int, int]:
-    """(N_flat, N_tree, distinct tokens with loss), with one tree per task or per trajectory."""
+    """Returns (N_flat, N_tree, distinct tokens with loss), with one tree per task or per trajectory."""
     total, n_trained = [], 0
     for line in gzip.decompress((REAL_DATA / f"{name}.jsonl.gz").read_bytes()).splitlines():
         task = json.loads(line)

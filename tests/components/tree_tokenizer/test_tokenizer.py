@@ -38,7 +38,7 @@ POOL = [
 
 
 def hf_tokenizer(pattern: str | None, normalizer: normalizers.Normalizer | None) -> Tokenizer:
-    """A small byte-level BPE. Without ``pattern``, the ByteLevel pre-tokenizer uses its own."""
+    """Returns a small byte-level BPE. Without ``pattern``, the ByteLevel pre-tokenizer uses its own."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizer
@@ -101,7 +101,7 @@ def test_ids_equal_those_of_the_library(pattern, normalizer, tmp_path):
 
 
 def test_fuzz_texts_depend_on_nfc_and_on_the_order_of_steps(qwen_like):
-    """Other ids result from NFC before cutting out added tokens, and from no NFC at all."""
+    """NFC before cutting out added tokens gives other ids, and so does no NFC."""
     assert qwen_like.encode("<think>\u0338").ids != qwen_like.encode("<think\u226f").ids
     assert qwen_like.encode("cafe\u0301").ids == qwen_like.encode("caf\u00e9").ids
     assert any(">\u0338" in text for text in fuzz(2000))
@@ -264,7 +264,7 @@ def test_qwen_ids_are_the_published_ones():
 
 
 def test_load_chooses_the_tokenizer_and_the_template(qwen_like, tmp_path):
-    """Each kind of name, with its own template and with another one."""
+    """Each kind of name is loaded with its own template and with another one."""
     ranks = write_ranks(tmp_path / "a.tiktoken", [*(bytes([b]) for b in range(256)), b"ab"])
     zipped = tmp_path / "a.tiktoken.gz"
     zipped.write_bytes(gzip.compress(ranks.read_bytes()))
