@@ -26,9 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 VENV = ROOT / ".venv"
-MADE_BY = (
-    VENV / "made-by-titan_tree"
-)  # contains the base interpreter; a .venv without this file stays untouched
+# Contains the path of the base interpreter. A .venv without this file stays untouched.
+MADE_BY = VENV / "made-by-titan_tree"
 STATE = ROOT / "build" / "environment.json"  # the result of the last set-up that finished
 
 
@@ -74,7 +73,7 @@ def set_up(extra: str, needed: list[str], keep_venv: bool) -> str:
         say(f"using {sys.executable} with torch {installed('torch')}; nothing is installed")
         return sys.executable
 
-    STATE.unlink(missing_ok=True)  # if interrupted from here on, the next call starts again
+    STATE.unlink(missing_ok=True)  # if this set-up is interrupted, the next call starts over
     if VENV.exists() and not MADE_BY.exists() and any(VENV.iterdir()):
         sys.exit(
             f"error: {VENV} exists but was not created by this script: move it away, or activate it and run "

@@ -119,7 +119,7 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
             assert torch.equal(full.edge_label[kept], batch.edge_label)
             assert torch.equal(full.edge_source[kept], batch.edge_source)
         got, metrics = loss(scored, batch, normalizer)
-        assert metrics["nll"].item() == pytest.approx(nll, rel=1e-6)  # over tokens, whatever the reduction
+        assert metrics["nll"].item() == pytest.approx(nll, rel=1e-6)  # a mean over tokens for every reduction
         assert metrics["token_weight"].item() == pytest.approx(counted, rel=1e-6)
         (got_grad,) = torch.autograd.grad(got, logprobs)
         torch.testing.assert_close(got, expected, rtol=2e-7, atol=1e-8)  # weights and fields are fp32

@@ -64,10 +64,8 @@ def test_a_task_becomes_a_group_of_its_trajectories(tmp_path):
         {"trajectories": [{"tokens": [8]}], "group_id": "g", "id": 5},
     )
     (first, paths), (second, others), (third, more), (fourth, joined) = read(file)
-    assert (third, [p.tokens.tolist() for p in more]) == (
-        "1",
-        [[7, 9]],
-    )  # only group_id joins records; id does not
+    # Only group_id joins records; id does not.
+    assert (third, [p.tokens.tolist() for p in more]) == ("1", [[7, 9]])
     assert (fourth, [p.tokens.tolist() for p in joined]) == ("g", [[7], [8]])
     assert (first, second) == ("t0", "1")
     assert [text(p) for p in paths] == ["T:hiyo", "T:hiyosook", "U:hino"]

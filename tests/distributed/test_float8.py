@@ -184,7 +184,7 @@ def compare_with_one_rank(rank: int, ports: list[int]) -> None:
             ao.float8_linears(alone, recipe, "cpu")
             parallelize(sharded, mesh, float8=recipe)
             _, loss, want = in_one_pass(alone, groups)
-            for _ in range(2):  # the second forward gathers the weights again
+            for _ in range(2):  # the second forward pass gathers the weights again
                 _, got_loss, got = in_one_pass(sharded, groups)
                 assert got_loss == loss
                 for name, gradient in got.items():

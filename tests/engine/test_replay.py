@@ -79,9 +79,8 @@ def test_replaying_the_models_own_experts_changes_no_bit(max_tokens):
     changed = tree_model(hf)
     got = in_one_pass(changed, groups, replay="first")
     assert_same(got, per_path(hf, groups[0], experts=experts))
-    assert abs(in_one_pass(changed, groups)[1] - got[1]) > 1e-4 * abs(
-        got[1]
-    )  # the changed router would choose different experts
+    # The changed router would choose different experts.
+    assert abs(in_one_pass(changed, groups)[1] - got[1]) > 1e-4 * abs(got[1])
 
 
 def test_recording_needs_a_model_with_experts():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("d", [1024, 2048])
 def test_full_vocabulary_at_32k_edges(d, recompute):
-    """With V = 151,936, bf16 values equal float64, and memory beyond gradients and kept tensors is limited."""
+    """With V = 151,936, bf16 values equal float64; memory beyond gradients and kept tensors is limited."""
     num_edges, vocab = 32_768, 151_936
     hidden = torch.randn(num_edges, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (0.05 * torch.randn(vocab, d, device="cuda")).bfloat16().requires_grad_()

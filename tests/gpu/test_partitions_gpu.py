@@ -91,7 +91,7 @@ def test_activations_anywhere(compile, monkeypatch):
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE), "triton")
     model.compute_dtype = torch.bfloat16
     parallelize(model, OneRank(), compile=compile)
-    # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions wait.
+    # A trunk of 2,048 tokens with a branch every 256: at its end seven partitions are suspended.
     trunk, *branches = np.random.default_rng(0).integers(0, DENSE["vocab_size"], (8, 2048), np.int32)
     nodes = [np.concatenate([trunk[: 256 * i], branch[:64]]) for i, branch in enumerate(branches, 1)]
     tree = TokenTree.from_paths([TokenPath(tokens) for tokens in [trunk, *nodes]])
@@ -118,7 +118,7 @@ def test_activations_anywhere(compile, monkeypatch):
         assert (again > 0) == (name in ("recompute", "both"))
         assert kept.on_device == kept.on_host == kept.offloading == kept.fetching == 0
         for parameter, gradient in gradients["keep"].items():
-            # What runs again may get other kernels from cuBLAS. That it is exact: tests/test_activations.py.
+            # cuBLAS may choose other kernels for recomputation. engine/test_activations.py tests exactness.
             tolerance = 2e-2 if again else 0
             assert relative_error(gradients[name][parameter], gradient) <= tolerance, (name, parameter)
     print({name: f"{peak / 2**20:.1f} MiB" for name, peak in peaks.items()})

@@ -189,9 +189,8 @@ def test_extreme_trees_are_exact_to_one_rounding(name):
 @pytest.mark.parametrize("backend", OURS)
 def test_repeats_bit_for_bit(backend, deterministic, compared, dim):
     attention = TreeAttention(backend, deterministic)
-    layout = make_layout([(-1, 3000), *random_nodes(7, 80, 1, 120)]).to(
-        "cuda"
-    )  # the plan cuts ranges into jobs
+    # The plan of this layout cuts ranges into jobs.
+    layout = make_layout([(-1, 3000), *random_nodes(7, 80, 1, 120)]).to("cuda")
     n = len(layout.key_index)
     inputs = random_qkv(n, n, (16, 8), dim, dtype=torch.bfloat16, device="cuda")
     first = results(attention, layout, *inputs)

@@ -74,7 +74,7 @@ def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
     assert_scores_like(model, text)
 
     with torch.no_grad():
-        model.norm.weight.add_(1)  # stands for training
+        model.norm.weight.add_(1)  # represents training
     save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]

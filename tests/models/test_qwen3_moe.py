@@ -116,7 +116,7 @@ def test_router_metrics_need_no_extra_forward():
     result = step.run(step.prepare([[TokenTree.from_paths(paths)]] * 2))
     assert result.extra_forward_tokens == 0
     assert result.router_metrics.keys() == {"router_balance", "router_z", "expert_load"}
-    experts = chosen_experts(model, [paths])  # of both micro-batches alike
+    experts = chosen_experts(model, [paths])  # the same for both micro-batches
     load = torch.stack([experts[:, layer].flatten().bincount(minlength=8) for layer in range(2)]).float()
     expected = (load.amax(1) / load.mean(1)).mean().item()
     assert result.router_metrics["expert_load"].item() == pytest.approx(expected, rel=1e-6)

@@ -17,7 +17,7 @@ class Block:
     line: int  # number of the block's first line in the page
     not_run: str  # the reason in <!-- not run: reason --> above the block; "" if there is no such comment
     output: str | None  # content of the ``text`` block that follows immediately, if there is one
-    output_span: tuple[int, int]  # where that content is in the page; (-1, -1) if there is none
+    output_span: tuple[int, int]  # position of that content in the page, or (-1, -1) without one
 
 
 FENCE = re.compile(

@@ -56,7 +56,7 @@ class GatewayCache:
         if not self.rows:
             return None
         stops = [getattr(batch.cache_offset, stream) for stream in self.streams]
-        # .data: later writes to the rows that follow do not count as changes of these leaves.
+        # With .data, later writes to the following rows do not count as changes of these leaves.
         leaves = [rows.data[:stop] for rows, stop in zip(self.rows, stops, strict=True)]
         if torch.is_grad_enabled():
             for leaf, gradients in zip(leaves, self.gradients, strict=True):

@@ -168,7 +168,7 @@ def test_chains_are_maximal_runs_in_rounds(seed):
         assert a == 0 or before[a] != a - 1
         assert [before[c] for c in range(a + 1, b)] == list(range(a, b - 1))
 
-    # Every state that is wanted has a slot of its own, and there are no other slots.
+    # Every required state has its own slot, and there are no other slots.
     wanted = {c for a, _ in ranges if (c := before[a]) >= 0} | set(exported)
     assert {c for c in range(len(before)) if slot[c] >= 0} == wanted
     assert sorted(slot[c] for c in wanted) == list(range(rows, num_slots))

@@ -58,7 +58,7 @@ def backward(
     states: Tensor | None, saved: Saved, chunks: Chunks, chains: Chains,
 ) -> list[Tensor]:  # fmt: skip
     """See ``GdnBackend.backward``. Recomputes the forward pass under autograd and differentiates that."""
-    # Inside an operator autograd's dispatch keys are off, and enable_grad alone does not turn them on again.
+    # Inside an operator, autograd's dispatch keys are off, and enable_grad alone does not turn them on.
     recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with recording, torch.enable_grad():
         inputs = q, k, v, g, beta = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]

@@ -178,7 +178,7 @@ def _chain_consumer(
 
         rounded = state.to(k.dtype)
         operand = gl.convert_layout(rounded, TOKENS_OPERAND)
-        state *= gl.exp2(last)  # not beside a product: ptxas would wait for that
+        state *= gl.exp2(last)  # not during a product: ptxas would wait for it
         wait_full(memory.ring, i, STAGES)
         new = warpgroup_mma(
             memory.v.index(s).permute((1, 0)), inverse.permute((1, 0)), zero, use_acc=False, is_async=True
@@ -309,7 +309,7 @@ def _gradient_consumer(
             dstate += gl.load(slot_gradient_ptr + _tile_of(slot, work, G, K, V, STATE))
         rounded = dstate.to(k.dtype)
         operand = gl.convert_layout(rounded, TOKENS_OPERAND)
-        dstate *= gl.exp2(last)  # not beside a product: ptxas would wait for that
+        dstate *= gl.exp2(last)  # not during a product: ptxas would wait for it
         wait_full(memory.ring, i, STAGES)
         local = warpgroup_mma(do, memory.p.index(s), zero, use_acc=False, is_async=True)
         dnew = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
