@@ -24,11 +24,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+REGISTRIES = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
+ENTRIES = [dict(each._entries) for each in REGISTRIES]
+
+
 @pytest.fixture(autouse=True)
 def _own_registries() -> Iterator[None]:
-    """Removes what a test registers."""
-    registries = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
-    entries = [dict(each._entries) for each in registries]
+    """Removes what a test and its fixtures register."""
     yield
-    for each, before in zip(registries, entries, strict=True):
-        each._entries = before
+    for each, entries in zip(REGISTRIES, ENTRIES, strict=True):
+        each._entries = dict(entries)

@@ -52,7 +52,6 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
 }
 
 
-@register_loss("square_of_mean", whole_paths=True)
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
     """Returns the square of a path's mean log-prob, at each of its tokens."""
     sums = torch.zeros_like(pairs.loss_tokens).index_add(0, pairs.path, logprobs * pairs.loss_mask)
@@ -60,6 +59,7 @@ def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
 
 
 def config(folder: Path, name: str, expert_parallel: int = 1, steps: int = 2) -> Config:
+    register_loss("square_of_mean", whole_paths=True)(square_of_mean)
     return tiny_config(
         folder / name.replace(" ", "_"),
         training__steps=steps,
