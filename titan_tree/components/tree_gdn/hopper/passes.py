@@ -7,7 +7,7 @@ ahead. Four warps hold the state of 64 columns of V in registers. Their products
 outside of the chain of dependent products fills the gaps.
 
 The forward pass computes the output on the way and writes neither states nor n. For the backward pass the
-same kernel runs again and writes them instead of the output.
+same kernel runs a second time and writes them instead of the output.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there.
