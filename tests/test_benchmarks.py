@@ -1,14 +1,16 @@
 """Runs scripts/benchmark/ on the smallest sizes, so that its scripts keep up with the package."""
 
 import csv
-import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts" / "benchmark"
 # Arguments with which each benchmark runs on a CPU, and the column that names its rows.
 BENCHMARKS = {
     "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
@@ -22,31 +24,38 @@ BENCHMARKS = {
 }
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
-    """Runs a script as its documentation says: from the root, with the package on PYTHONPATH."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
-    command = [sys.executable, f"scripts/benchmark/{script}.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that runs a script from the root, as its documentation says."""
+
+    def run(script: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    return run
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks would use the GPU")
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, tmp_path):
+def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys):
     arguments, column = BENCHMARKS[name]
     path = tmp_path / "rows.csv"
-    result = run(name, *arguments.split(), "--csv", path)
-    assert result.returncode == 0, result.stderr
+    run(name, *arguments.split(), "--csv", path)
+    printed = capsys.readouterr().out
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) >= 2
     for row in rows:
         assert row["device"] == "cpu"
         assert row["commit"]
-        assert row[column] in result.stdout
+        assert row[column] in printed
 
 
 def test_rows_with_new_columns_are_appended_to_a_file(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmark"))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     from common import append_csv
 
     path = tmp_path / "rows.csv"
@@ -55,11 +64,9 @@ def test_rows_with_new_columns_are_appended_to_a_file(tmp_path, monkeypatch):
     assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
 
 
-@pytest.mark.slow
-def test_all_pictures_are_drawn_from_the_committed_rows(tmp_path):
+def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
     pytest.importorskip("matplotlib")
-    result = run("plots", "--folder", tmp_path)
-    assert result.returncode == 0, result.stderr
+    run("plots", "--folder", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         p.name for p in (ROOT / "docs" / "img").glob("*.png")
     }

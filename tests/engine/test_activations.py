@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -80,13 +81,19 @@ EXECUTION = [(name, checkpoint, False) for name in POLICIES for checkpoint in ("
 EXECUTION += [(name, "none", True) for name in ("offload", "host is full")]
 
 
-@pytest.mark.parametrize(("name", "checkpoint", "compile"), EXECUTION)
-def test_every_policy_gives_the_same_gradients(name, checkpoint, compile):
+@cache
+def with_all_activations_kept(checkpoint, compile):
+    """Returns a model, the result of a step that keeps all activations, and its gradients."""
     torch._dynamo.reset()
     model = tree_model(hf_model(tied=True, max_position_embeddings=4096))
     parallelize(model, OneRank(), dtype=torch.float32, activation_checkpoint=checkpoint, compile=compile)
+    return model, *gradients_of(model, Activations(CPU))
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "compile"), EXECUTION)
+def test_every_policy_gives_the_same_gradients(name, checkpoint, compile):
+    model, want_result, want = with_all_activations_kept(checkpoint, compile)
     kept = Watched(CPU, **POLICIES[name])
-    want_result, want = gradients_of(model, Activations(CPU))
     result, got = gradients_of(model, kept)
     assert result.counts.forwards > 10
     recomputed = int(result.extra_forward_tokens)

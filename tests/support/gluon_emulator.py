@@ -133,6 +133,12 @@ def others_may_run(can_go_on: Callable[[], bool] = lambda: True) -> None:
 class Value(Tensor):
     """A Triton value: ``x += y`` creates a new one."""
 
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # torch's own version takes several times as long
+            result = function(*args, **(kwargs or {}))
+        return result.as_subclass(Value) if isinstance(result, Tensor) else result
+
     __iadd__ = Tensor.__add__
     __iand__ = Tensor.__and__
     __imul__ = Tensor.__mul__

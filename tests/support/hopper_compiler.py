@@ -1,14 +1,26 @@
-"""Compiles Gluon kernels for Hopper on a machine without a GPU, and reports what ptxas says about them."""
+"""Compiles Gluon kernels for Hopper on a machine without a GPU, and reports what ptxas says about them.
+
+Compiling all kernels takes more than a minute. Their reports are therefore recorded in hopper_reports.json,
+each with a fingerprint of the code and of Triton's version. A test compiles kernels only if the fingerprint
+has changed. After a change to a kernel, record the new reports:
+
+    python -m tests.support.hopper_compiler
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
+import importlib
+import importlib.metadata
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("hopper_reports.json")
 SHARED_MEMORY = 227 * 1024  # bytes that one block can use on Hopper
+Report = list[dict[str, Any]]  # one entry per compiled kernel
 
 
 class HopperDriver:
@@ -58,16 +73,60 @@ def compile_launches(*names: str) -> None:
     JITFunction.run = compile_only
 
 
-def compiled_by(function: str, cache: Path, *arguments: Any) -> list[dict[str, Any]]:
-    """Returns the output of ``compile_launches`` in a new process that calls ``function`` ("module:name").
+def compiled_by(module: str, package: str, *arguments: Any) -> Report:
+    """Returns the output of ``compile_launches`` in a new process that calls ``module.compile_kernels``.
 
     A process of its own is needed because this one may run Triton's interpreter, which cannot compile.
+
+    Args:
+        module: a module of tests.
+        package: the package of the kernels. The report is taken from the record if neither the code of the
+            package nor that of ``module`` has changed.
+        arguments: of ``compile_kernels``.
     """
-    module, name = function.split(":")
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-c", f"from {module} import {name}; {name}(*{arguments!r})"]
-    root = Path(__file__).parents[2]
-    child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    fingerprint = _fingerprint(module, package)
+    recorded = json.loads(RECORD.read_text()).get(_name(module, arguments), {})
+    return recorded["report"] if recorded.get("fingerprint") == fingerprint else _compile(module, arguments)
+
+
+def _compile(module: str, arguments: tuple[Any, ...]) -> Report:
+    with tempfile.TemporaryDirectory() as cache:  # ptxas reports nothing about a kernel from a cache
+        environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
+        command = [sys.executable, "-c", f"import {module} as m; m.compile_kernels(*{arguments!r})"]
+        child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def _fingerprint(module: str, package: str) -> str:
+    """Returns a hash of Triton's version and of all code that the kernels depend on, without its prose."""
+    package_files = sorted((ROOT / package.replace(".", "/")).rglob("*.py"))
+    files = [ROOT / f"{module.replace('.', '/')}.py", ROOT / "titan_tree/components/rings.py", *package_files]
+    code = [importlib.metadata.version("triton")]
+    for file in files:
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        code += [file.name, ast.unparse(tree)]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()
+
+
+def _name(module: str, arguments: tuple[Any, ...]) -> str:
+    return " ".join(map(str, (module, *arguments)))
+
+
+def record() -> None:
+    """Compiles all kernels and records their reports."""
+    reports = {}
+    for name in ("tree_attention", "tree_gdn"):
+        module, package = f"tests.components.{name}.test_hopper_builds", f"titan_tree.components.{name}"
+        for dim in importlib.import_module(module).DIMS:
+            report = _compile(module, (dim,))
+            reports[_name(module, (dim,))] = {"fingerprint": _fingerprint(module, package), "report": report}
+    RECORD.write_text(json.dumps(reports, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()

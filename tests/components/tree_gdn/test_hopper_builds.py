@@ -1,0 +1,43 @@
+"""The Gluon kernels of the gated delta rule, compiled for Hopper on a machine without a GPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.forests import forest
+from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
+from titan_tree.components.tree_gdn import hopper
+from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
+from titan_tree.tree.chains import make_chains
+from titan_tree.tree.chunks import make_chunks
+
+DIMS = (64, 128)
+
+
+def compile_kernels(dim: int) -> None:
+    """Launches every Gluon kernel of the forward and backward passes, for head dims K = V = dim."""
+    compile_launches("K", "V", "FORWARD")
+    inputs_pass.num_multiprocessors = lambda device: 132
+    chunks = make_chunks(forest([-1], [200]), np.empty(0, np.int64))
+    chains = make_chains(chunks)
+    q, k, v = (torch.zeros(200, 4, dim, dtype=torch.bfloat16) for _ in range(3))
+    g, beta = torch.zeros(200, 4), torch.zeros(200, 4, dtype=torch.bfloat16)
+    _, exported, saved = hopper.forward(q, k, v, g, beta, None, chunks, chains)
+    hopper.backward(v, exported, q, k, v, g, beta, None, saved, chunks, chains)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", DIMS)
+def test_kernels_compile_for_hopper(dim):
+    """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
+    results = compiled_by(__name__, "titan_tree.components.tree_gdn", dim)
+    assert {(result["kernel"], result["forward"]) for result in results} == {
+        ("_chain_kernel", True),
+        ("_chain_kernel", False),
+        ("_gradient_kernel", None),
+        ("_inputs_kernel", None),
+    }
+    for result in results:
+        assert result["shared"] <= SHARED_MEMORY, result
+        assert not result["warnings"], result
+        assert result["spills"] <= (96 if result["kernel"] == "_inputs_kernel" else 0), result
