@@ -2,10 +2,10 @@
 
     python scripts/memory_budget.py --model qwen3_moe --flavor 30B-A3B --ranks 4 --expert-parallel 1 4
 
-Weights, gradients and optimizer states are counted on the meta device. The memory that a layer keeps of a
-token for its backward pass is measured: the net allocations of one layer's forward pass in bf16, at two
-lengths, under each policy of activation checkpointing, in a graph that is partitioned as torch.compile
-partitions it.
+Weights, gradients and optimizer states are counted on the meta device. The memory that a layer keeps per
+token for its backward pass is measured, for each policy of activation checkpointing. It is the net allocation
+of one layer's forward pass in bf16, as the difference between two lengths. The layer's graph is partitioned
+as torch.compile partitions it.
 
 What FSDP2 allocates follows its code (torch.distributed.fsdp._fully_shard). U is the number of parameters
 of a rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:
@@ -16,8 +16,8 @@ embedding, norm and head.
   trees they take 2 U, because everything stays gathered.
 - Gradients that accumulate until the last micro-batch or partition take 4 U instead of 4 S. The reduction
   frees them layer by layer.
-- While a layer's gradients are reduced, they exist in bf16 and in fp32, and so do those of the layer
-  before.
+- While a layer's gradients are reduced, they exist in bf16 and in fp32. The fp32 gradients of the layer
+  reduced before it still exist, too. This is 2 + 2 * 4 bytes per parameter of a layer.
 
 The sum is for a step with several micro-batches, whose later forward passes start when gradients exist
 already. It omits temporary tensors of a layer's backward pass, tokens exchanged for experts, gaps in the

@@ -12,8 +12,8 @@ is timed apart, on the GPU and on the host. "roof" is the share of the speed of 
 the same rounds.
 
 Peers: SDPA with cuDNN's causal kernel on a chain; and "per path", which is flat training. It computes every
-path that is not a prefix of another path alone by causal variable-length attention, FlashAttention-4's if
-installed, else torch's. Its useful pairs are those of the tree.
+path on its own by causal variable-length attention, and omits paths that are prefixes of other paths. The
+attention is FlashAttention-4's if it is installed, else torch's. Its useful pairs are those of the tree.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ the output, through the module, autograd and the operator. All contenders take t
 random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
 timed apart. "kept" is the memory that a forward pass keeps for its backward pass, besides inputs and output.
 
-Peers: "per path" is flat training, which computes every path that is not a prefix of another path alone by
-the same kernels. Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many
-tokens, and on the tree level by level: all nodes of one depth at once, from their parents' last states. On
-Hopper FLA refuses to run its backward pass with versions of Triton that compile wrong gradients. This script
-runs it there to measure its time only.
+Peers: "per path" is flat training. It computes every path on its own with the same kernels, and omits paths
+that are prefixes of other paths. Where flash-linear-attention (FLA) is installed, its kernels run on one
+chain of as many tokens, and on the tree level by level: all nodes of one depth at once, from their parents'
+last states. On Hopper FLA refuses to run its backward pass with versions of Triton that compile wrong
+gradients. This script runs it there to measure its time only.
 """
 
 from __future__ import annotations

@@ -204,7 +204,10 @@ def train(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: tor
 
 
 def allocated(device: torch.device, peak: bool = False) -> int:
-    """Returns the bytes allocated now and restarts the peak, or returns the peak since. 0 on a CPU."""
+    """Returns the bytes allocated now, and resets the peak. With ``peak``, returns the peak since the reset.
+
+    On a CPU, the result is 0.
+    """
     if device.type != "cuda":
         return 0
     if peak:

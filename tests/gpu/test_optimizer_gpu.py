@@ -1,4 +1,4 @@
-"""8-bit AdamW compiled, as on a GPU. Its contract is tested in tests/distributed/test_optimizer.py."""
+"""8-bit AdamW on a GPU, where it is compiled. tests/distributed/test_optimizer.py tests its contract."""
 
 import math
 

@@ -126,7 +126,7 @@ def test_activations_anywhere(compile, monkeypatch):
 
 
 def test_new_plans_compile_a_few_graphs():
-    """Graphs are compiled per kind of size, not per size: there are 200 partitions of every size."""
+    """Over 200 partitions of many sizes need few graphs, because graphs are compiled per kind of size."""
     torch._dynamo.reset()
     model = tree_model(hf_model(True, device="cuda", max_position_embeddings=4096, **DENSE))
     parallelize(model, OneRank(), compile=True)

@@ -62,7 +62,8 @@ LARGE = {
 @pytest.fixture(autouse=True, scope="module")
 def _many_shapes():
     """Raises the recompilation limit: FlexAttention recompiles for some properties of shapes."""
-    few_properties = torch.fx.experimental._config.patch(use_duck_shape=False)  # N = M is not one of them
+    # Without duck shapes, sizes that are equal by chance, such as N = M, cause no recompilation.
+    few_properties = torch.fx.experimental._config.patch(use_duck_shape=False)
     with torch._dynamo.config.patch(recompile_limit=64), few_properties:
         yield
 

@@ -52,7 +52,10 @@ def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: 
 
 
 def ladder(depth: int) -> list[int]:
-    """Parents of nodes: every second node has a leaf and the next one below it; chains nest this deep."""
+    """Returns the parents of nodes 0 .. 2 * depth. The children of node 2 i are 2 i + 1, a leaf, and 2 i + 2.
+
+    These nodes make depth + 1 chains. Each chain but the first branches off the one before it.
+    """
     return [-1, *itertools.chain(*((2 * i, 2 * i) for i in range(depth)))]
 
 
@@ -122,8 +125,8 @@ def gdn_case(
 ) -> GdnCase:
     """Returns random inputs: q, k, v in ``dtype``, everything else in fp32.
 
-    hard: keys resemble each other, and one beta is 0, whose gradient kernels compute as a quotient by it.
-    Errors in fp16, which has fewer exponents, are too large then.
+    hard: keys resemble each other, and one beta is 0. The kernels divide by beta to compute its gradient. In
+    fp16, whose exponents have a smaller range, the errors would be too large on such inputs.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -5,10 +5,10 @@
 - Warp groups. Partitions of ``warp_specialize`` are threads, of which one runs at a time. At every access to
   shared resources, the turn goes to a random partition that can continue. Each partition runs in program
   order.
-- Asynchronous work, as late as the waits for it allow. Copies and additions by TMA read shared memory then;
-  products read their operands then, or at once, at random. Copies arrive in shared memory at a random later
-  time. So a slot that is released or written too early, or read before it is filled, gives wrong numbers.
-  Fresh shared memory is NaN.
+- Asynchronous work. Copies and additions by TMA from shared memory read it as late as the waits for them
+  allow. A product reads its operands at once or as late as its wait allows, chosen at random. Copies into
+  shared memory arrive at a random later time. So a slot that is released or written too early, or read before
+  it is filled, gives wrong numbers. Fresh shared memory is NaN.
 - mbarriers, which count arrivals and bytes. A wait names the parity of a phase. Deadlocks are detected.
 - TMA, which reads zeros outside of the tensor and writes nothing there.
 
@@ -17,9 +17,8 @@ timing.
 
 Raises:
     AssertionError: a deadlock; an access out of bounds; more arrivals than a barrier expects; a product or
-    store
-        that is never waited for; operands of the wrong dtype or shape; a TMA copy of a vector from an address
-        that is not a multiple of 16 bytes.
+        store that is never waited for; operands of the wrong dtype or shape; a TMA copy of a vector from an
+        address that is not a multiple of 16 bytes.
     AttributeError: a product that is used before its wait; a name of Gluon that is not emulated.
 """
 

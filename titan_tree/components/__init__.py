@@ -1,1 +1,1 @@
-"""TreeTokenizer, TreeAttention, TreeLoss, the log-prob head: each importable alone."""
+"""Tokenizer, partitioner, attention, Gated DeltaNet, experts, log-probs, losses: each importable alone."""

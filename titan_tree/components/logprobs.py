@@ -223,7 +223,7 @@ def _softmax_reference(
 def _softmax_kernel(
     logits_ptr, column_ptr, label_logit_ptr, p_ptr, lse_ptr, entropy_ptr, B, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per row. Pointers may be None: what is not asked for."""
+    """One program per row. The pointer to a result that is not wanted is None."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * B
     offset = tl.arange(0, BLOCK)

@@ -67,9 +67,9 @@ def release(ring, n, STAGES: gl.constexpr):
 def opaque_zero(i):
     """A 0 that LLVM cannot see through. i: a value that changes in every iteration of the loop.
 
-    An operand in shared memory needs a descriptor of its address. LLVM hoists constant ones out of the loop,
-    into two registers each, which then spill. If the address includes this 0, the uniform datapath computes
-    the descriptor in every iteration.
+    An operand in shared memory needs a descriptor of its address. If the address is constant, LLVM hoists the
+    descriptor out of the loop into two registers, which then spill. If the address includes this 0, the
+    uniform datapath computes the descriptor in every iteration.
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, 0; // $1", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1

@@ -125,7 +125,10 @@ def _tokens_before(tree: TokenTree, end: int) -> list[int]:
 
 
 def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
-    """Returns whether two continuations begin with the same text, at least for the longer first token."""
+    """Returns whether two continuations begin with the same text.
+
+    They must agree on at least as many characters as the longer of their first tokens has.
+    """
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(decode(a), decode(b), strict=False))
     shared = sum(1 for _ in equal)
     return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)

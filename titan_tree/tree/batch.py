@@ -64,8 +64,9 @@ class TreeBatch:
     """N distinct tokens of several trees, packed one after another without padding, and their E edges.
 
     Edge e leads from token ``edge_source[e]``, whose hidden state predicts the next token, to
-    ``edge_label[e]``. Every token but the first of a root is the label of one edge. The last token of a node
-    is the source of one edge per child. Edges are sorted by the DFS index of the predicted token.
+    ``edge_label[e]``. With ``edges="all"``, every token but the first of a root is the label of one edge, and
+    the last token of a node is the source of one edge per child. With ``edges="loss"``, the edges that no
+    path's loss mask counts are missing. Edges are sorted by the DFS index of the predicted token.
 
     For a partition, N counts its own tokens, and edges and pairs are those that it scores.
     """
@@ -166,7 +167,10 @@ class TreeBatch:
 
 
 class _EdgeSources(NamedTuple):
-    """The partition in which each token is the source of its edges. The last entry is for token -1: none."""
+    """The partition in which each token is the source of its edges.
+
+    Index -1, which means "no token", reads the additional last entry.
+    """
 
     partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges
     place: np.ndarray  # [tokens + 1] int64: the token's place among the own tokens of that partition

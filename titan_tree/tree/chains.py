@@ -39,7 +39,8 @@ class Chains(NamedTuple):
     # chain b; a reader B + x is the exported state x.
     first_child: Tensor  # [L + 1]
     child: Tensor
-    # First chain and first slot of each round, then their numbers. This tensor always stays on the CPU.
+    # Row r: the first chain and the first slot of round r. The last row: the numbers of chains and of slots.
+    # This tensor always stays on the CPU.
     rounds: Tensor  # [rounds + 1, 2] int64
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Chains:

@@ -5,7 +5,7 @@ tokens, each of which follows the one before it. In DFS order with the heaviest 
 directly follow their predecessor, so every chunk is a range of tokens. A chunk ends
 
 - after CHUNK tokens,
-- before a token that follows a different token,
+- before a token whose predecessor is not the token right before it in DFS order,
 - after a token whose state is needed elsewhere: by the first chunk of another child, or by a later partition.
 """
 

@@ -48,7 +48,9 @@ class GatewayAccess:
         while 0 and 1 run    -  - | 0  1 | 2  2       while 0 and 1 run    -  - | 1  1 | 2  2
         while 3 runs         -  - | 0  1 |            while 3 runs         -  - | 1  1 |
 
-    Partition 2 reads rows 2, 3 and 4 of the keys, and its tokens 3 and 5 start from row 4 of the states.
+    The table shows which token's tensors each row holds. ``-`` marks the rows that nothing reads. A token is
+    repeated where exports are padded. Partition 2 reads rows 2, 3 and 4 of the keys, and its tokens 3 and 5
+    start from row 4 of the states.
 
     >>> from titan_tree.tree.partition import in_tree_order
     >>> from titan_tree.tree.paths import TokenPath
@@ -127,10 +129,10 @@ def predecessors(tree: TokenTree, partition: Partition, states: np.ndarray | Non
 
 
 def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for each own token its predecessor on its path, whether that is own, and its place if so.
+    """Returns the predecessor of each own token on its path, whether it is an own token, and its place if so.
 
-    A traversal of single_path may run several copies of a token. The copies of one path are contiguous, so
-    the right copy is the nearest one to the left.
+    The strategy single_path may run several copies of a token, one path after another. The predecessor on a
+    token's own path is therefore the nearest copy of the predecessor to the left of the token.
     """
     before, n = tree.predecessor[partition.own], len(partition)
     if np.array_equal(partition.own, np.arange(len(tree))):
@@ -141,7 +143,7 @@ def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, n
 
 
 def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[list[np.ndarray]]:
-    """Returns for each partition its own tokens that own tokens of partitions below directly follow."""
+    """Returns, for each partition, the own tokens after which a partition below continues a path."""
     wanted: list[list[np.ndarray]] = [[] for _ in partitions]
     for partition in partitions:
         before, is_own, _ = _tokens_before(tree, partition)

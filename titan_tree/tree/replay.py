@@ -32,7 +32,10 @@ Replay = Literal["off", "first", "majority", "split"]
 
 
 class Records(NamedTuple):
-    """The recorded experts of a trie. For "split", too, the counts are those of the trie of tokens alone."""
+    """The recorded experts of a trie.
+
+    Both counts always refer to the trie that merges paths by tokens alone, even if ``replay`` is "split".
+    """
 
     experts: np.ndarray  # [N, L, k] int16; -1: not recorded, the router chooses
     num_rows: int  # rows that at least one path recorded
@@ -46,7 +49,7 @@ def merged_records(
 
     Args:
         paths: the paths of the trie.
-        index: for each path the trie's tokens that it consists of.
+        index: for each path, the numbers of its tokens in the trie.
         num_tokens: N, the size of the trie.
         replay: see ``Replay``.
 
@@ -100,7 +103,8 @@ def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
             [numbers.setdefault(token.tobytes(), len(numbers)) for token in experts_sorted], np.int64
         )
 
-    # The token takes the upper bits: where records agree, the trie has the order of the one merged by tokens.
+    # The token takes the upper bits, so keys are sorted by token first. Where records agree, the trie of keys
+    # therefore has the same order as the trie of tokens.
     return [(path.tokens.astype(np.int64) << 32) + record_numbers(path) for path in paths]
 
 

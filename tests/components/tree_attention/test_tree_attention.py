@@ -34,7 +34,10 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def context_queries(n: int, kind: str) -> np.ndarray:
-    """Returns query columns among n keys. The others, the context, come first, in between, or are most."""
+    """Returns query columns among n keys. The other keys are the context.
+
+    ``kind`` says where the context is: before the queries, between them, or nearly everywhere.
+    """
     if kind == "front":
         return np.arange(n - n // 3, n)
     if kind == "last":

@@ -5,7 +5,7 @@ ever drops a token. Only sums over tokens depend on the tree (``Routing``): ther
 path through it.
 
     __init__   MoE: router, routed experts and shared expert
-    experts    the products of the routed experts' weights
+    experts    the routed experts' matrix products
     balance    Routing, and the router losses that balance experts
     bias       RouterBias, which balances experts without a loss
 
@@ -57,9 +57,8 @@ class MoEOutput(NamedTuple):
 class MoE(nn.Module):
     """Sums the outputs of each token's k most probable experts, and of an optional shared expert.
 
-    The router computes in fp32, or wider if x is. Weights may have more precision than x, whose dtype decides
-    that of the experts' computation. The shared expert serves all tokens, and a sigmoid gate scales its
-    output.
+    The router computes in fp32, or wider if x is. The experts compute in x's dtype, and their weights may
+    have more precision. The shared expert serves all tokens, and a sigmoid gate scales its output.
 
     Args:
         hidden_size: d.
@@ -139,6 +138,6 @@ class MoE(nn.Module):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters of routed experts that one token is multiplied with."""
+        """Number of parameters in the k routed experts of one token."""
         total = sum(weight.numel() for weight in self.experts.parameters())
         return total * self.top_k // self.gate.out_features

@@ -3,8 +3,9 @@
 Key k is visible to query q iff ``k <= c < end[k]`` with ``c = key_index[q]`` and ``end``, the exclusive end
 of the key's subtree in DFS order. This costs one int32 per key. Two facts make it cheap for blocks as well:
 
-- One contiguous range of queries sees any key of a block, and a contiguous part of that range sees all of its
-  keys. So a pass that keeps a block of keys needs four integers per block.
+- The queries that see at least one key of a block form one contiguous range. Within it, the queries that see
+  all keys of the block also form one range. So a pass that keeps a block of keys needs four integers per
+  block.
 - A pass that keeps a block of queries reads a list of the key blocks that the queries see.
 
 The plan is made by tensor operations on the layout's device. The host never waits for the device, since all
@@ -27,26 +28,28 @@ KEYS = 128  # keys per key block: the unit of ranges and of the list of key bloc
 PIECE = 32  # keys per piece: the unit of the finer list
 TILE = 64  # queries per tile: the unit of jobs
 
-# A key block's range of queries is cut into jobs of at most 1 / JOBS of all tiles. Otherwise the
-# multiprocessors that get the trunk, which all queries see, would finish last. With 8 key heads, a job is at
-# most 1/8 of the average work of one of 132 multiprocessors. Jobs shorter than SHORTEST_JOB tiles do not pay
-# for the sum over their parts.
+# A key block's range of queries is cut into jobs. A job has at most 1 / JOBS of the tiles of all ranges.
+# Otherwise the multiprocessors that get the trunk, which all queries see, would finish last. With 8 key
+# heads, a job is at most 1/8 of the average work of one of 132 multiprocessors. Jobs of fewer than
+# SHORTEST_JOB tiles would save less time than the sum over their parts costs.
 JOBS = 128
 SHORTEST_JOB = 8
 
 
 class Plan(NamedTuple):
-    """Int32 columns. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
+    """Int32 tensors. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
 
-    Every column is a tensor of its own. In a stacked tensor, torch.compile would confuse the constant number
-    of columns with an equal nq or nk, and recompile where they differ.
+    The comments below call these tensors the columns of the plan. They are not stacked into one tensor:
+    torch.compile would confuse the constant number of columns with an equal nq or nk, and recompile where
+    they differ.
     """
 
     # Key blocks and, finer, key pieces that each query block sees.
     key_blocks: Tensor  # [nq, nk]: partly visible, then fully visible, then unused
     n_partial: Tensor  # [nq]: how many are partly visible
     n_visible: Tensor  # [nq]: how many are visible
-    pieces: Tensor  # [nq, np + 3]: on the diagonal, partly visible, 0-3 past M, fully visible, unused
+    # [nq, np + 3]: on the diagonal, partly visible, 0 to 3 padding pieces past M, fully visible, unused
+    pieces: Tensor
     n_diagonal: Tensor  # [nq]: how many pieces reach the block's first query or lie past it: at least one
     n_masked: Tensor  # [nq]: how many pieces are not fully visible
     n_pieces: Tensor  # [nq]: how many pieces to read: a multiple of 4
@@ -85,7 +88,8 @@ def prepare(layout: TreeLayout) -> Plan:
 def max_parts(n: int, m: int) -> int:
     """Returns an upper bound on the number of parts of cut ranges, for N = n queries and M = m keys.
 
-    A part has at least half of 1 / JOBS of all tiles, and at least half of SHORTEST_JOB tiles.
+    A part has at least half as many tiles as the largest job may have. That is at least 1 / (2 * JOBS) of the
+    tiles of all ranges, and at least SHORTEST_JOB / 2 tiles.
     """
     tiles, blocks = -(-n // TILE), -(-m // KEYS)
     return min(2 * JOBS, 2 * blocks * tiles // SHORTEST_JOB) if tiles > SHORTEST_JOB else 0
@@ -121,10 +125,10 @@ def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def _visibility(end: Tensor, size: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs of ``size`` keys: visible, fully visible, visible on the diagonal; each [nq, M / size] bool.
+    """Returns which runs of ``size`` keys are visible, fully visible, and visible on the diagonal.
 
-    Runs on the diagonal reach the block's first query or lie past it. There is at least one. In all other
-    runs k <= q holds without a test.
+    Each result is [nq, M / size] bool. Runs on the diagonal reach the block's first query or lie past it.
+    There is at least one. In all other runs k <= q holds without a test.
     """
     lowest, highest = _block_bounds(end, size, pad=end.new_zeros(1))
     first_k = torch.arange(0, len(end), size, device=end.device)
@@ -154,7 +158,13 @@ def _ranges_and_jobs(end: Tensor, column: Tensor) -> tuple[Tensor, ...]:
 
 
 def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]:
-    """Returns the columns job_*: key blocks ``order``, whose ``work`` in tiles descends, cut into jobs."""
+    """Cuts the ranges of queries into jobs and returns the columns job_*.
+
+    Args:
+        work: [nk] number of tiles of each range, in descending order.
+        order: [nk] key block of each range.
+        first_tile: [nk] first tile of each key block's range, by number of the key block.
+    """
     limit = (work.sum() / JOBS).clamp(min=SHORTEST_JOB)
     parts = (work / limit).ceil().long().clamp(min=1)
     stop = parts.cumsum(0)
@@ -167,7 +177,8 @@ def _jobs(work: Tensor, order: Tensor, first_tile: Tensor) -> tuple[Tensor, ...]
     begin, end = work[rank] * part // of, work[rank] * (part + 1) // of
     by_work = torch.where(used, end - begin, -1).argsort(stable=True, descending=True)
     begin, end = (torch.where(used, first_tile[block] + x, -1) for x in (begin, end))
-    # Ranges are cut if they have the most work, so their jobs come first and their numbers count parts.
+    # Only the ranges with the most work are cut. Their jobs therefore have the lowest numbers, and the number
+    # of such a job is also the number of its part.
     columns = block, begin, end, torch.where(of > 1, job, -1)
     return stop, *(x[by_work] for x in columns)
 

@@ -4,8 +4,8 @@ For each head, with t - 1 the token before t on its path (Yang et al., arXiv:241
 
     S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - S_t^T k_t))^T;  o_t = S_t^T q_t
 
-A node of the tree starts from the state at its parent's end. In the backward pass, the gradients that its
-children send to that state add up. A partition takes its first states from a gateway, and exports the states
+All children of a node start from the state at the node's end. In the backward pass, the gradients that the
+children send to this state add up. A partition takes its first states from a gateway, and exports the states
 that later partitions start from.
 
 Read the files in this order. ``titan_tree/tree`` explains chunks (tokens that are computed at once) and

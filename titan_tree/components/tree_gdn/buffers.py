@@ -1,7 +1,7 @@
 """Tensors that one kernel of the gated delta rule writes and another one reads.
 
-Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds the state of one chunk's
-end that other chains start from (``tree/chains.py``).
+Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds a state from which chains
+start, or which is exported (``tree/chains.py``).
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@ A chunk (``tree/chunks.py``) is a run of tokens, each the successor of the one b
 program walks along a chunk and keeps the last W - 1 rows in registers. So it reads each row once for a window
 of any width; only the W - 1 rows before a chunk are looked up.
 
-The backward kernel walks the same way. A token's dx is complete W - 1 tokens later, so it continues past the
-chunk's end by up to W - 1 tokens of the same path. The gradients that chunks of other branches send to the
-tokens before them are stored, and a second kernel sums them in a fixed order.
+The backward kernel walks the same way. A token's dx is complete W - 1 tokens later, so the kernel continues
+past the chunk's end by up to W - 1 tokens of the same path. A chunk that branches off also has gradients for
+the W - 1 tokens before it, which are in other chunks. The kernel stores them, and a second kernel sums them
+in a fixed order.
 
 Memory traffic per token and channel, with b bytes per element (bf16: 2), for W = 4: forward 2b (x, y);
 backward 3b (x, dy, dx) and up to 0.5 bytes of partial sums of dweight. Rows next to a chunk's edge are read
-twice, mostly from L2. Each chunk that branches off costs W - 1 more fp32 rows, written and read, and as many
-for the tokens before it.
+twice, mostly from L2. Each chunk that branches off costs W - 1 more fp32 rows, written and read, for the
+gradients that it sends to the tokens before it. As many rows hold the other gradients of these tokens.
 
 Letters: N tokens, D channels, windows of W tokens, C chunks, R gateway rows, S exported tokens, E = (C + S)
 (W - 1).
@@ -41,18 +42,22 @@ NOBODY = 2**31 - 1  # the target of a row that does not exist; it sorts last
 
 
 class ConvPlan(NamedTuple):
-    """What the kernels read of a layout. A target is a token 0 .. N - 1, or N + i for row i of the tails."""
+    """What the kernels read of a layout.
+
+    A *tail* is the W - 1 inputs up to a token, which the gateway cache stores (``tree_causal_conv1d``). A
+    *target* is a row that gets gradients: a token 0 .. N - 1, or N + i for row i of the tails.
+    """
 
     sources: Tensor  # [N, W] int32, see ``conv_sources``
     exported: Tensor  # [S, W - 1] int32: the same for the exported tails
     start: Tensor  # [C + 1] int32: chunk c holds tokens start[c] .. start[c + 1] - 1
     ahead: Tensor  # [C] int32: how many tokens after a chunk continue its path, at most W - 1
     shared: Tensor  # [C] bool: other branches or exports also read the chunk's last tokens
-    # Gradients that leave their chunk: of the W - 1 rows before each chunk, oldest first, then of exported
-    # tails. They are sorted by target.
-    order: Tensor  # [E] int32: indices into the rows of both
+    # The E gradients that leave their chunk: first those of the W - 1 rows before each chunk, oldest row
+    # first, then those of the exported tails. The remaining fields list them sorted by target.
+    order: Tensor  # [E] int32: the number of each gradient before sorting
     target: Tensor  # [E] int32
-    stop: Tensor  # [E] int32: at the first entry of a target the end of its range, elsewhere 0
+    stop: Tensor  # [E] int32: for the first gradient of each target, the end of the target's range; else 0
     # [E] int32: for a target that is a token, its row among the last W - 1 tokens of all chunks
     place: Tensor
 
@@ -73,8 +78,8 @@ def prepare(layout: TreeLayout, width: int) -> ConvPlan:
         token = end + i
         ahead += (token < n) & (sources[:, size - 1 - i].take(token.clamp(max=n - 1)) == end - 1)
 
-    # A chunk that continues the chunk right before it sends nothing: that chunk's program also walked its
-    # tokens.
+    # A chunk that continues the chunk right before it sends no gradients. The program of the chunk before it
+    # walks past its own end and computes them.
     before = sources.index_select(0, first)[:, :size]
     goes_on = layout.predecessor.index_select(0, first) == first - 1
     leaving = torch.cat([before.masked_fill(goes_on[:, None], -1), exported]).flatten()

@@ -111,8 +111,7 @@ def _backward_kernel(
         first = tl.load(start + chunk).to(tl.int64)
         length = tl.load(start + chunk + 1) - tl.load(start + chunk)
         live = length + tl.load(ahead + chunk)
-        # Bounds for the two extra stores: 0, or the number of rows before the chunk; likewise for its last
-        # rows.
+        # Upper bounds on ``token`` for the stores into first_rows and into last_rows. 0: nothing is stored.
         to_first = tl.where(tl.load(sources + first * W + W - 2) != first - 1, W - 1, 0)
         to_last = tl.where(tl.load(shared + chunk) != 0, length + W - 1, 0)
         edge = tl.cast(chunk, tl.int64) * (W - 1) * D

@@ -60,7 +60,7 @@ def _depth_first(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
             deepest[above] = max(deepest[above], deepest[node])
             count[above] += count[node]
 
-    # For each node the leaves of its earlier siblings, for all parents at once.
+    # For each node, the number of leaves below its earlier siblings; computed for all parents at once.
     order = np.lexsort((-np.array(deepest), tree.node_parent))
     counts = np.array(count)[order]
     before = np.cumsum(counts) - counts
@@ -69,8 +69,8 @@ def _depth_first(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     rank = np.empty_like(before)
     rank[order] = before
 
-    # From the root down: the leaves before a node's first leaf, and the depth at which the path of that leaf
-    # diverges from the path of the leaf before it.
+    # From the root down: the number of leaves before a node's first leaf, and the depth at which the path of
+    # that first leaf diverges from the path of the leaf before it.
     position, fork = rank.tolist(), tree.node_depth.tolist()
     for node, above in enumerate(parent):
         if above >= 0:

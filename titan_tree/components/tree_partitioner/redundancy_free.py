@@ -141,7 +141,7 @@ class Planner:
             return True  # no pieces: the parent is that of the level, which has all of the context
         token, node = subtree
         if token > self.start[node]:
-            return False  # it hangs from a token inside a node, which has no other children
+            return False  # it begins inside a node, so no other subtree hangs from the token before it
         above = self.node_parent[node]
         return above < 0 or self.start[above + 1] <= bin.token < self.end[above]
 

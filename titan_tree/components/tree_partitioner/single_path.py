@@ -1,9 +1,10 @@
 """single_path: leaves of a traversal share one prefix and nothing below it (Tree Training, arXiv:2511.00413).
 
 Problem: a traversal at node u runs the path to u once. For each of the n_u leaves below u it then runs a
-separate copy of the rest of the leaf's path. In total it runs L(u) + R(u) tokens, where R(u) is the sum of
-L(l) - L(u) over these leaves l. That is (n_u - 1) L(u) tokens fewer than running each path alone. Choose
-nodes, at most one on each path, that save the most tokens, subject to L(u) + R(u) <= max_tokens.
+separate copy of the rest of the leaf's path. Let L(u) be the number of tokens from the root to the end of u.
+In total the traversal runs L(u) + R(u) tokens, where R(u) is the sum of L(l) - L(u) over these leaves l. That
+is (n_u - 1) L(u) tokens fewer than running each path alone. Choose nodes, at most one on each path, that save
+the most tokens, subject to L(u) + R(u) <= max_tokens.
 
 Idea: a dynamic program from the leaves up. It decides between a node and the best choices below its children:
 
@@ -49,7 +50,7 @@ def _chosen(tree: TokenTree, leaves: np.ndarray, max_tokens: int) -> list[int]:
     total = [0] * len(length)  # sum of their L
     for leaf in leaves.tolist():
         count[leaf], total[leaf] = 1, length[leaf]
-    saving = [0] * len(length)  # sums up the children first
+    saving = [0] * len(length)  # the sum over the children, until the node itself is decided
     is_chosen = [False] * len(length)
     for node in range(len(parent) - 1, -2, -1):
         own = (count[node] - 1) * length[node]
@@ -79,7 +80,7 @@ def _node_range(tree: TokenTree, node: int) -> tuple[int, int]:
 def _unmerged(
     tree: TokenTree, parent: list[int], node: int, leaves: list[int], scored: np.ndarray
 ) -> Partition:
-    """Returns the traversal at ``node``, and marks the tokens whose edges it scores in ``scored``."""
+    """Returns the traversal at ``node``. Sets ``scored`` for the tokens whose edges it scores."""
 
     def path(end: int, start: int) -> list[int]:
         """Returns the nodes below ``start`` on the way to ``end``, with ``end``."""

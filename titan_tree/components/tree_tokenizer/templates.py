@@ -117,7 +117,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders ``{% generation %}`` blocks as their content. The marks are not needed: see samples.py."""
+    """Renders ``{% generation %}`` blocks as their content. samples.py finds completions without the tags."""
 
     tags = {"generation"}  # noqa: RUF012
 

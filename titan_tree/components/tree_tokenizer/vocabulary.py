@@ -275,7 +275,11 @@ def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns GPT-2's spelling: a printable Latin-1 character is its own byte, U+0100 on are the others."""
+    """Returns GPT-2's spelling of bytes: character -> byte.
+
+    A printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other
+    bytes, in ascending order.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + index): b for index, b in enumerate(others)}

@@ -8,9 +8,9 @@ A program computes one job (``jobs.py``). As in FlashAttention-3 (Shah et al., a
 warp fetches queries, and two consumer groups of four warps hold 64 keys each. The products give S^T and dP^T,
 transposed as dV and dK need them.
 
-For dq both groups store dS in shared memory. A third group multiplies it by K, so that neither of the two
-blocks the other. TMA adds its fp32 tiles to global memory in no fixed order. Without dq there is no third
-group, and every sum has a fixed order.
+For dq both groups store dS in shared memory. A third group multiplies dS by K, so that the first two groups
+do not wait for each other. TMA adds the third group's fp32 tiles to global memory in no fixed order. Without
+dq there is no third group, and every sum has a fixed order.
 
 Letters: N queries, M keys, H query heads, G = H / Hkv query heads per key head, D head dim.
 """

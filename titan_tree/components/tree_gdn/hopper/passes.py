@@ -6,8 +6,8 @@ So the latency of one step decides the speed. A producer warp fetches whole chun
 ahead. Four warps hold the state of 64 columns of V in registers. Their products are asynchronous, and work
 outside of the chain of dependent products fills the gaps.
 
-The forward pass computes the output on the way and writes neither states nor n. For the backward pass the
-same kernel runs a second time and writes them instead of the output.
+The forward pass computes the output on the way. Except for the slots, it writes neither states nor n. For the
+backward pass the same kernel runs a second time and writes them instead of the output.
 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there.

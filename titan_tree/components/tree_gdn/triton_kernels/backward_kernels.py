@@ -4,8 +4,10 @@ From dS', the gradient of a chunk's last state, and X = dv, with s the scale of 
 
     dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
 
-dA beta = -X n^T, so nothing here recomputes A or k k^T. Row sums of a gradient times its operand give the
-gradients of beta and of the decays. With r_i the row sums that belong to the rows of A and of e k S:
+beta_i dA_ij = -X_i.n_j, so the kernels need this product and not A itself. Row sums of a gradient times its
+operand give the gradients of beta and of the decays. The key k_i determines a row of A and of e k S, and a
+column of P, of A and of the chunk's last state. dk_row_i and dk_column_i are the corresponding parts of its
+gradient. With r_i = k_i.dk_row_i:
 
     dbeta_i = (X_i.v_i + r_i) / beta_i;   dG_i = q_i.dq_i + r_i - k_i.dk_column_i
 
@@ -21,9 +23,9 @@ The kernels run in this order:
     _query_kernel            all chunks at once: dq
     _input_kernel            all chunks at once: dk, dv, dg and dbeta
 
-Each chain writes the gradient of the state that it starts from into a buffer of its own. ``_slot_kernel``
-adds these up, in the order of the chains' table, before the chain runs that filled the slot. So every sum has
-a fixed order, and the serial loop contains no other loop.
+Each chain writes the gradient of the state that it starts from into a buffer of its own. Before the chain
+that filled a slot runs, ``_slot_kernel`` adds up the slot's gradients, in the order of ``Chains.child``. So
+every sum has a fixed order, and the serial loop contains no other loop.
 """
 
 from __future__ import annotations

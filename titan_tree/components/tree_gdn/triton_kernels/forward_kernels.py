@@ -3,7 +3,8 @@
 The algebra is that of ``reference.py``; the chunk form is Gated DeltaNet's (arXiv:2412.06464). Two things are
 folded in. The row factors e_i = exp(G_i) / |k_i| and d_i = exp(G_last - G_i) / |k_i| also normalize the keys,
 so that no normalized copy is stored. And a chunk's preparation stores T = (I + A)^-1 diag(beta) alone, where
-flash-linear-attention stores the products w = T k and u = T v. From the state S at the chunk's start:
+flash-linear-attention stores the products w = T k and u = T v. From the state S at the chunk's start, and
+with P_ij = exp(G_i - G_j) q_i.k_j for j <= i and normalized q and k:
 
     n = T (v - e (k S));   S' = exp(G_last) S + k^T (d n);   o = exp(G) (q S) + P n
 
@@ -137,7 +138,8 @@ def _inverse_kernel(
     tl.store(read_ptr + row, -tl.exp2(total) * length)
     tl.store(write_ptr + row, tl.exp2(last - total) * length)
 
-    # A, and its transpose: from the product and not from A, see above.
+    # A and its transpose. Both come from the symmetric k k^T: a transposed result of a tl.dot must not reach
+    # another tl.dot, see the module's docstring.
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION) * length[:, None] * length[None, :]
     a = decayed(kk * beta[:, None], total[:, None], total[None, :], t[:, None] > t[None, :])
     at = decayed(kk * beta[None, :], total[None, :], total[:, None], t[:, None] < t[None, :])
@@ -284,8 +286,8 @@ def _output_kernel(
 def stages(x: Tensor, programs: int) -> int:
     """Returns how many chunks a serial kernel has in flight, for inputs of x's dtype.
 
-    In 16 bits: 3 while every program has a multiprocessor to itself. With more programs 2, so that two
-    programs fit on a multiprocessor; GPUs with little shared memory have no room for more either. In fp32: 1.
+    In 16 bits, this is 3 while every program has a multiprocessor to itself. With more programs it is 2, so
+    that two of them fit on a multiprocessor. On GPUs with little shared memory it is always 2. In fp32: 1.
     """
     if not x.is_cuda or x.dtype == torch.float32:
         return 1
