@@ -1,7 +1,8 @@
 """Train language models on token trees: every shared token is computed once, with exact loss and gradients.
 
-The imports below are the only list of public names, which type checkers read as well. A module is imported
-when one of its names is first used (PEP 562). Reading data and ``titan-tree inspect`` do not import torch.
+The imports under ``TYPE_CHECKING`` are the only list of public names. Type checkers read them, and
+``_MODULES`` is parsed from them. A module is imported when one of its names is first used (PEP 562). Reading
+data and ``titan-tree inspect`` do not import torch.
 """
 
 import ast

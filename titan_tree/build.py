@@ -1,4 +1,7 @@
-"""Builds components from the configuration. No other module knows both."""
+"""Builds components from the configuration.
+
+The model, its layers and the passes of a step take plain arguments. They never see the configuration.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def _random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tup
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError if the optimizer's package is missing or it does not support async_save.
+    """Raises UserError if the optimizer's package is missing, or if async_save is set but not supported.
 
     The trainer calls this before it reads weights, which can take minutes.
     """
@@ -123,7 +126,8 @@ def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> d
     described = {"name": config.model.name, "optimizer": config.optimizer.name, **vars(model.config)}
     if model.experts and model.experts.router_biases():
         described["router_bias"] = True
-    # The ranks that share an expert shard its rows, which are the second dimension of its weights.
+    # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
+    # optimizer's states cannot be redistributed along that dimension, this number of ranks must not change.
     sharing = mesh.size() // config.parallel.expert_parallel
     if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < mesh.size():
         described["ranks_that_share_an_expert"] = sharing
@@ -192,7 +196,7 @@ def build_dataset(
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:
     """Returns the tokenizer of the configuration, else that of the snapshot, or None if both are missing.
 
-    Files of token ids need no tokenizer, and the reader refuses others without one.
+    Files of token ids need no tokenizer. Without one, the reader refuses conversations.
     """
     name = config.tokenizer or tokenizer_folder(hf_path)
     return None if name is None else TreeTokenizer.load(name, config.template)

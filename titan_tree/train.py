@@ -49,14 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Stdout(logging.Handler):
-    """Prints log records. A progress bar that redirects stdout keeps printed lines above itself."""
+    """Prints log records with ``print``, which uses the current ``sys.stdout``.
+
+    While a progress bar is visible, it redirects ``sys.stdout`` and shows the printed lines above itself.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), flush=True)
 
 
 def _log_to_stdout(rank: int) -> None:
-    """Shows titan_tree's log lines of rank 0. Other packages keep Python's default, warnings and above."""
+    """Shows titan_tree's log lines of rank 0, and only the warnings of other ranks.
+
+    Other packages keep Python's default, warnings and above.
+    """
     logger = logging.getLogger("titan_tree")
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.addHandler(_Stdout())

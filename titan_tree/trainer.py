@@ -156,7 +156,8 @@ class Trainer:
         """Yields the input of each remaining step, and the state of the dataset after it.
 
         A thread prepares one step ahead, so that reading, tokenizing and packing overlap with the device's
-        work. The state is passed along with its step: a checkpoint counts only data that was trained on.
+        work. The dataset is then one step ahead of training. Each input therefore comes with the state of the
+        dataset right after it, so that a checkpoint does not skip data that was prepared but not trained on.
         """
         stream = iter(self.dataset)
 
@@ -202,7 +203,10 @@ class Trainer:
                 self.loggers.log(step, step_values(report))
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        """Stops all ranks, which see the same values. ``clip_and_step`` left the weights unchanged."""
+        """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.
+
+        All ranks see the same values, so all of them stop.
+        """
         for name, value in values.items():
             if not math.isfinite(value):
                 self.checkpoints.wait()

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     config = DataConfig(files=args.files, format=args.format, sample=dict(args.sample))
     tokenizer = _load_tokenizer(args, config)
     trees = _trees(args, SampleReader(config, tokenizer))
-    # The terminal wraps long lines, so that no number is cut off.
+    # At least 100 columns: in a narrower terminal, lines wrap, but no number is cut off.
     console = Console(width=max(100, Console().width) if sys.stdout.isatty() else 160)
     if args.report is not None:
         _print_report(console, args, trees, tokenizer)

@@ -85,16 +85,18 @@ class DataConfig(Checked, table="data"):
 class PartitionConfig(Checked, table="partition"):
     """How TreePartitioner splits trees above ``data.max_tokens``, and where activations are stored."""
 
-    # "none" never splits; such trees raise an error.
+    # "none" never splits: a tree of more than data.max_tokens tokens is an error.
     strategy: str = setting("auto", one_of("auto", PARTITION_STRATEGIES))
     # Maximum tokens whose activations are live at once.
     # Default: the larger of data.max_tokens and the longest path.
     max_chain_tokens: int | None = setting(None, at_least(1))
-    # Activations of suspended partitions. "auto" keeps what fits into the budgets below, offloads the rest to
-    # host memory and recomputes what exceeds both.
+    # Activations of partitions that wait for the partitions below them (docs/partitioning.md). "auto" keeps
+    # up to device_gb on the GPU, offloads up to host_gb to host memory, and recomputes the rest.
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     device_gb: float | None = setting(None, at_least(0))  # budget of "auto" per GPU; default: no limit
-    host_gb: float | None = setting(None, at_least(0))  # the same in host memory; default: half
+    # Budget of "auto" in host memory, per GPU. Default: half of the available memory, divided by the number
+    # of ranks on the host.
+    host_gb: float | None = setting(None, at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,8 +133,8 @@ class RouterLossConfig:
     balance: float = 0.0  # coefficient of the load-balancing loss; about 1e-3 in pre-training
     z: float = 0.0  # coefficient of the z-loss
     # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
-    # micro-batches and ranks. If a rank runs several forward passes per scope, each one runs twice:
-    # the first one counts the tokens per expert.
+    # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
+    # of them twice: first to count the tokens per expert, then to train.
     scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
 
@@ -141,9 +143,11 @@ class RouterBiasConfig:
     """Balances the experts by a bias on the router's choice, without a loss. See RouterBias."""
 
     # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
-    # Unset: the model gets no bias. 0: biases stay constant.
+    # Unset: no biases are added, and those of a snapshot stay constant. 0: biases are added, and stay
+    # constant.
     rate: float | None = None
-    counts: Literal["paths", "tokens"] = "paths"  # loads count a token once per path, or once
+    # How often a token counts in the load of an expert: "paths": once per path; "tokens": once.
+    counts: Literal["paths", "tokens"] = "paths"
 
     def __post_init__(self) -> None:
         require(
@@ -189,8 +193,8 @@ class TrainingConfig(Checked, table="training"):
     steps: int = setting(1000, at_least(1))  # optimizer steps of the whole run, including resumed parts
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
     # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
-    # "rowwise_with_gw_hp" computes weight gradients in dtype. Experts, routers and the vocabulary never use
-    # float8.
+    # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
+    # never use float8.
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     seed: int = 0  # seed of random initial weights
     compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
@@ -208,8 +212,9 @@ class ParallelConfig(Checked, table="parallel"):
     # Reduce gradients after the "last" or after "every" micro-batch.
     # "last" keeps 4 bytes per parameter on every rank.
     reduce_gradients: Literal["last", "every"] = "last"
-    # Number of adjacent ranks that shard the experts of a layer; divides the number of ranks and of experts.
-    # Tokens are sent to the ranks of their experts, and FSDP2 shards an expert over ranks / expert_parallel.
+    # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
+    # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
+    # is the number of ranks over which FSDP2 shards each expert.
     expert_parallel: int = setting(1, at_least(1))
 
 
@@ -217,7 +222,8 @@ class ParallelConfig(Checked, table="parallel"):
 class CheckpointConfig(Checked, table="checkpoint"):
     """When checkpoints are written, and where."""
 
-    interval: int = setting(500, at_least(0))  # steps between checkpoints, and one after the last; 0: none
+    # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
+    interval: int = setting(500, at_least(0))
     # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # inside the run's folder, or an absolute path

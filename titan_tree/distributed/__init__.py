@@ -1,1 +1,1 @@
-"""Everything that depends on the number of ranks, and the only importers of torchtitan and torchao."""
+"""Parallelism over ranks, and optimizers. Only files of this folder import torchtitan and torchao."""

@@ -89,8 +89,9 @@ def _adamw_8bit() -> type[torch.optim.Optimizer]:
     """Returns AdamW with 8-bit moments (Dettmers et al., arXiv:2110.02861).
 
     Each block of 256 moments shares one scale, so the states take 2.03 bytes per parameter instead of 8. The
-    update runs in fp32, parameter by parameter, compiled. Blocks belong to a rank's shard. Shards with fewer
-    than 4,096 numbers, or with a number that is no multiple of 256, keep moments in the dtype of the weights.
+    update runs in fp32, parameter by parameter, compiled. A block lies within the shard of one rank. A shard
+    keeps moments in the dtype of the weights if it has fewer than 4,096 elements, or if its size is not a
+    multiple of 256.
     """
     return _import("optim", "optimizer.name").AdamW8bit
 

@@ -15,9 +15,9 @@ Every rank must know on the host how many rows it receives. This needs one small
 layer and forward pass, which waits for the device. The backward pass reuses the numbers. All ranks of a group
 must run the same sequence of passes (engine/lockstep.py).
 
-The exchange consists of operators, because torch.compile cannot know how many rows arrive. One operator
-exchanges all tensors of a step: no data dependency orders two operators, so ranks might run them in different
-orders.
+The exchange consists of custom operators, because torch.compile cannot know how many rows arrive. One call of
+``dispatch`` sends both the copies and their scales. Two calls would not depend on each other's data, so ranks
+might run them in different orders.
 
 Letters: S copies on this rank, R rows received, E experts, e experts on this rank, P ranks, c any width.
 """
@@ -101,7 +101,7 @@ def dispatch(rows: list[Tensor], sizes: Tensor, order: Tensor, group: str) -> li
 
 @torch.library.custom_op("titan_tree::combine", mutates_args=())
 def combine(rows: list[Tensor], sizes: Tensor, order: Tensor, num_copies: int, group: str) -> list[Tensor]:
-    """Returns rows [max(R, 1), c] to their senders: the transpose of ``dispatch``, [S, c] for each."""
+    """Sends rows [max(R, 1), c] back to their senders. Returns [S, c] for each. Transpose of ``dispatch``."""
     sent, received = sizes.tolist()
     inverse = order.argsort()[: sum(received)]
     return [_all_to_all(x[inverse], received, sent, group) for x in rows]

@@ -34,7 +34,8 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
         The mesh of all ranks as "efsdp" x "ep". The ranks of an "ep" group hold all experts together. The
         ranks of an "efsdp" group hold the same experts, which FSDP2 shards over them.
     Raises:
-        UserError: the model has no experts, or ``num_ranks`` does not divide ranks, experts or rows.
+        UserError: the model has no experts, ``num_ranks`` does not divide the number of ranks or of experts,
+            or the size of an "efsdp" group does not divide the rows of an expert.
     """
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     where = f"parallel.expert_parallel: got {num_ranks}, expected"
@@ -65,7 +66,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
 def fully_shard_experts(
     block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool
 ) -> None:
-    """Applies FSDP2 over ``mesh`` to the experts of a block, before the block itself.
+    """Applies FSDP2 over ``mesh`` to the experts of a block. Call it before FSDP2 is applied to the block.
 
     A mesh of one rank gets FSDP2 too: casts and sums of gradients are then the same for any number of ranks.
     """
@@ -96,6 +97,8 @@ class _TakeLocal:
     @torch._dynamo.disable
     def __call__(self, *_: Any) -> None:
         weights = self.experts.gate_up_proj, self.experts.down_proj
-        with torch.enable_grad():  # a pass without gradients may be recomputed later with gradients
+        # Activation checkpointing recomputes a block without calling this hook. The weights of the last call
+        # must then require gradients, even if that call was in a forward pass without gradients.
+        with torch.enable_grad():
             gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
         self.experts.local_weights = gate_up, down

@@ -1,4 +1,4 @@
-"""When FSDP2 gathers weights and sums gradients within an optimizer step, and weights cast once per step.
+"""Controls FSDP2's communication within an optimizer step, and casts the weights of a single rank.
 
 FSDP2 gathers the weights of a block before each forward pass and sums gradients over ranks in each backward
 pass. That requires every rank to run the same sequence of passes. ``GradientSync`` relaxes this for two
@@ -9,7 +9,7 @@ cases:
   until the last backward pass, so that no pass in between communicates.
 
 A single rank trains a plain model without FSDP2. ``GradientSync`` then does nothing, and ``cast_weights``
-does FSDP2's mixed precision.
+replaces FSDP2's mixed precision: it casts each weight once per step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class GradientSync:
                 block.set_reshard_after_forward(self.reshard_after_forward and not enabled)
 
     def release(self) -> None:
-        """Makes this rank's last backward pass, the next one, sum gradients and free gathered weights."""
+        """Makes the next backward pass sum gradients and free gathered weights.
+
+        Call it before this rank's last backward pass of the step.
+        """
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(True)
             self.model.set_reshard_after_backward(True)

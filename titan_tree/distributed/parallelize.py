@@ -47,13 +47,14 @@ def parallelize(
     Args:
         model: on any device, also on "meta".
         mesh: one-dimensional, of all ranks.
-        dtype: of the computation. FSDP2 casts the weights that it gathers. A single rank casts them once per
-            step (``gradient_sync.cast_weights``): the numbers are the same, but FSDP2 would copy weights
-            once and gradients twice (2 % of a step, docs/performance.md).
+        dtype: of the computation. FSDP2 casts the weights that it gathers. A single rank does not use FSDP2
+            and casts them once per step (``gradient_sync.cast_weights``). FSDP2 would compute the same
+            numbers, but copy weights once and gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
-        compile: compiles each block. One graph serves all blocks and all batch sizes.
+        compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
+            serves all but a few batch sizes (docs/design.md).
         reshard_after_forward: whether FSDP2 frees the gathered weights of a block between its forward and
             its backward pass.
         expert_parallel: number of adjacent ranks over which the experts of each layer are sharded.
@@ -88,7 +89,8 @@ def _checkpoint_activations(model: Decoder, mode: ActivationCheckpoint) -> None:
 
 def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
     """Compiles each block and the last norm. A graph break is an error."""
-    # Inductor makes one graph for each kind of size that it tells apart (docs/design.md): fewer than this.
+    # The compiler makes a graph for each kind of size that it tells apart (docs/design.md). There are fewer
+    # kinds than this limit.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if "states" in model.cache_streams:
         # The many small tables of a layout may have equal sizes by chance. A graph must not rely on that.
@@ -122,4 +124,5 @@ def _fully_shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum: no scaling pass, and gloo has none
+            # A plain sum. FSDP2 would otherwise multiply by 1 within the reduction, which gloo cannot do.
+            module.set_force_sum_reduction_for_comms(True)

@@ -65,9 +65,9 @@ class Activations:
         self._blocks: dict[int, weakref.ref[_Block]] = {}  # blocks on the device, by address
         self._kept: deque[weakref.ref[_Block]] = deque()  # not yet offloaded, the oldest first
         self._offloading: deque[_Block] = deque()  # copy to the host started, not yet awaited
-        self._last: weakref.ref[_Block] | None = None
-        self._shared: set[int] = set()
-        self._limit = 0.0
+        self._last: weakref.ref[_Block] | None = None  # the newest block of the current forward pass
+        self._shared: set[int] = set()  # addresses of storages that stay on the device
+        self._limit = 0.0  # bytes that may stay on the device in the current forward pass
 
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream | None]:
@@ -81,7 +81,10 @@ class Activations:
         return self.policy == "recompute"
 
     def may_offload(self) -> bool:
-        """Returns whether activations may be offloaded or recomputed depending on the memory of this rank."""
+        """Returns whether this rank decides by its own memory use what to offload or to recompute.
+
+        Ranks may then decide differently.
+        """
         return self.policy == "offload" or (self.policy == "auto" and self.device_bytes < math.inf)
 
     def saving(self, is_suspended: bool, shared: Iterable[Tensor] = ()) -> AbstractContextManager[object]:
@@ -151,7 +154,8 @@ class Activations:
                 self.offloading += block.size
                 self.on_host += block.size_on_host
                 self._offloading.append(block)
-        # Keep the newest offload open: autograd may save the same block a second time.
+        # Do not finish the newest offload yet: autograd may save the same storage again, and a finished block
+        # is no longer found by its address.
         while len(self._offloading) > 1 and self.on_device > self._limit:
             self._finish_offload(self._offloading.popleft())
 
@@ -205,7 +209,7 @@ class Activations:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def _forget(self, block: _Block) -> None:
-        """Removes a block that no backward pass needs any more from the totals."""
+        """Subtracts a block from the totals, because no backward pass needs it any more."""
         if block.on_device is not None:
             if block.is_fetching:
                 self.fetching -= block.size

@@ -22,8 +22,8 @@ class GatewayCache:
     """Exports of the partitions of one chain, and the sums of their gradients.
 
     Args:
-        streams: for each exported tensor, whether its rows follow "keys" or "states"
-            (``TreeBatch.cache_offset``).
+        streams: for each exported tensor, the stream that its rows belong to, "keys" or "states"
+            (tree/gateway.py).
         batches: the partitions that will use the cache. The largest chain among them sets the number of rows.
     """
 
@@ -56,7 +56,8 @@ class GatewayCache:
         if not self.rows:
             return None
         stops = [getattr(batch.cache_offset, stream) for stream in self.streams]
-        # With .data, later writes to the following rows do not count as changes of these leaves.
+        # ``.data`` gives a leaf its own version counter. Without it, autograd would take later writes to
+        # other rows for in-place changes of the leaf.
         leaves = [rows.data[:stop] for rows, stop in zip(self.rows, stops, strict=True)]
         if torch.is_grad_enabled():
             for leaf, gradients in zip(leaves, self.gradients, strict=True):
@@ -68,7 +69,7 @@ class GatewayCache:
         return self.gradients[i][self._written(batch, i)].to(self.rows[i].dtype)
 
     def _written(self, batch: TreeBatch, i: int) -> slice:
-        """Returns the rows of stream i that the partition writes."""
+        """Returns the rows that the partition writes in the i-th tensor of the cache."""
         start, length = (getattr(rows, self.streams[i]) for rows in (batch.cache_offset, batch.cache_writes))
         return slice(start, start + length)
 

@@ -71,19 +71,22 @@ def positions(batches: Sequence[TreeBatch]) -> list[Position]:
     children: dict[int, list[int]] = {}
     for i, batch in enumerate(batches):
         children.setdefault(batch.parent, []).append(i)
-    rank: dict[int, int] = {}
+    child_index: dict[int, int] = {}
     for siblings in children.values():
         siblings.sort(key=lambda i: -size[i])
-        rank |= {i: n for n, i in enumerate(siblings)}
+        child_index |= {i: n for n, i in enumerate(siblings)}
     result: list[Position] = []
     for i, batch in enumerate(batches):
         parent_position = result[batch.parent] if batch.parent >= 0 else ()
-        result.append((*parent_position, rank[i]))
+        result.append((*parent_position, child_index[i]))
     return result
 
 
 def dummy_batch() -> TreeBatch:
-    """Returns a batch with two tokens and one edge but no path: its loss is 0, and it has no gateway."""
+    """Returns a batch of two tokens and one edge that counts for no path.
+
+    Its loss is 0, and it reads no gateway.
+    """
     tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
     batch = TreeBatch.from_trees([tree])
     layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))

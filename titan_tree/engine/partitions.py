@@ -3,10 +3,10 @@
     F(parent)  F(child 1) B(child 1)  F(child 2) B(child 2)  B(parent)
 
 A partition writes its keys, values and recurrent states into the gateway cache. Its children read them as
-leaves of their own autograd graphs. Their backward passes add the gradients of these leaves, in fp32. When
-all children are done, the parent runs its backward pass with these sums as gradients of its exports. Every
-token runs once, and only the activations of one chain of partitions are live. The result is exact: only the
-order of the chain rule changes.
+leaves of their own autograd graphs. The children's backward passes sum the gradients of these leaves in fp32.
+When all children are done, the parent runs its backward pass with these sums as gradients of its exports.
+Every token runs once, and only the activations of one chain of partitions are live. The result is exact: only
+the order of the chain rule changes.
 
 Method: Tree Training, arXiv:2511.00413, version 5.
 """
@@ -36,9 +36,10 @@ class _Partition:
     batch: TreeBatch  # on the device
     has_children: bool
     keeps_activations: bool = True  # if False, the backward pass recomputes the forward pass first
-    # The tensors at which its backward pass starts, as edges of the graph: their values are no longer needed.
-    loss_edges: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)  # with their gradients
-    export_edges: list[tuple[GradientEdge, int]] = field(default_factory=list)  # with the export's index
+    # The backward pass starts at these tensors: those of the loss, each with its gradient, and the exports,
+    # each with its index. Edges of the autograd graph represent them, so that their values can be freed.
+    loss_edges: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
+    export_edges: list[tuple[GradientEdge, int]] = field(default_factory=list)
 
 
 class PartitionRunner:

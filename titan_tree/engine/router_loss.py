@@ -50,7 +50,7 @@ class StepRouting:
 
     @staticmethod
     def needs_count(router_loss: RouterLoss, is_partitioned: bool, max_micro_batches: int) -> bool:
-        """Returns whether a balancing scope has several forward passes on one rank.
+        """Returns whether the balance loss is on and its scope has several forward passes on one rank.
 
         All ranks must pass the same arguments.
         """
@@ -58,7 +58,10 @@ class StepRouting:
         return router_loss.balance > 0 and (is_partitioned or (is_global and max_micro_batches > 1))
 
     def count(self, outputs: Iterable[tuple[TreeBatch, ModelOutput]], is_last: bool) -> None:
-        """Counts the experts that one micro-batch chose; after the last one, sums over a global scope."""
+        """Counts the experts that one micro-batch chose.
+
+        If the scope is the global batch, the last call sums the counts over micro-batches and ranks.
+        """
         choices = [out.routing.chosen.sum(0) for _, out in outputs if out.routing is not None]
         self._counted.append(torch.stack(choices).sum(0))
         if is_last and self._is_global:

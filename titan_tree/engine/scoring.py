@@ -53,9 +53,10 @@ def tree_logprobs(
     Args:
         model: on the device that computes.
         token_lists: token ids; each list has at least one.
-        max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions,
-            in the memory of one path and one partition. This needs ``torch.no_grad``. A model over several
-            ranks also needs equally many partitions on each rank: pass the same lists on all of them.
+        max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions.
+            Memory then holds one partition, and the keys, values and states of the path above it. This needs
+            ``torch.no_grad``. A model over several ranks also needs equally many partitions on each rank:
+            pass the same lists on all of them.
         return_routed_experts: also return the experts that each token used. The model must have experts.
     Returns:
         One fp32 tensor [len(tokens) - 1] in nats per list, in the order given. On request also one int16

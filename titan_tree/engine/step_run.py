@@ -30,7 +30,7 @@ class Pass(NamedTuple):
 
     kind: Literal["count", "score", "train"]
     micro_batch: int
-    is_last: bool  # of its kind
+    is_last: bool  # whether ``micro_batch`` is the last one
 
 
 def plan_passes(micro_batches: Sequence[Sequence[TreeBatch]], *, count: bool, score: bool) -> list[Pass]:
@@ -83,7 +83,8 @@ class StepRun:
     is_partitioned: bool  # on any rank
     # Whether every backward pass sums gradients over ranks (not possible with partitions), or only the last.
     sums_every_backward: bool = False
-    extra_forward_tokens: int = 0  # of score passes and recomputed activations
+    # Tokens of score passes and recomputed activations, and of count passes, which TreeStep adds.
+    extra_forward_tokens: int = 0
     _whole_path_losses: dict[int, WholePathLoss] = field(default_factory=dict)
 
     def run(self, passes: Sequence[Pass]) -> None:

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 class TreeStep:
     """Accumulates the gradient of the loss over a global batch of trees into ``parameter.grad``.
 
-    With FSDP2, ranks that run different passes must not communicate within them. Without partitions, all
-    ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches, whose loss is
-    zero. With partitions, FSDP2 gathers all parameters in the first forward pass and sums gradients in the
-    last backward pass. Expert-parallel ranks communicate in every pass, so their schedules are made equal
-    (lockstep.py).
+    FSDP2 communicates within a pass, so ranks may communicate only in passes that all of them run. Without
+    partitions, all ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches,
+    whose loss is zero. With partitions, ranks run different numbers of passes. FSDP2 then gathers all
+    parameters in the first forward pass and sums gradients in the last backward pass. Expert-parallel ranks
+    communicate in every pass, so their schedules are made equal (lockstep.py).
 
     Args:
         model: a titan_tree model, plain or parallelized.

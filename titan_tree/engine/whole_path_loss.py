@@ -3,8 +3,8 @@
 In such a loss, a token's term depends on other tokens of its path (GSPO's sequence ratio), and a partition
 holds only parts of the paths. A score pass therefore computes the log-probs of all edges without gradients.
 The loss of the whole micro-batch is differentiated with respect to these log-probs. In the train pass, a
-partition's loss is the sum of its log-probs times these derivatives. The gradient is the same to first order;
-the cost is one more forward pass.
+partition's loss is the sum of its log-probs times these derivatives. The gradient is the same; the cost is
+one more forward pass.
 """
 
 from __future__ import annotations

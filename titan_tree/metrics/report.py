@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from titan_tree.errors import UserError
 from titan_tree.registry import METRICS
 
-if TYPE_CHECKING:  # a script that registers a logger imports this file before the configuration is checked
+if TYPE_CHECKING:  # a script that registers a logger imports this file, and should not wait for torch
     import torch
 
     from titan_tree.engine.records import StepResult

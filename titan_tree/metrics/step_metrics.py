@@ -12,7 +12,7 @@ from titan_tree.metrics.report import StepReport
 
 
 def tree_metrics(report: StepReport) -> dict[str, float]:
-    """Returns how much computation the trees saved. docs/design.md defines POR and ERR."""
+    """Returns how much computation the trees saved. docs/concepts.md defines POR and ERR."""
     counts = report.result.counts
     return {
         "por": counts.por,

@@ -1,4 +1,4 @@
-"""Attention: grouped-query attention over the ancestors of each token, as families compose it.
+"""Attention: grouped-query attention over the ancestors of each token, with options for the model families.
 
 N tokens, d hidden size, H query heads, K key-value heads, D head dim, X exported tokens.
 """

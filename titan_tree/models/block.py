@@ -26,7 +26,8 @@ from titan_tree.tree.layout import TreeLayout
 class Mixer(nn.Module, ABC):
     """The part of a layer that mixes a token with its ancestors: attention or a recurrence."""
 
-    # One entry per exported tensor: the stream of the gateway cache that stores it, "keys" or "states".
+    # One entry per exported tensor: the stream of the gateway cache that stores its rows (tree/gateway.py).
+    # "keys" has rows for tokens that descendants see, "states" for tokens that descendants continue from.
     cache_streams: ClassVar[tuple[str, ...]]
     # Attribute names of linears that must not run in float8, because they need more precision.
     high_precision: ClassVar[tuple[str, ...]] = ()
@@ -49,7 +50,10 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns PAD zero rows per entry of ``cache_streams``, on the device and for the dtype of x."""
+        """Returns one tensor of PAD zero rows per entry of ``cache_streams``, on the device of x.
+
+        Each has the dtype that the layer exports if its input has the dtype of x.
+        """
 
     @abstractmethod
     def flops(self, num_tokens: int, num_pairs: int) -> int:

@@ -73,7 +73,8 @@ class Decoder(nn.Module, ABC):
     hf_architectures: ClassVar[Mapping[str, str]]  # architecture for each model_type of a config.json
     flavors: ClassVar[Mapping[str, DecoderConfig]]
     norm_class: ClassVar[type[RMSNorm]]
-    # Snapshot tensors that hold several parameters: the ends of the tensor's and of the parameters' names.
+    # Snapshot tensors that hold several parameters each. Maps the end of a tensor's name to the ends of the
+    # names of its parameters.
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
 
@@ -125,8 +126,9 @@ class Decoder(nn.Module, ABC):
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
         if self.experts is not None and self.experts.group is not None and torch.is_grad_enabled():
-            # Ranks exchange gradients in every layer with experts, also if all weights below are frozen. A
-            # partition's gateway needs them there; a dummy batch on another rank would skip the exchange.
+            # All ranks must exchange gradients in the same layers. If the weights below a layer are frozen, a
+            # partition still needs the exchange there, for the gradients of its gateway. A dummy batch on
+            # another rank has no gateway, and would skip the exchange if x did not require gradients.
             x.requires_grad_()
         gateways = iter(self._gateways(batch, gateway, x))
         exports: list[Tensor] = []
@@ -147,8 +149,9 @@ class Decoder(nn.Module, ABC):
             return ModelOutput(*scores, routing, routed_experts=tuple(experts))
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
-        # These tensors are not offloaded with the layers' activations: the loss is differentiated at once.
-        # They are detached, because a saved output would hold the graph that holds it.
+        # The tensors that autograd saves here are not offloaded like the activations of the layers, because
+        # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
+        # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self._scores(leaves[0], head, batch, entropy)
         routing = Routing(*leaves[1:]) if routing else None
@@ -165,7 +168,7 @@ class Decoder(nn.Module, ABC):
 
     @property
     def blocks(self) -> Iterable[Block]:
-        """The entries of ``layers``, typed as what they wrap."""
+        """The entries of ``layers``, typed as blocks: activation checkpointing may have wrapped them."""
         return cast(Iterable[Block], self.layers)
 
     def _scores(
@@ -235,11 +238,12 @@ class Decoder(nn.Module, ABC):
     def training_flops(self, batch: TreeBatch) -> int:
         """Returns the floating-point operations of a forward and backward pass, without recomputation.
 
-        Each token counts 6 per parameter of the layers' matrices, and of its own experts only. Each edge
-        counts 6 per parameter of the output projection. ``Mixer.flops`` adds what mixes tokens. This reads
-        the layout, so call it before the batch moves to a GPU.
+        Each token counts 6 per parameter of the layers' matrices; of the routed experts, only those that the
+        token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
+        mixes tokens. This reads the layout, so call it before the batch moves to a GPU.
         """
         layout, c = batch.layout, self.config
+        # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
         key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
         first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
         num_pairs = int((end - first).sum())

@@ -49,7 +49,7 @@ class DecoderConfig(Checked, ABC):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of a head's dims, from the first, that the rotary embedding rotates."""
+        """Number R of rotated dims: the rotary embedding rotates the first R dims of each head."""
         return self.head_dim
 
     @classmethod

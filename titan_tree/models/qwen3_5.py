@@ -69,7 +69,7 @@ class HybridConfig(GatedDeltaNetConfig):
         """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
         text = hf.get("text_config", hf)
         cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
-        for field in ("quantization_config", "tie_word_embeddings"):  # the whole model decides
+        for field in ("quantization_config", "tie_word_embeddings"):  # the file's top level sets these
             text = {**text, field: hf.get(field)}
         cls._expect(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
         rope = cls._read_rope(text, where)
@@ -132,7 +132,7 @@ class Qwen35Config(HybridConfig):
 
 
 class Hybrid(Decoder):
-    """The layers of a Qwen3.5 model, with the MLPs left to its families."""
+    """The base class of the Qwen3.5 families. Subclasses only add the MLPs or mixtures of experts."""
 
     norm_class = ZeroCentredRMSNorm
     # Qwen3-Next publishes projections packed, one key head after another.
@@ -161,6 +161,7 @@ class Hybrid(Decoder):
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
         c = self.config
         group = c.linear_num_value_heads // c.linear_num_key_heads
+        # For each key head, the tensor has the rows of q, k, v and z, or those of b and a.
         key, value = c.linear_key_head_dim, group * c.linear_value_head_dim
         sizes = [key, key, value, value] if name.endswith("qkvz.weight") else [group, group]
         heads = tensor.unflatten(0, (c.linear_num_key_heads, -1)).split(sizes, dim=1)

@@ -17,8 +17,8 @@ from titan_tree.models.layers import at_least_fp32
 class Rope:
     """Rotary embedding (RoFormer, arXiv:2104.09864) of N tokens, in the half-split layout of NeoX and Qwen.
 
-    It rotates the first R dims of a head and passes the others through. This is a dataclass and not a tuple,
-    because FSDP2's mixed precision would cast the tensors of a tuple to bf16.
+    It rotates the first R dims of a head and passes the others through. cos and sin stay in fp32 under FSDP2,
+    because ``parallelize`` sets ``cast_forward_inputs=False``.
     """
 
     cos: Tensor  # [N, 1, R / 2] fp32

@@ -156,9 +156,9 @@ def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
 
 
 def _drop_copied_embedding(folder: Path, files: list[Path], stored: dict[str, Shape]) -> None:
-    """Removes the output projection of a tied model from ``stored``, if it equals the embedding.
+    """Removes the output projection of a tied model from ``stored``.
 
-    The published Qwen3-0.6B, for example, has its embedding twice.
+    The published Qwen3-0.6B, for example, has its embedding twice. Raises UserError if the two differ.
     """
     embedding, copy = "embed_tokens.weight", "lm_head.weight"
     if copy not in stored:

@@ -55,9 +55,10 @@ class Correspondence:
 
 
 def correspondences(model: Decoder, stored: Collection[str]) -> list[Correspondence]:
-    """Returns how a snapshot with tensors ``stored`` should hold each parameter of ``model``, exactly once.
+    """Returns how a snapshot with the tensors ``stored`` should hold the parameters of ``model``.
 
-    A tensor that the snapshot lacks is still listed, in the form in which it would be expected.
+    Each parameter occurs in exactly one correspondence, also if the snapshot lacks its tensors. The
+    correspondence then names the tensors that are expected.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     found: list[Correspondence] = []
@@ -97,10 +98,10 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_name(stored: str) -> str:
-    """Returns the model's name of a tensor in a snapshot."""
+    """Returns the name that a model uses for the tensor that snapshots call ``stored``."""
     return stored.removeprefix(TEXT_PREFIX).removeprefix(PREFIX)
 
 
 def hf_name(name: str, prefix: str = PREFIX) -> str:
-    """Returns the name in a snapshot of the model's tensor ``name``."""
+    """Returns the name that snapshots use for the tensor that a model calls ``name``."""
     return name if name.startswith("lm_head.") else prefix + name

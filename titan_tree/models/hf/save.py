@@ -113,7 +113,7 @@ def save_pretrained(
 def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
     """Returns the source's config.json with the model's ``own`` sizes, and the prefix of the weights' names.
 
-    If the source is a model with vision, the text model takes its place in it.
+    If the source is a model with vision, the text model's config becomes its ``text_config``.
     """
     source = read_json(path)
     if source.get("model_type") not in model.hf_architectures:
