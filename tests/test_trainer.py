@@ -1,6 +1,7 @@
 """The trainer computes the right gradients, trains trees as flat paths, and stops when it must."""
 
 import errno
+import json
 import resource
 from pathlib import Path
 from typing import Any
@@ -212,9 +213,12 @@ def test_the_exported_snapshot_is_the_trained_model(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_the_weights_of_a_snapshot(tmp_path: Path) -> None:
-    first = train(tiny_config(tmp_path / "a", checkpoint__export_hf=True))
+    first = train(tiny_config(tmp_path / "a", model__name="qwen3_moe", checkpoint__export_hf=True))
     weights = first.model.state_dict()
-    config = tiny_config(tmp_path / "b", optimizer__lr=0.0, training__steps=1, training__seed=1)
-    config.model = ModelConfig(hf_path=f"{first.config.folder}/hf")
+    config = tiny_config(
+        tmp_path / "b", optimizer__lr=0.0, training__steps=1, training__seed=1, checkpoint__interval=1
+    )
+    config.model = ModelConfig(hf_path=f"{first.config.folder}/hf")  # without the name of the family
     for name, value in train(config).model.state_dict().items():
         assert torch.equal(value, weights[name]), name
+    assert json.loads((Path(config.folder) / "checkpoints" / "model.json").read_text())["name"] == "qwen3_moe"

@@ -38,7 +38,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
-from titan_tree.models.registry import build_model
+from titan_tree.models.registry import build_model, family
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.paths import ModelLimits
 
@@ -123,8 +123,8 @@ def check_optimizer(config: Config) -> None:
 
 def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
-    described = {"name": config.model.name, "optimizer": config.optimizer.name, **vars(model.config)}
-    if model.experts and model.experts.router_biases():
+    described = {"name": family(model), "optimizer": config.optimizer.name, **vars(model.config)}
+    if model.experts is not None and model.experts.router_biases():
         described["router_bias"] = True
     # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
     # optimizer's states cannot be redistributed along that dimension, this number of ranks must not change.

@@ -17,7 +17,7 @@ from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.partition import one_pass
+from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -84,16 +84,9 @@ def tree_logprobs(
     tree = TokenTree.from_paths(paths)
     plan = one_pass(tree) if max_tokens is None else TreePartitioner("auto", max_tokens).plan(tree)
     device = next(model.parameters()).device
-    batches = TreeBatch.from_plan(plan)
-    if len(batches) == 1:  # with gradients, if they are enabled
-        batch = batches[0].to(device)
-        outputs: Iterable[tuple[TreeBatch, ModelOutput]] = [(batch, model(batch))]
-    else:
-        outputs = PartitionRunner(model, batches, device).outputs()
-
     scores: list[tuple[Tensor, Tensor]] = []  # tokens that edges predict, and their log-probs
     experts: list[tuple[np.ndarray, Tensor]] = []  # tokens, and their experts
-    for partition, (batch, out) in zip(plan.partitions, outputs, strict=True):
+    for partition, (batch, out) in zip(plan.partitions, _outputs(model, plan, device), strict=True):
         scores.append((batch.edge_token, out.logprobs))
         if return_routed_experts:
             # A token that several partitions run is recorded where its edges are scored: rounding may differ.
@@ -102,6 +95,17 @@ def tree_logprobs(
 
     logprobs = _by_path(tree, scores, device)
     return (logprobs, _experts_by_path(tree, experts)) if return_routed_experts else logprobs
+
+
+def _outputs(
+    model: Decoder, plan: PartitionPlan, device: torch.device
+) -> Iterable[tuple[TreeBatch, ModelOutput]]:
+    """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
+    batches = TreeBatch.from_plan(plan)
+    if len(batches) > 1:
+        return PartitionRunner(model, batches, device).outputs()
+    batch = batches[0].to(device)
+    return [(batch, model(batch))]
 
 
 def _by_path(tree: TokenTree, scores: list[tuple[Tensor, Tensor]], device: torch.device) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from titan_tree.config import Config
 from titan_tree.engine.records import StepCounts
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.registry import family
 
 
 def introduction(
@@ -19,7 +20,7 @@ def introduction(
     done = f", {steps_done} of them done" if steps_done else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return (
-        f"{config.model.name} {config.model.flavor or config.model.hf_path}, "
+        f"{family(model)} {config.model.flavor or config.model.hf_path}, "
         f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
         f"{config.training.steps} steps{done}; {config.folder}"
     )

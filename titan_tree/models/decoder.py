@@ -163,7 +163,10 @@ class Decoder(nn.Module, ABC):
         return self.attention.prepare(layout)
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Returns the parameters that the snapshot tensor ``name``, one of ``packed``, holds."""
+        """Returns the parameters that the snapshot tensor ``name``, one of ``packed``, holds.
+
+        Families that set ``packed`` override this method.
+        """
         raise NotImplementedError
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ COPIED_FILES = (  # from a model's source to its export
 )
 
 
+@dataclass
+class _Export:
+    """What a snapshot holds besides the model's weights.
+
+    Attributes:
+        config: the content of config.json.
+        prefix: how the names of the model's weights begin.
+        other_weights: weights of the source that the model did not load, by their names there.
+        files: files of the source to copy.
+    """
+
+    config: dict[str, Any]
+    prefix: str = PREFIX
+    other_weights: dict[str, Tensor] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+
+
 def save_pretrained(
     model: Decoder,
     folder: str | Path,
@@ -83,22 +101,14 @@ def save_pretrained(
     assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
-    config, prefix = {**model.config.to_hf(), "dtype": dtypes[0]}, PREFIX
-    others: dict[str, Tensor] = {}
-    files: list[Path] = []
-    if source is not None:
-        files = [file for name in COPIED_FILES if (file := Path(source) / name).is_file()]
-        if (Path(source) / CONFIG).is_file():
-            config, prefix = _merged_config(model, config, Path(source) / CONFIG)
-            others = _weights_not_loaded(Path(source))
-        elif not files:
-            raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
+    config = {**model.config.to_hf(), "dtype": dtypes[0]}
+    exported = _Export(config) if source is None else _with_source(model, config, Path(source))
 
     with _all_or_nothing(folder) as temporary:
         parts = split_experts(weights) if model.publishes_single_experts else weights
-        named = {hf_name(name, prefix): weight for name, weight in parts.items()}
-        _write_weights(named | others, temporary, max_shard_bytes)
-        write_json(temporary / CONFIG, config)
+        named = {hf_name(name, exported.prefix): weight for name, weight in parts.items()}
+        _write_weights(named | exported.other_weights, temporary, max_shard_bytes)
+        write_json(temporary / CONFIG, exported.config)
         if biases:
             write_json(temporary / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
             logger.warning(
@@ -106,8 +116,19 @@ def save_pretrained(
                 folder,
                 ROUTER_BIASES,
             )
-        for file in files:
+        for file in exported.files:
             shutil.copyfile(file, temporary / file.name)
+
+
+def _with_source(model: Decoder, config: dict[str, Any], source: Path) -> _Export:
+    """Returns the export of a model that was loaded from ``source``, with the model's own ``config``."""
+    files = [file for name in COPIED_FILES if (file := source / name).is_file()]
+    if (source / CONFIG).is_file():
+        merged, prefix = _merged_config(model, config, source / CONFIG)
+        return _Export(merged, prefix, _weights_not_loaded(source), files)
+    if not files:
+        raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
+    return _Export(config, files=files)
 
 
 def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
