@@ -197,8 +197,8 @@ class Checkpoints:
             saved = {"optimizer": "adamw"} | json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{path}: expected the architecture of this folder's checkpoints, but cannot read it: "
-                f"{error}; restore the file, or choose another folder"
+                f"{path}: cannot be read: {error}; it describes the model of this folder's checkpoints; "
+                "restore the file, or choose another folder"
             ) from None
         wrong = [
             f"{key} = {saved.get(key)} (now {self.architecture.get(key)})"

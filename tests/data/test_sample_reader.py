@@ -222,19 +222,19 @@ MALFORMED = {
     ),
     "mask of a chat": (
         {"messages": chat("a", "b"), "loss_mask": [1, 0]},
-        "loss_mask: not read beside messages",
+        "loss_mask: not allowed together with messages",
     ),
     "log-probs of a chat": (
         {"trajectories": [{"messages": chat("a", "b"), "old_logprobs": [0, -1]}]},
-        r"trajectories\[0\]: old_logprobs: not read beside messages",
+        r"trajectories\[0\]: old_logprobs: not allowed together with messages",
     ),
     "mask of a task": (
         {"trajectories": [{"tokens": [1, 2]}], "loss_mask": [0, 1]},
-        "loss_mask: not read beside trajectories",
+        "loss_mask: not allowed together with trajectories",
     ),
     "sample beside trajectories": (
         {"trajectories": [{"tokens": [1, 2]}], "tokens": [3, 4]},
-        "tokens: not read beside trajectories",
+        "tokens: not allowed together with trajectories",
     ),
     "deep": ('{"tokens": ' + "[" * 100_000 + "]" * 100_000 + "}", "broken JSON"),
     "thousands of digits": ('{"tokens": [' + "9" * 5000 + "]}", "broken JSON"),

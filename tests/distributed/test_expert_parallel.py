@@ -205,7 +205,7 @@ def test_a_snapshot_is_loaded_into_shards(sharded: Path) -> None:
         ("qwen3", 4, 2, "expected 1, because the model has no experts"),
         ("qwen3_moe", 4, 3, "got 3, expected a divisor of the number of ranks (torchrun), 4"),
         ("qwen3_moe", 16, 16, "got 16, expected a divisor of the number of experts, 8"),
-        ("qwen3_moe", 14, 2, "7 ranks share an expert, and they must divide its 192 rows"),
+        ("qwen3_moe", 14, 2, "7 ranks shard each expert, so 7 must divide the 192 rows"),
     ],
 )
 def test_experts_that_cannot_be_sharded_are_refused(

@@ -48,7 +48,7 @@ LEGEND = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree inspect``."""
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the embedded sample')
+    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
     add("--format", choices=(AUTO, *READERS), default=AUTO, help="data format (default: recognize each file)")
     add(
         "--tokenizer",
@@ -68,11 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge",
         choices=("group", "batch", "all"),
         default="group",
-        help="one tree per group (default); as few trees as possible per global batch, in file order; or one "
-        "tree of all samples",
+        help="group: one tree per group (default); batch: trees of up to --max-tokens tokens from each "
+        "global batch, in file order; all: one tree of all samples",
     )
-    add("--global-batch-groups", type=_positive, default=8, metavar="N", help="for --merge batch (default 8)")
-    add("--max-tokens", type=_positive, default=32_768, metavar="N", help="for --merge batch (default 32768)")
+    add(
+        "--global-batch-groups",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="groups per global batch, for --merge batch (default 8)",
+    )
+    add(
+        "--max-tokens",
+        type=_positive,
+        default=32_768,
+        metavar="N",
+        help="maximum tokens of a tree, for --merge batch (default 32768)",
+    )
     add("--limit", type=_positive, default=20, metavar="N", help="rows of the table (default 20)")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
@@ -81,7 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
     return number

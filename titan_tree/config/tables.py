@@ -122,7 +122,7 @@ class LossConfig(Checked, table="loss"):
         super().__post_init__()
         for name, value in self.options.items():
             key = f"loss.options.{name}"
-            require(name not in vars(self), key, f"this key as loss.{name}", repr(value))
+            require(name not in vars(self), key, f"no such option (set loss.{name} instead)", repr(value))
             require(finite(value) is None, key, "a finite number", repr(value))
 
 

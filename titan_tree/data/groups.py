@@ -122,7 +122,9 @@ def _trajectories(group_id: str, place: Place, record: Record) -> Iterator[Sampl
     if not isinstance(trajectories, list) or not trajectories:
         raise UserError(f"{place}: trajectories: expected a non-empty list, got {trajectories!r:.40}")
     for name in present_fields(record, (*SAMPLE_KINDS, *TOKEN_FIELDS)):
-        raise UserError(f"{place}: {name}: not read beside trajectories; move it into one of them")
+        raise UserError(
+            f"{place}: {name}: not allowed together with trajectories; move it into one of the trajectories"
+        )
     inherited = present_fields(record, INHERITED_FIELDS)
     for index, trajectory in enumerate(trajectories):
         here = f"{place}: trajectories[{index}]"

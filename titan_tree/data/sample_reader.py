@@ -107,7 +107,7 @@ class SampleReader:
     def _conversation_paths(self, name: str, record: Record) -> list[TokenPath]:
         if self.tokenizer is None:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
-        reason = "not read beside messages, because the chat template makes the tokens; remove it"
+        reason = "not allowed together with messages, because the chat template makes the tokens; remove it"
         refuse_fields(record, TOKEN_FIELDS, reason)
         paths = self.tokenizer.samples(record["messages"], record.get("tools"), **self.config.sample)
         if not paths:

@@ -48,8 +48,8 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
     for weight in layers[0].parameters():
         if weight.shape[1] % sharing:
             raise UserError(
-                f"{where} a larger number: {sharing} ranks share an expert, and they must divide its "
-                f"{weight.shape[1]} rows"
+                f"{where} a larger number: {sharing} ranks shard each expert, so {sharing} must divide the "
+                f"{weight.shape[1]} rows of its weights"
             )
     expert_mesh = init_device_mesh(mesh.device_type, (sharing, num_ranks), mesh_dim_names=("efsdp", "ep"))
     group = expert_mesh.get_group("ep")

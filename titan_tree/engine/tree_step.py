@@ -79,9 +79,9 @@ class TreeStep:
         self.activations = activations or Activations(self.device)
         if model.experts and model.experts.group and self.activations.may_offload():
             raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel: "
-                "offloading would make the schedules of ranks differ; set one of them, or unset "
-                "partition.device_gb"
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel, or "
+                f"'auto' without partition.device_gb, got {self.activations.policy!r}; offloading would make "
+                "the schedules of ranks differ"
             )
         self.reduce_gradients = reduce_gradients
         self._gradient_sync = GradientSync(model, reshard_after_forward)

@@ -22,7 +22,7 @@ def introduction(
     return (
         f"{family(model)} {config.model.flavor or config.model.hf_path}, "
         f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
-        f"{config.training.steps} steps{done}; {config.folder}"
+        f"{config.training.steps} steps{done}; results in {config.folder}"
     )
 
 

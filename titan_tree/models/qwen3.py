@@ -31,7 +31,9 @@ class Qwen3Config(DecoderConfig):
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
         rope = cls._read_rope(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UserError(f"{where}: titan_tree's {cls.family} supports RoPE of all dims only, got {rope}")
+            raise UserError(
+                f"{where}: titan_tree's {cls.family} supports RoPE only on all dims of a head, got {rope}"
+            )
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
         cls._expect(hf, where, "layer_types", full, "full_attention")

@@ -117,7 +117,7 @@ def _undominated(states: States) -> States:
 
 def _too_large(tree: TokenTree) -> UserError:
     return UserError(
-        f"TreePartitioner: strategy multi_path: this tree of {len(find_leaves(tree)):,} leaves has more than "
-        f"{MAX_PACKINGS:,} packings at one node, too many for an exact answer; use strategy greedy or "
+        f"TreePartitioner: strategy multi_path: this tree of {len(find_leaves(tree)):,} leaves is too large "
+        f"for an exact search (more than {MAX_PACKINGS:,} combinations at one node); use strategy greedy or "
         "redundancy_free"
     )

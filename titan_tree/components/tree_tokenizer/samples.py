@@ -64,9 +64,9 @@ class ConversationSampler:
         text = self._render(index + 1)
         if not text.startswith(prompt):
             raise UserError(
-                f"messages[{index}]: the chat template renders this turn differently from its own generation "
-                f"prompt: {_first_difference(prompt, text)}; the model would train on a prompt that it never "
-                "reads"
+                f"messages[{index}]: expected the chat template to render this turn as a continuation of its "
+                f"own generation prompt: {_first_difference(prompt, text)}; change the template's variables, "
+                "such as enable_thinking, or the template"
             )
         stripped = text.rstrip()
         stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))

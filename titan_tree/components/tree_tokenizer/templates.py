@@ -91,7 +91,10 @@ class ChatTemplate:
             UserError: a variable that the template does not read, or an error in the template.
         """
         if unknown := sorted(variables.keys() - self.variables):
-            raise UserError(f"chat template {self.name}: reads no variable {unknown[0]!r}; remove it")
+            raise UserError(
+                f"chat template {self.name}: the template reads no variable {unknown[0]!r}; remove it, or "
+                "correct its name"
+            )
         try:
             return _compiled(self.source).render(
                 messages=messages,

@@ -207,7 +207,7 @@ class TreeTokenizer:
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise UserError(
-                "tokenizer: its folder has no chat template; set data.template to chatml, qwen3 or a file"
+                "the tokenizer's folder has no chat template; set data.template to chatml, qwen3 or a file"
             )
         return self._template
 
