@@ -161,6 +161,6 @@ def test_the_source_must_be_of_the_same_family(tmp_path):
     hybrid_model(tied=True).save_pretrained(tmp_path / "in")
     model = load_pretrained(tmp_path / "in")
     edit_config(tmp_path / "in", model_type="qwen3")
-    with pytest.raises(UserError, match=r"model_type: expected .* as the model is, got qwen3"):
+    with pytest.raises(UserError, match=r"model_type: expected .* the types of the model to save, got qwen3"):
         save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     assert not (tmp_path / "out").exists()

@@ -129,7 +129,7 @@ def read_hf(folder: Path) -> Vocabulary:
     tokens, ranks = _tokens_and_ranks(model, set(added))
     if model.get("ignore_merges") and (unmergeable := [token for token in tokens if token not in ranks]):
         raise UserError(
-            f"{path}: model.ignore_merges: expected false, as no merge makes the token {unmergeable[0]!r}"
+            f"{path}: model.ignore_merges: expected false, because no merge produces token {unmergeable[0]!r}"
         )
     return Vocabulary(tokens, ranks, tuple(added.values()), _pattern(spec), _normal_forms(spec))
 

@@ -139,8 +139,8 @@ def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dic
     source = read_json(path)
     if source.get("model_type") not in model.hf_architectures:
         raise UserError(
-            f"{path}: model_type: expected one of {', '.join(model.hf_architectures)}, as the model is, got "
-            f"{source.get('model_type')}"
+            f"{path}: model_type: expected one of {', '.join(model.hf_architectures)}, the types of the "
+            f"model to save, got {source.get('model_type')}"
         )
     text = source.get("text_config")
     before = source if text is None else text
