@@ -224,6 +224,7 @@ class Descriptor:
 
     def copy_to_shared(self, corner: Sequence[Any], barrier: Barrier, tile: Shared) -> None:
         in_tensor, in_tile = self.inside(corner, tile)
+        tile.tensor.fill_(garbage(tile.dtype))  # what a copy overwrites is undefined until it arrives
 
         def land() -> None:
             tile.tensor.zero_()
@@ -279,8 +280,12 @@ class Barriers(list[Barrier]):
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barrier() if len(shape) == 1 else Barriers(Barrier() for _ in range(shape[0]))
-    garbage = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return Shared(torch.full(list(shape), garbage, dtype=dtype))
+    return Shared(torch.full(list(shape), garbage(dtype), dtype=dtype))
+
+
+def garbage(dtype: torch.dtype) -> float:
+    """Returns what undefined memory holds, so that reading it shows: NaN, or the largest integer."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def run_oldest(queue: list[Any], pending: int) -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class TreeAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v over the ancestors of each query.
+    """softmax(q k^T / sqrt(D)) v over the keys on the path to each query.
 
     Query i sees key j iff ``j <= layout.key_index[i] < layout.subtree_end[j]``. The module has no parameters.
 
