@@ -1,8 +1,8 @@
 """Controls FSDP2's communication within an optimizer step, and casts the weights of a single rank.
 
 FSDP2 gathers the weights of a block before each forward pass and sums gradients over ranks in each backward
-pass. That requires every rank to run the same sequence of passes. ``GradientSync`` relaxes this for two
-cases:
+pass. That requires every rank to run the same sequence of passes. ``GradientSync`` makes FSDP2 communicate
+less often in two cases:
 
 - Micro-batches: gradients accumulate on each rank, and only the last backward pass sums them over ranks.
 - Partitions: ranks run different numbers of passes. Weights are gathered in the first forward pass and kept

@@ -39,9 +39,9 @@ class Activations:
             "keep": on the device.
             "offload": in pinned host memory.
             "recompute": nowhere; the forward pass is recomputed before the backward pass.
-            "auto": on the device up to ``device_bytes``. Beyond that, the oldest blocks move to the host. A
-                partition that starts while the host already holds ``host_bytes`` is recomputed. Without
-                ``device_bytes``, "auto" equals "keep".
+            "auto": on the device up to ``device_bytes``. Beyond that, the oldest blocks move to the host, up
+                to ``host_bytes``. A partition that starts while both budgets are used up is recomputed.
+                Without ``device_bytes``, "auto" equals "keep".
         device_bytes: budget for everything that backward passes need, except logits. The running partition
             counts too.
         host_bytes: budget on the host. None: half of the memory available now, divided by the ranks of this

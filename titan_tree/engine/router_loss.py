@@ -3,8 +3,8 @@
 The load-balancing loss multiplies two means over a *balancing scope* (``RouterLoss.scope``): the global
 batch, or one micro-batch. A forward pass that covers only a part of its scope does not know how often the
 scope chose each expert. Count passes without gradients therefore run first. They are not needed if each rank
-has one forward pass per scope: the choices are then summed over ranks between the forward and the backward
-pass.
+has one forward pass per scope. If the scope is the global batch, the choices are then summed over ranks
+between the forward and the backward pass.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def save_pretrained(
     """Saves ``model`` as a snapshot that transformers loads back bit for bit.
 
     The published formats have no place for router biases (``RouterBias``). They go to a file of their own,
-    which only ``load_pretrained`` reads; a warning says so.
+    which only titan_tree reads; a warning says so.
 
     Files are written to a temporary folder beside ``folder``, which is renamed when all are written. A failed
     save therefore leaves no files.
