@@ -161,7 +161,7 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     gc.collect()  # what earlier calls left must not be freed while this one is measured
     with torch.profiler.profile(profile_memory=True) as run:
         for layer in model.blocks:
-            output = layer(x, rope, layout)  # with the experts of each token, which a model keeps too
+            output = layer(x, rope, layout)  # also holds the experts of each token, as in a model
             x = output.hidden
         gc.collect()
     events = run.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""The trainer computes the right gradients, trains trees as flat paths, and stops when it must."""
+"""The trainer computes the right gradients, trains alike on trees and flat paths, and stops when it must."""
 
 import errno
 import json

@@ -3,10 +3,11 @@
     python scripts/benchmark/partition_table.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz
     python scripts/benchmark/partition_table.py demo
 
-Each group of samples is one tree, and every assistant turn is a sample. A strategy refuses a tree if a path
-is longer than max_tokens, or if multi_path would have too many leaves. The column "trees" says how
-many trees a strategy accepted; N_tree, N_part, ERR (1 - N_part / N_flat), forwards and chain peak count
-these trees only.
+Each group of samples is one tree, and every assistant turn is a sample. Strategies that run whole paths
+refuse a tree with a path longer than max_tokens. multi_path also refuses a tree with too many leaves. The
+strategy none counts as refusing a tree of more than max_tokens tokens. The column "trees" says how many
+trees a strategy accepted; N_tree, N_part, ERR (1 - N_part / N_flat), forwards and chain peak count these
+trees only.
 """
 
 from __future__ import annotations

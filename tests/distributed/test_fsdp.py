@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recompute": {**CUT, "partition__activations": "recompute"},
     "partitions of one rank": {**CUT, **ONE_GROUP},
     "hybrid": {**CUT, **SMALL["qwen3_5"]},
-    # MLPs are so wide that some shards have 8-bit states, whose blocks are the same on one rank.
+    # The MLPs are wide enough for 8-bit states in some shards. Quantization blocks are those of one rank.
     "8-bit states": {
         **MICRO_BATCHES,
         "model__overrides__intermediate_size": 256,
@@ -71,6 +71,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
-    # Rounding of a gradient may move a state to the next 8-bit code, which is part of a step of 1e-3.
+    # A gradient's rounding error may move a state to the next 8-bit code. The weight then differs by a
+    # fraction of its step, which is about 1e-3.
     atol = 1e-4 if name == "8-bit states" else 1e-6
     assert_same_run(config(two_ranks, name), train(config(tmp_path, name)), atol)

@@ -59,7 +59,8 @@ def edge_logprobs(
         weight: [V, d] in hidden's dtype, the output projection, tied to the embedding or not.
         label: [E] int64 in 0 .. V-1. The caller must ensure the range, because a
             check would synchronize with the device.
-        entropy: also return the entropy of each edge's distribution. This needs no matrix multiplication.
+        entropy: also return the entropy of each edge's distribution. The forward pass needs no further
+            matrix multiplication for it.
         recompute: recompute the logits in the backward pass instead of keeping [E, V] probabilities. With
             ``entropy`` they are always recomputed, because its gradient needs unrounded probabilities.
         block_elements: upper bound of E * B; a block has at least ``COLUMN_MULTIPLE`` columns.

@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     """One conversation or one list of token ids, from a group."""
 
     place: Place  # for error messages
-    name: str  # the group's id, plus the sample's own if the group has several samples
+    name: str  # the group's id; trajectories and records with a group_id append their own
     record: Record
 
 

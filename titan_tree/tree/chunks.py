@@ -1,8 +1,8 @@
 """Chunks: runs of tokens that a recurrent layer processes at once.
 
 The state of a recurrent layer passes from token to token along each path. A *chunk* is a run of at most CHUNK
-tokens, each of which follows the one before it. In DFS order with the heaviest child first, most tokens
-directly follow their predecessor, so every chunk is a range of tokens. A chunk ends
+tokens, each of which follows the one before it. With the heaviest child first, most tokens directly follow
+their predecessor in DFS order. Only such runs become chunks, so every chunk is a range of tokens. It ends
 
 - after CHUNK tokens,
 - before a token whose predecessor is not the token right before it in DFS order,

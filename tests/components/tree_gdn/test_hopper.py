@@ -1,4 +1,4 @@
-"""The Gluon kernels of the gated delta rule without a Hopper GPU: emulated to test their logic."""
+"""The Gluon kernels of the gated delta rule: emulated on a CPU to test their logic, and run on a GPU."""
 
 import numpy as np
 import pytest

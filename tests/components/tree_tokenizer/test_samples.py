@@ -82,7 +82,7 @@ def trained(tokenizer: TreeTokenizer, path) -> str:
 
 
 def test_qwen3_renders_a_whole_conversation():
-    """Only the last message after the last user query shows a think block, even an empty one."""
+    """Only messages after the last user query have think blocks. The last message has one even if empty."""
     tokenizer = TreeTokenizer.byte_level("qwen3")
     assert tokenizer.render(TRIP, [WEATHER]) == (
         "<|im_start|>system\nBe brief.\n\n"

@@ -92,7 +92,7 @@ class TreeAttention(nn.Module):
                 every call. The layout's tensors must not change after ``prepare``.
             context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
-                The backward pass keeps no copy of the context.
+                "hopper" and "triton" keep no copy of these keys and values for the backward pass.
 
         Returns:
             [N, Hq, D] in q's dtype.

@@ -1,9 +1,11 @@
 """Keys and values of a partition: those of ancestors (the context) and those of its own tokens.
 
 The context has R rows and the partition N tokens. ``source`` gives each of the M key columns, in DFS order,
-its row: r < R names row r of the context, R + i the own token i. The M columns exist only while attention
-computes. The backward pass gathers them again, so a partition keeps no copy of its ancestors' keys and
-values.
+its row: r < R names row r of the context, R + i the own token i.
+
+In the operator (``operator.py``), the M columns exist only while attention computes. The backward pass
+gathers them again, so a partition keeps no copy of its ancestors' keys and values. Backends without the
+operator call ``join``, whose result autograd keeps.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SHORTEST_JOB = 8
 class Plan(NamedTuple):
     """Int32 tensors. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
 
-    The comments below call these tensors the columns of the plan. They are not stacked into one tensor:
+    The docstrings below call these tensors the columns of the plan. They are not stacked into one tensor:
     torch.compile would confuse the constant number of columns with an equal nq or nk, and recompile where
     they differ.
     """
@@ -104,7 +104,10 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Returns the columns key_blocks, n_partial and n_visible for query blocks of columns first .. last."""
+    """Returns the plan's columns key_blocks, n_partial and n_visible.
+
+    The queries of block i have key columns first[i] .. last[i].
+    """
     seen, full, _ = _visibility(end, KEYS, first, last)
     kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
     n_visible = seen.sum(1)
@@ -112,7 +115,7 @@ def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
-    """Returns the columns from pieces to query_order, for query blocks of key columns first .. last."""
+    """Returns the plan's columns from pieces to query_order. ``first``, ``last``: see ``_key_blocks``."""
     seen, full, diagonal = _visibility(end, PIECE, first, last)
     n_seen = seen.sum(1)
     padding = -n_seen % 4

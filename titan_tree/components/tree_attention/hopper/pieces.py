@@ -18,9 +18,10 @@ from titan_tree.components.tree_attention.plan import PIECE as PIECE_KEYS
 
 PIECE = gl.constexpr(PIECE_KEYS)
 
-# 1. Work items. The grid is persistent. An item is a query block and a head, heaviest first. Program p of P
-#    takes items p, 2P - 1 - p, 2P + p, ... (snake order), which balances the load. Heads that share a key
-#    head are adjacent, so that they read its keys from L2.
+# 1. Work items. The grid is persistent. An item is a query block and a head. Items are sorted by key head,
+#    and within a key head the heaviest come first. Program p of P takes items p, 2P - 1 - p, 2P + p, ...
+#    (snake order), which balances the load. Heads that share a key head are adjacent, so that they read its
+#    keys from L2.
 
 
 class Lists(NamedTuple):

@@ -162,7 +162,8 @@ def _wide_keys_kernel(
     if (job.begin < 0) | (job.key >= M):
         return
     memory = make_memory(q_rows, k_rows, v_rows, do_rows, lse_row, delta_row, STAGES)
-    # The layout of P: values that a warp's 32 threads hold lie side by side in pairs, so no banks conflict.
+    # The layout of P: each block of 8 x 8 values is contiguous. The 32 threads of a warp hold such a block as
+    # one pair of neighbors each, so no banks conflict.
     p_layout: gl.constexpr = gl.SharedLinearLayout(
         [
             [0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0],

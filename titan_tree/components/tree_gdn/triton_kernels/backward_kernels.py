@@ -5,9 +5,9 @@ From dS', the gradient of a chunk's last state, and X = dv, with s the scale of 
     dn = s P^T do + d (k dS');   X = T^T dn;   dS = exp(G_last) dS' + s (exp(G) q)^T do - (e k)^T X
 
 beta_i dA_ij = -X_i.n_j, so the kernels need this product and not A itself. Row sums of a gradient times its
-operand give the gradients of beta and of the decays. The key k_i determines a row of A and of e k S, and a
-column of P, of A and of the chunk's last state. dk_row_i and dk_column_i are the corresponding parts of its
-gradient. With r_i = k_i.dk_row_i:
+operand give the gradients of beta and of the decays. The key k_i determines a row of A and of e k S. It also
+determines a column of P, of A, and of k^T in the chunk's last state. dk_row_i and dk_column_i are the
+corresponding parts of its gradient. With r_i = k_i.dk_row_i:
 
     dbeta_i = (X_i.v_i + r_i) / beta_i;   dG_i = q_i.dq_i + r_i - k_i.dk_column_i
 
@@ -64,7 +64,8 @@ def _query_kernel(
     key_tile = t[:, None] * (G // GROUP * K) + d[None, :]
     value_base = (start.to(tl.int64) * G + head) * V
     q = tl.load(q_ptr + key_base + key_tile, mask=is_token, other=0.0)
-    # Computed and not loaded: in the layout of a loaded vector, the rest would need more registers.
+    # Computed and not loaded: a loaded vector has another layout, with which the rest of the kernel would
+    # need more registers.
     q_length = inverse_length(q)
     k = tl.load(k_ptr + key_base + key_tile, mask=is_token, other=0.0)
     do = tl.load(do_ptr + value_base + (t[:, None] * (G * V) + column[None, :]), mask=is_token, other=0.0)
@@ -241,7 +242,7 @@ def _input_kernel(
 
 
 def sum_children(start_gradient: Tensor, slot_gradient: Tensor, chains: Chains, first: int, end: int) -> None:
-    """Fills ``slot_gradient`` of slots first .. end - 1 from the gradients of the states that start there."""
+    """Fills ``slot_gradient`` of slots first .. end - 1: the sum of the gradients of each slot's readers."""
     if first == end:
         return
     _, heads, width, width_k = slot_gradient.shape
