@@ -1,6 +1,6 @@
 """Runs a Gluon kernel for Hopper on the CPU, to test its logic without such a GPU.
 
-``EmulatedKernel(kernel, seed)`` is launched like the kernel. It runs one program after the other. It models:
+``EmulatedKernel(kernel)`` is launched like the kernel. It runs one program after the other. It models:
 
 - Warp groups. Partitions of ``warp_specialize`` are threads, of which one runs at a time. At every access to
   shared resources, the turn goes to a random partition that can continue. Each partition runs in program
@@ -378,8 +378,8 @@ _EMULATED: list[tuple[Any, Any]] = [
 class EmulatedKernel:
     """``kernel`` for CPU tensors. substitutes: functions that replace names of the kernel's file."""
 
-    def __init__(self, kernel: JITFunction, seed: int, **substitutes: Callable) -> None:
-        self.rng, self.substitutes = random.Random(seed), substitutes
+    def __init__(self, kernel: JITFunction, **substitutes: Callable) -> None:
+        self.rng, self.substitutes = random.Random(0), substitutes
         self.scopes: dict[int, dict[str, Any]] = {}
         self.function = self._translate(kernel)
 
