@@ -55,7 +55,7 @@ def relative(a, b):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 @pytest.mark.parametrize(
-    ("E", "V", "columns"), [(1, 5, 128), (17, 300, 128), (40, 1000, 256), (3, 256, 128), (3, 2500, 2304)]
+    ("E", "V", "columns"), [(1, 5, 128), (4, 300, 128), (5, 1000, 256), (2, 256, 128), (2, 2500, 2304)]
 )
 def test_values_and_gradients_equal_those_of_log_softmax(E, V, columns, dtype, tolerance, device, mode):
     inputs = case(E, V, 24, dtype, device)

@@ -25,7 +25,7 @@ from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-NUM_FORESTS = 20
+NUM_FORESTS = 8
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -132,16 +132,15 @@ def test_a_single_token_gives_every_parameter_a_zero_gradient(models):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_blocks_compile_once_for_all_trees(models, backend):
+def test_blocks_compile_once_for_all_trees():
     """One full graph serves any number of tokens and branches, with the same numbers."""
-    _, model = models
+    model = tree_model(hf_model(tied=True), "reference")
     compiled = copy.deepcopy(model)
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for block in compiled.layers:
         block.compile(backend=counted, fullgraph=True, dynamic=True)
-    for seed in range(6):
+    for seed in range(len(KINDS)):
         groups = random_groups(seed)
         got, want = in_one_pass(compiled, groups), in_one_pass(model, groups)
         assert_same(got, want, tolerance=1e-6)

@@ -30,10 +30,9 @@ from titan_tree.tree.paths import TokenPath
 TOLERANCE = 2e-5
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_one_pass_equals_every_path_alone(seed, tied):
-    hf = hybrid_model(tied, seed=seed)
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_equals_every_path_alone(seed):
+    hf = hybrid_model(tied=seed % 2 == 0, seed=seed)
     groups = random_groups(seed)
     assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)), TOLERANCE)
 
@@ -52,21 +51,20 @@ CUTS = {
     "one token each": lambda: RandomCuts(1.0),
     "redundancy_free, 1": lambda: TreePartitioner("redundancy_free", 1),
     "redundancy_free, 4": lambda: TreePartitioner("redundancy_free", 4),
-    "greedy": lambda: TreePartitioner("greedy", 60),
-    "single_path": lambda: TreePartitioner("single_path", 60),
+    "greedy": lambda: TreePartitioner("greedy", 20),
+    "single_path": lambda: TreePartitioner("single_path", 20),
 }
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("seed", range(4))
-def test_partitions_equal_one_pass(seed, cuts):
+@pytest.mark.parametrize(("cuts", "seed"), zip(CUTS, [2, 0, 1, 3, 0, 2, 3], strict=True))
+def test_partitions_equal_one_pass(cuts, seed):
     """Exported states, exported inputs of the convolution and their gradients are equal, too, in float64."""
     model = tree_model(hybrid_model(tied=seed % 2 == 0, seed=seed)).double()
     groups = random_groups(seed)
     _, want_loss, want = in_one_pass(model, groups)
     plan = CUTS[cuts]().plan(forest_of(groups))
     loss, got = in_partitions(model, plan)
-    assert len(plan) > 1 or cuts in ("greedy", "single_path")
+    assert len(plan) > 1
     assert loss == pytest.approx(want_loss, rel=1e-12)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
@@ -74,12 +72,12 @@ def test_partitions_equal_one_pass(seed, cuts):
 
 
 def test_a_long_chain_of_partitions_equals_one_pass():
-    """Each of 75 partitions is the child of the one before. Cuts are inside the convolution's window."""
+    """Each of 35 partitions is the child of the one before. Cuts are inside the convolution's window."""
     model = tree_model(hybrid_model(tied=True)).double()
-    groups = [[TokenPath(torch.randint(61, (150,)).tolist())]]
+    groups = [[TokenPath(torch.randint(61, (70,)).tolist())]]
     _, want_loss, want = in_one_pass(model, groups)
     plan = TreePartitioner("redundancy_free", 2).plan(forest_of(groups))
-    assert len(plan) == 75
+    assert len(plan) == 35
     loss, got = in_partitions(model, plan)
     assert loss == pytest.approx(want_loss, rel=1e-12)
     assert max(relative_error(got[name], gradient) for name, gradient in want.items()) < 1e-9
@@ -172,14 +170,13 @@ def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
         compile=checkpoint == "none",
         activation_checkpoint=checkpoint,
     )
-    for seed in range(1 if checkpoint == "none" else 3):
-        groups = random_groups(seed, max_length=20)
-        want = in_one_pass(model, groups)
-        got = in_one_pass(compiled, groups)
-        names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
-        plain = {names[name]: gradient for name, gradient in got[2].items()}
-        assert_same((got[0], got[1], plain), want, 1e-5)
-        loss, cut = in_partitions(compiled, RandomCuts(0.4, seed).plan(forest_of(groups)))
-        assert loss == pytest.approx(want[1], rel=1e-5)
-        for name, gradient in cut.items():
-            assert relative_error(gradient, want[2][names[name]]) < 1e-5, name
+    groups = random_groups(0, max_length=20)
+    want = in_one_pass(model, groups)
+    got = in_one_pass(compiled, groups)
+    names = {name: name.replace("_checkpoint_wrapped_module.", "") for name in got[2]}
+    plain = {names[name]: gradient for name, gradient in got[2].items()}
+    assert_same((got[0], got[1], plain), want, 1e-5)
+    loss, cut = in_partitions(compiled, RandomCuts(0.4).plan(forest_of(groups)))
+    assert loss == pytest.approx(want[1], rel=1e-5)
+    for name, gradient in cut.items():
+        assert relative_error(gradient, want[2][names[name]]) < 1e-5, name

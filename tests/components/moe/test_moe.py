@@ -122,12 +122,11 @@ def test_every_run_gives_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_one_compiled_graph_serves_all_sizes(backend):
+def test_one_compiled_graph_serves_all_sizes():
     made = small_moe(dtype=torch.float32)
     compiled = copy.deepcopy(made)
     torch._dynamo.reset()
-    counted = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counted = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled.compile(backend=counted, fullgraph=True, dynamic=True)
     for num_tokens in (5, 40, 2, 17):
         x, num_paths = torch.randn(num_tokens, 8), torch.rand(num_tokens)

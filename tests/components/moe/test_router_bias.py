@@ -114,7 +114,7 @@ def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp
         "full": {"training__activation_checkpoint": "full"},
         "tokens": {"router_bias__counts": "tokens"},
     }
-    options = BIASED | SMALL[model] | {"data__max_tokens": 70, "training__steps": 5}
+    options = BIASED | SMALL[model] | {"data__max_tokens": 70, "training__steps": 3}
     ended = {
         name: biases(train(tiny_config(tmp_path / name, **options | own))) for name, own in kinds.items()
     }

@@ -28,10 +28,10 @@ from titan_tree.tree.chunks import make_chunks
 CASES = {
     "chain": GdnForest(forest([-1], [150]), [], 0, 64, 1, 2, 32, 16),
     "two tokens": GdnForest(forest([-1], [2]), [], 0, 64, 1, 1, 16, 16),
-    "1-token nodes": GdnForest(random_forest(1, 12, 1), [11, 3], 0, 16, 1, 1, 16, 16),
-    "star": GdnForest(forest([-1] + [0] * 4, [20, 17, 1, 9, 5]), [], 0, 16, 2, 4, 16, 16),
+    "1-token nodes": GdnForest(random_forest(1, 8, 1), [7, 3], 0, 16, 1, 1, 16, 16),
+    "star": GdnForest(forest([-1, 0, 0], [17, 1, 2]), [], 0, 16, 2, 4, 16, 16),
     "deep": GdnForest(forest(ladder(4), [3] * 9), [], 0, 16, 1, 1, 16, 16),
-    "forest": GdnForest(random_forest(4, 9, 40, 0.3), [], 0, 64, 1, 3, 16, 32),
+    "forest": GdnForest(forest([-1, 0, -1], [70, 9, 5]), [], 0, 64, 1, 3, 16, 32),
     # Rows 0 and 3 are read by nobody, row 1 twice. One token is exported twice, as padding is.
     "gateway": GdnForest(
         forest([-1, 0, 0, -1, -1], [20, 10, 8, 5, 30], {0: 2, 3: 1, 4: 1}),
