@@ -229,7 +229,7 @@ def test_all_trees_share_one_compiled_graph(backend, recompute):
         )
 
     compiled = torch.compile(maybe_recomputed, fullgraph=True, dynamic=True, backend=count_graphs)
-    for nodes in ([(-1, 70), *[(0, 3)] * 20], [(-1, 128), (0, 3)], random_nodes(5, 16, 1, 20)):
+    for nodes in ([(-1, 70), *[(0, 3)] * 22], [(-1, 128), (0, 3)], random_nodes(5, 16, 1, 20)):
         layout = attention.prepare(make_layout(nodes))
         n = len(layout.key_index)
         q, k, v, do = random_qkv(n, n, (1, 1), 16)
