@@ -3,9 +3,9 @@
     python scripts/memory_budget.py --model qwen3_moe --flavor 30B-A3B --ranks 4 --expert-parallel 1 4
 
 Weights, gradients and optimizer states are counted on the meta device. The memory that a layer keeps per
-token for its backward pass is measured, for each policy of activation checkpointing. It is the net allocation
-of one layer's forward pass in bf16, as the difference between two lengths. The layer's graph is partitioned
-as torch.compile partitions it.
+token for its backward pass is measured, for each policy of activation checkpointing. The layer's forward pass
+runs in bf16 on two sequences of different lengths. The difference between its net allocations is divided by
+the difference between the lengths. The layer's graph is partitioned as torch.compile partitions it.
 
 What FSDP2 allocates follows its code (torch.distributed.fsdp._fully_shard). U is the number of parameters
 of a rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:

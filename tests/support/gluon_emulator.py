@@ -81,7 +81,7 @@ class Program:
             raise self.failure
 
     def pause(self, partition: Partition, can_go_on: Callable[[], bool]) -> None:
-        """Lets others run until ``can_go_on()``, and sometimes until they cannot continue either."""
+        """Lets others run until ``can_go_on()``, and sometimes, at random, until nothing else can run."""
         partition.can_go_on = can_go_on
         if self.late is None and self.rng.random() < 0.1:
             self.late = partition

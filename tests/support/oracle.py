@@ -242,10 +242,11 @@ def relative_error(got, want):
 
 
 def noise_ratios(exact, noisy, gradients, forests):
-    """Returns, for each parameter, the error of ``gradients(groups)`` over that of ``noisy`` path by path.
+    """Returns a ratio for each parameter: the error of ``gradients(groups)`` over the error of ``noisy``.
 
-    Both errors are against ``exact`` path by path. They are summed over forests as squared norms, so that no
-    single draw decides.
+    ``noisy`` and ``exact`` are transformers' model with equal weights. Both run every path alone, and
+    the gradients of ``exact`` are the reference of both errors. The errors are summed over forests as squared
+    norms, so that no single draw decides.
     """
     mine, theirs = {}, {}
     for groups in forests:

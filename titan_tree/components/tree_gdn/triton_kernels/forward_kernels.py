@@ -22,9 +22,10 @@ The kernels run in this order:
 A program of ``_state_kernel`` runs one chain of chunks (``tree/chains.py``) for one head and up to 64 columns
 of V. It is serial, so its loop is pipelined: tiles of later chunks are loaded while a chunk is computed.
 
-States are stored transposed: S^T [V, K] and n^T [V, 64]. On Hopper the state then stays in registers as the
-left operand of every product of the serial kernel, and all right operands come straight from shared memory.
-No tl.dot reads the transposed result of another tl.dot, which some versions of Triton miscompile on Hopper.
+States are stored transposed: S^T [V, K] and n^T [V, 64]. On Hopper, the state and all that the serial kernel
+computes from it then stay in registers, as left operands and accumulators of its products. All right operands
+come straight from shared memory. No tl.dot reads the transposed result of another tl.dot, which some versions
+of Triton miscompile on Hopper.
 
 Gates are summed in base 2. Offsets inside a tile are 32-bit on a 64-bit base; 64-bit tiles of offsets would
 spill.
@@ -70,8 +71,8 @@ def load_hidden(ptr, RAW: tl.constexpr):
     """Loads an int32 that is part of an address, hidden from Triton's pipeliner by inline assembly.
 
     The pipeliner would turn a plain load in the loop into an asynchronous copy, and waiting for that copy
-    would also wait for all tiles requested just before. It runs this load ahead of the loop and without a
-    predicate, so the caller must clamp the address.
+    would also wait for all tiles requested just before. The hidden load runs some iterations early, without a
+    predicate, and also for iterations past the end of the loop, so the caller must clamp the address.
     """
     if RAW:
         value = tl.inline_asm_elementwise(
