@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partialmethod
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles modules up to Inductor's graphs. Inductor would take minutes to build C++ from them."""
+    compile_up_to_graphs = partialmethod(torch.nn.Module.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_up_to_graphs)
 
 
 REGISTRIES = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]

@@ -90,6 +90,7 @@ def with_all_activations_kept(checkpoint, compile):
     return model, *gradients_of(model, Activations(CPU))
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(("name", "checkpoint", "compile"), EXECUTION)
 def test_every_policy_gives_the_same_gradients(name, checkpoint, compile):
     model, want_result, want = with_all_activations_kept(checkpoint, compile)

@@ -96,6 +96,7 @@ def assert_same_step(model, eager, plan):
         assert relative_error(other, gradient) < 1e-5, name
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(
     ("checkpoint", "compile", "seeds"), [("full", False, range(3)), ("selective", True, [0])]
 )
@@ -108,6 +109,7 @@ def test_compiled_and_checkpointed_blocks_equal_eager_ones(checkpoint, compile, 
         assert_same_step(changed, eager, RandomCuts(0.2, seed).plan(forest_of(random_groups(seed))))
 
 
+@pytest.mark.usefixtures("without_codegen")
 def test_new_plans_compile_no_new_graphs():
     """Each plan also has the gradients of eager blocks."""
     torch._dynamo.reset()

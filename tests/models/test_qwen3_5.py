@@ -157,7 +157,7 @@ def test_a_step_counts_the_bytes_of_gateways():
     assert step.run(prepared).loss.isfinite()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("without_codegen")
 @torch.fx.experimental._config.patch(use_duck_shape=True)  # ``parallelize`` changes it
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
