@@ -35,12 +35,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_tree import TokenPath, TokenTree, TreeBatch, UserError, build_model
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import operator, plan
 from titan_tree.distributed import titan
+from titan_tree.models.block import LayerOutput
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
@@ -147,7 +148,6 @@ def layer_bytes(name: str, flavor: str, policy: str, num_tokens: int = 128) -> f
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
-    _net_allocations(model, num_tokens)  # compiles
     few, many = (_net_allocations(model, count) for count in (num_tokens, 2 * num_tokens))
     return (many - few) / num_tokens / period
 
@@ -158,12 +158,19 @@ def _net_allocations(model: Decoder, num_tokens: int) -> int:
     layout = model.prepare(batch.layout)
     rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward(hidden: Tensor) -> LayerOutput:
+        for layer in model.blocks:
+            output = layer(hidden, rope, layout)
+            hidden = output.hidden
+        return output  # also holds the experts of each token, as in a model
+
+    forward(x)  # compiles
     gc.collect()  # what earlier calls left must not be freed while this one is measured
     with torch.profiler.profile(profile_memory=True) as run:
-        for layer in model.blocks:
-            output = layer(x, rope, layout)  # also holds the experts of each token, as in a model
-            x = output.hidden
+        output = forward(x)
         gc.collect()
+    del output
     events = run.profiler.kineto_results.events()
     return sum(event.nbytes() for event in events if event.name() == "[memory]")
 
