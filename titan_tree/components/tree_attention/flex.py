@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from titan_tree.components.tree_attention.context import join
@@ -14,10 +15,18 @@ from titan_tree.tree.layout import TreeLayout
 
 NOT_DETERMINISTIC = "has no deterministic backward pass; use 'hopper' or 'triton'"
 
+
+def _inductor(graph: GraphModule, inputs: list[Tensor]) -> Any:
+    """Compiles by Inductor. Its import takes seconds, and every process imports this file."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)
+
+
 # With fullgraph, exceeding the recompilation limit is an error. Without it, FlexAttention would fall back to
 # a dense [N, M] matrix of scores.
-_flex_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-_create_block_mask = torch.compile(create_block_mask, dynamic=True)
+_flex_attention = torch.compile(flex_attention, backend=_inductor, dynamic=True, fullgraph=True)
+_create_block_mask = torch.compile(create_block_mask, backend=_inductor, dynamic=True)
 
 
 def is_automatic(device: torch.device) -> bool:
