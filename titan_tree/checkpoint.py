@@ -1,6 +1,6 @@
 """Saves a run's state, resumes it exactly, and exports its weights.
 
-A checkpoint is complete or ignored, and a run never resumes from a checkpoint of another model.
+A run resumes only from complete checkpoints of the same model and optimizer. It removes incomplete ones.
 
 <folder>/model.json     the architecture of the model, and the optimizer
 <folder>/step-100/      one torch.distributed.checkpoint; complete once it contains a .metadata file

@@ -52,8 +52,9 @@ def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: 
 
 
 def ladder(depth: int) -> list[int]:
-    """Returns the parents of nodes 0 .. 2 * depth. The children of node 2 i are 2 i + 1, a leaf, and 2 i + 2.
+    """Returns the parents of nodes 0 .. 2 * depth.
 
+    For each i < depth, node 2 i has two children: the leaf 2 i + 1, and node 2 i + 2.
     These nodes make depth + 1 chains. Each chain but the first branches off the one before it.
     """
     return [-1, *itertools.chain(*((2 * i, 2 * i) for i in range(depth)))]
@@ -125,8 +126,9 @@ def gdn_case(
 ) -> GdnCase:
     """Returns random inputs: q, k, v in ``dtype``, everything else in fp32.
 
-    hard: keys resemble each other, and one beta is 0. The kernels divide by beta to compute its gradient. In
-    fp16, whose exponents have a smaller range, the errors would be too large on such inputs.
+    hard: keys resemble each other, and one beta is 0. A beta of 0 is hard because the kernels divide by beta
+    to compute its gradient. fp16 is tested without hard inputs: its exponents have a smaller range, so the
+    errors would be too large.
     """
     generator = torch.Generator().manual_seed(seed)
 

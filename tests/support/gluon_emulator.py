@@ -284,7 +284,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any
 
 
 def garbage(dtype: torch.dtype) -> float:
-    """Returns what undefined memory holds, so that reading it shows: NaN, or the largest integer."""
+    """Returns the content of undefined memory: NaN or the largest integer, so that results show any read."""
     return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 

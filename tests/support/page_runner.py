@@ -36,7 +36,8 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs all blocks of a page and yields each with what it printed.
 
     - python: runs. All blocks share one namespace. ``__name__`` is not "__main__".
-    - bash: ``titan-tree`` runs. Of other commands, files, configuration keys and options are checked.
+    - bash: ``titan-tree`` runs. Other commands do not run, but their files, configuration keys and options
+      are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
     - json: must be records that the reader accepts.
     """

@@ -47,8 +47,8 @@ class SampleReader:
         config: ``files`` and ``format`` choose the records; ``sample``, ``advantage`` and ``replay`` choose
             how records become training samples.
         tokenizer: renders and tokenizes conversations. Files of token ids do not need one.
-        limits: limits of the model. Longer paths and larger token ids are errors, and so are recorded
-            experts of other sizes if ``config.replay`` uses them.
+        limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
+            recorded experts, they must fit the model's layers and experts.
 
     Attributes:
         files: the paths that ``config.files`` names, globs expanded.

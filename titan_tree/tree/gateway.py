@@ -45,7 +45,7 @@ class GatewayAccess:
                   +- 3: [6]                     token 6 follows 1
 
         rows of keys         0  1 | 2  3 | 4  5       rows of states       0  1 | 2  3 | 4  5
-        while 0 and 1 run    -  - | 0  1 | 2  2       while 0 and 1 run    -  - | 1  1 | 2  2
+        while 2 runs         -  - | 0  1 | 2  2       while 2 runs         -  - | 1  1 | 2  2
         while 3 runs         -  - | 0  1 |            while 3 runs         -  - | 1  1 |
 
     The table shows which token's tensors each row holds. ``-`` marks the rows that nothing reads. A token is

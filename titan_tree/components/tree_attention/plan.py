@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     """Int32 tensors. nq = ceil(N / QUERIES), nk = ceil(M / KEYS), np = ceil(M / PIECE), nj = nk + JOBS.
 
     The docstrings below call these tensors the columns of the plan. They are not stacked into one tensor:
-    torch.compile would confuse the constant number of columns with an equal nq or nk, and recompile where
-    they differ.
+    torch.compile takes sizes that are equal by chance for the same size. If nq or nk equaled the constant
+    number of columns in one batch, the graph would be recompiled for batches in which they differ.
     """
 
     # Key blocks and, finer, key pieces that each query block sees.

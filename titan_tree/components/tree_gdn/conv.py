@@ -12,8 +12,8 @@ in a fixed order.
 Memory traffic per token and channel, with b bytes per element (bf16: 2), for W = 4: forward 2b (x, y);
 backward 3b (x, dy, dx) and up to 0.5 bytes of partial sums of dweight. Rows next to a chunk's edge are read
 twice, mostly from L2. Each chunk that branches off costs W - 1 more fp32 rows, written and read, for the
-gradients that it sends to the tokens before it. Each chunk that holds such tokens costs as many rows for the
-gradients that its own program computes for its last W - 1 tokens.
+gradients that it sends to the tokens before it. Each chunk that holds such tokens also costs W - 1 fp32
+rows, written and read: the gradients that its own program computes for its last W - 1 tokens.
 
 Letters: N tokens, D channels, windows of W tokens, C chunks, R gateway rows, S exported tokens, E = (C + S)
 (W - 1).

@@ -155,7 +155,11 @@ def _sum_kernel(
     dexported, first_rows, last_rows, dx, dtails, order, target, stop, place, num_tokens, num_rows,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums the gradients of one target, in the program of the target's first entry of ``order``."""
+    """Sums the gradients of one target.
+
+    There is one program per entry of ``order`` and block of channels. The program of a target's first entry
+    computes the sum; all other programs return at once.
+    """
     blocks: tl.constexpr = (D + BLOCK - 1) // BLOCK
     entry = tl.program_id(0) // blocks
     d = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -47,7 +47,7 @@ def whole_path_loss(function: LossFunction) -> LossFunction:
 
 
 def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunction], LossFunction]:
-    """Returns a decorator that makes a function available as ``TreeLoss(name)`` and as ``loss.name``.
+    """Returns a decorator that registers a loss for ``TreeLoss(name)`` and the setting ``loss.name``.
 
     The function is called as ``loss(logprobs [F], pairs, **options)`` and returns losses [F].
 

@@ -82,7 +82,8 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
 def _packings(bins: Bins, loads: Bins, room: int) -> Iterator[Bins]:
     """Yields every way to add each of ``loads`` to one of ``bins``, or to a bin of its own.
 
-    No two loads go to the same bin: they come from one child, which has another state in which both are one.
+    No two loads go to the same bin. They come from one child, and another state of this child already merges
+    the two traversals into one load.
     """
     if not loads:
         yield bins

@@ -208,8 +208,8 @@ def _query_consumer(
         memory.dv.store(x)
         store_tokens(dv_ptr, memory.dv, start_ptr, item // G, item % G * V, G * V, V)
 
-        # The gradient of the decay of S belongs to G_last, the sum at the chunk's last place. That place has
-        # a sum even if it has no token.
+        # The decay of S over the chunk is exp(G_last), so its gradient goes to G_last, at place C - 1. In a
+        # short chunk this place has no token, but it still has a summed decay.
         dtotal = gl.where(start + t < end, q_dq - memory.queries.index(1).load(ROWS), 0.0)
         dtotal += gl.where(t == C - 1, product, 0.0)
         wait_empty(memory.sums, n, 1)
