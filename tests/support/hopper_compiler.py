@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,18 @@ def compile_launches(*names: str) -> None:
     JITFunction.run = compile_only
 
 
-def compiled_by(module: str, package: str, *arguments: Any) -> Report:
+def compiled_by(module: str, sources: Sequence[str], *arguments: Any) -> Report:
     """Returns the output of ``compile_launches`` in a new process that calls ``module.compile_kernels``.
 
     A process of its own is needed because this one may run Triton's interpreter, which cannot compile.
 
     Args:
         module: a module of tests.
-        package: the package of the kernels. The report is taken from the record if neither the code of the
-            package nor that of ``module`` has changed.
+        sources: files and folders of titan_tree that the kernels depend on. The report is taken from the record
+            if neither their code nor that of ``module`` has changed.
         arguments: of ``compile_kernels``.
     """
-    fingerprint = _fingerprint(module, package)
+    fingerprint = _fingerprint(module, sources)
     recorded = json.loads(RECORD.read_text()).get(_name(module, arguments), {})
     return recorded["report"] if recorded.get("fingerprint") == fingerprint else _compile(module, arguments)
 
@@ -99,10 +100,12 @@ def _compile(module: str, arguments: tuple[Any, ...]) -> Report:
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
-def _fingerprint(module: str, package: str) -> str:
+def _fingerprint(module: str, sources: Sequence[str]) -> str:
     """Returns a hash of Triton's version and of all code that the kernels depend on, without its prose."""
-    package_files = sorted((ROOT / package.replace(".", "/")).rglob("*.py"))
-    files = [ROOT / f"{module.replace('.', '/')}.py", ROOT / "titan_tree/components/rings.py", *package_files]
+    files = [ROOT / f"{module.replace('.', '/')}.py"]
+    for source in sources:
+        path = ROOT / "titan_tree" / source
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     code = [importlib.metadata.version("triton")]
     for file in files:
         tree = ast.parse(file.read_text())
@@ -121,10 +124,14 @@ def record() -> None:
     """Compiles all kernels and records their reports."""
     reports = {}
     for name in ("tree_attention", "tree_gdn"):
-        module, package = f"tests.components.{name}.test_hopper_builds", f"titan_tree.components.{name}"
-        for dim in importlib.import_module(module).DIMS:
+        module = f"tests.components.{name}.test_hopper_builds"
+        test = importlib.import_module(module)
+        for dim in test.DIMS:
             report = _compile(module, (dim,))
-            reports[_name(module, (dim,))] = {"fingerprint": _fingerprint(module, package), "report": report}
+            reports[_name(module, (dim,))] = {
+                "fingerprint": _fingerprint(module, test.SOURCES),
+                "report": report,
+            }
     RECORD.write_text(json.dumps(reports, indent=1) + "\n")
 
 
