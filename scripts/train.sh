@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a model. The first run sets up the Python environment (scripts/setup.sh).
 #
-#   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; two minutes on a CPU
+#   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; about a minute on a CPU
 #   ./scripts/train.sh CONFIG [key=value ...]     your configuration, on all GPUs of this machine or on the CPU
 #
 # For several machines, start torchrun on each of them; see README.md.

@@ -81,8 +81,8 @@ def compiled_by(module: str, sources: Sequence[str], *arguments: Any) -> Report:
 
     Args:
         module: a module of tests.
-        sources: files and folders of titan_tree that the kernels depend on. The report is taken from the record
-            if neither their code nor that of ``module`` has changed.
+        sources: files and folders of titan_tree that the kernels depend on. The report is taken from the
+            record if neither their code nor that of ``module`` has changed.
         arguments: of ``compile_kernels``.
     """
     fingerprint = _fingerprint(module, sources)
