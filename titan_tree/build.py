@@ -5,6 +5,7 @@ The model, its layers and the passes of a step take plain arguments. They never 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,6 +192,20 @@ def build_dataset(
     return TreeDataset(
         config, reader, allow_larger=allow_larger, rank=mesh.get_rank(), world_size=mesh.size()
     )
+
+
+def num_workers(setting: int | str, device: torch.device) -> int:
+    """Returns how many processes make the inputs of this rank's steps.
+
+    "auto" chooses a thread for training on a CPU, whose cores it would share. On a GPU it chooses up to four
+    processes, and leaves a core per rank to training itself.
+    """
+    if setting != "auto":
+        return int(setting)
+    if device.type == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1), 4)
 
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:

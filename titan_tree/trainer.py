@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,14 @@ from titan_tree.build import (
     build_tree_step,
     check_optimizer,
     describe_architecture,
+    num_workers,
 )
 from titan_tree.checkpoint import Checkpoints, Progress, export_hf
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.loader import StepLoader
 from titan_tree.distributed import titan
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -155,22 +156,13 @@ class Trainer:
     def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
         """Yields the input of each remaining step, and the state of the dataset after it.
 
-        A thread prepares one step ahead, so that reading, tokenizing and packing overlap with the device's
-        work. The dataset is then one step ahead of training. Each input therefore comes with the state of the
-        dataset right after it, so that a checkpoint does not skip data that was prepared but not trained on.
+        Inputs are made ahead of the step, so the dataset is ahead of training. The state that comes with each
+        input makes sure that a checkpoint does not skip data that was prepared but not trained on.
         """
-        stream = iter(self.dataset)
-
-        def prepare() -> tuple[StepInput, dict[str, Any]]:
-            return self.tree_step.prepare(next(stream)), self.dataset.state_dict()
-
-        with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
-            upcoming = thread.submit(prepare)
-            for steps_left in range(self.config.training.steps - self.progress.step, 0, -1):
-                current = upcoming.result()
-                if steps_left > 1:
-                    upcoming = thread.submit(prepare)
-                yield current
+        num_steps = self.config.training.steps - self.progress.step
+        workers = num_workers(self.config.data.workers, self.device)
+        on_gpu = self.device.type == "cuda"
+        yield from StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
 
     def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""

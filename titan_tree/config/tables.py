@@ -74,6 +74,11 @@ class DataConfig(Checked, table="data"):
     # Groups from which the next one is drawn at random; 0 keeps the order of the files.
     shuffle_buffer: int = setting(256, at_least(0))
     seed: int = 0  # seed of the shuffling
+    # Processes per rank that make the inputs of steps ahead of training; 0 uses a thread of the training
+    # process. "auto" chooses up to 4 on a GPU, and 0 on a CPU.
+    workers: Any = setting(
+        "auto", check('"auto" or an integer >= 0', lambda n: n == "auto" or (type(n) is int and n >= 0))
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.files, str) and self.files != MISSING:

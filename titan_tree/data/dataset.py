@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from titan_tree.data.groups import Group
@@ -72,12 +72,22 @@ class TreeDataset:
 
     def __iter__(self) -> Iterator[MicroBatches]:
         """Yields steps from the current position on, endlessly. ``state_dict`` moves with each item."""
+        return self.steps()
+
+    def steps(self, number: int | None = None, first: int = 0, stride: int = 1) -> Iterator[MicroBatches]:
+        """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
+
+        It reads the groups of the steps in between without tokenizing them.
+
+        Args:
+            number: steps from the current position on; None: endlessly.
+        """
         stream = self._stream(self.epoch, self.group)
-        while True:
+        for step in count() if number is None else range(number):
             batch = list(islice(stream, self.config.global_batch_groups))
-            micro_batches = pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
             self.epoch, self.group, _ = batch[-1]
-            yield micro_batches
+            if step % stride == first:
+                yield pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position after the last item, and the settings that decide the order of groups.
@@ -104,16 +114,16 @@ class TreeDataset:
     def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
         """Yields (epoch, position after this group, group) endlessly, after the first ``skip`` groups."""
         while True:
-            count = 0
+            position = 0
             order = random.Random(f"{self.config.seed}/{epoch}")
             groups = shuffled(self.reader.groups(), self.config.shuffle_buffer, order)
-            for count, group in enumerate(groups, start=1):
-                if count > skip:
-                    yield epoch, count, group
-            if count < skip:
+            for position, group in enumerate(groups, start=1):
+                if position > skip:
+                    yield epoch, position, group
+            if position < skip:
                 raise UserError(
-                    f"{', '.join(self.reader.files)}: {count} groups, but the checkpoint was written after "
-                    f"{skip} groups; resume with the data that it was written with"
+                    f"{', '.join(self.reader.files)}: {position} groups, but the checkpoint was written "
+                    f"after {skip} groups; resume with the data that it was written with"
                 )
             epoch, skip = epoch + 1, 0
 

@@ -23,6 +23,7 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
+from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.experts import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
@@ -226,33 +227,21 @@ class Decoder(nn.Module, ABC):
         """Returns the number of parameters. A tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def gateway_bytes(self, batch: TreeBatch) -> int:
-        """Returns how many bytes the batch's partition reads from the partitions above it."""
-        layout = batch.layout
-        used = {"keys": len(layout.subtree_end) - len(batch), "states": 0}
-        if layout.predecessor is not None:
-            used["states"] = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
-        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
-        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
-        return sum(
-            row.nbytes // PAD * used[stream] for row, stream in zip(rows, self.cache_streams, strict=True)
-        )
-
-    def training_flops(self, batch: TreeBatch) -> int:
-        """Returns the floating-point operations of a forward and backward pass, without recomputation.
-
-        Each token counts 6 per parameter of the layers' matrices; of the routed experts, only those that the
-        token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
-        mixes tokens. This reads the layout, so call it before the batch moves to a GPU.
-        """
-        layout, c = batch.layout, self.config
-        # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
-        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
-        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
-        num_pairs = int((end - first).sum())
+    def costs(self) -> ModelCosts:
+        """Returns what tokens, pairs and edges cost in this model."""
+        c = self.config
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
             matrices += self.experts.active_parameters
-        head = c.vocab_size * c.hidden_size
-        mixing = sum(layer.mixer.flops(len(batch), num_pairs) for layer in self.blocks)
-        return 6 * (matrices * len(batch) + head * len(batch.edge_label)) + mixing
+        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
+        row_bytes = {"keys": 0, "states": 0}
+        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
+        for row, stream in zip(rows, self.cache_streams, strict=True):
+            row_bytes[stream] += row.nbytes // PAD
+        return ModelCosts(
+            flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in self.blocks),
+            flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in self.blocks),
+            flops_per_edge=6 * c.vocab_size * c.hidden_size,
+            key_bytes=row_bytes["keys"],
+            state_bytes=row_bytes["states"],
+        )
