@@ -8,7 +8,8 @@ import dataclasses
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from titan_tree.data.groups import (
     present_fields,
     refuse_fields,
 )
-from titan_tree.data.readers import OpenFile, Place, Record, find_files, open_binary, read_records
+from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import PER_TOKEN, ModelLimits, TokenPath
 
@@ -38,6 +39,13 @@ class SampleTokenizer(Protocol):
 
     def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
         """Returns one path per training sample of a conversation."""
+
+
+class DataSizes(NamedTuple):
+    """Sizes of data files."""
+
+    groups: int
+    samples: int
 
 
 class SampleReader:
@@ -76,6 +84,24 @@ class SampleReader:
         """
         format = self.config.format
         return group_records(read_records(file, format, open_file) for file in self.files)
+
+    def num_bytes(self) -> int:
+        """Returns the size of all files on disk."""
+        return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
+
+    def sizes(self) -> DataSizes:
+        """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
+        each_turn = self.config.sample.get("turns", "each") == "each"
+        groups = samples = 0
+        for group in self.groups():
+            groups += 1
+            for sample in group_samples(group):
+                messages = sample.record.get("messages") if each_turn else None
+                if isinstance(messages, list):
+                    samples += sum(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
+                else:
+                    samples += 1
+        return DataSizes(groups, samples)
 
     def paths(self, group: Group) -> list[TokenPath]:
         """Returns the training samples of a group in file order.

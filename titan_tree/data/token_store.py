@@ -117,7 +117,7 @@ class StoredGroup:
         """Returns the tree of the group's samples. It equals ``TokenTree.from_paths`` of them."""
         description, content = self.store.read(self.index)
         arrays = {name: _array(content, place) for name, place in description["arrays"].items()}
-        tree = {name: arrays.pop(name) for name in TREE_ARRAYS}
+        tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
         path_index, path_offsets = _path_index(tree)
         flat = tree["tokens"][path_index]
         fields = {"tokens": np.split(flat, path_offsets[1:-1])}
@@ -192,7 +192,7 @@ def _encode_group(tree: TokenTree) -> bytes:
         offset = _aligned(offset + array.nbytes)
     line = json.dumps({"fields": fields, "arrays": places}).encode()
     out = bytearray(struct.pack("<Q", len(line)) + line)
-    for name, array in arrays.items():
+    for array in arrays.values():
         out += bytes(-len(out) % ALIGNMENT)
         out += np.ascontiguousarray(array).tobytes()
     return bytes(out)
@@ -245,7 +245,7 @@ def _decode(
 
 
 def _run_starts(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns where runs of equal values start. Values are equal if their bits are. No run spans two paths."""
+    """Returns where runs of equal values start. Equal values have equal bits. No run spans two paths."""
     bits = flat.view(f"u{flat.itemsize}")
     starts = np.flatnonzero(np.diff(bits, prepend=bits[:1] + 1))
     return np.union1d(starts, np.cumsum(lengths)[:-1])

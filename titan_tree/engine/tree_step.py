@@ -9,7 +9,7 @@ another framework's or your own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.evaluation import evaluate
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_reduce_counts
@@ -120,6 +121,11 @@ class TreeStep:
             run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return self._result(run, sizes, dummy_forwards)
+
+    def evaluate(self, steps: Iterable[StepInput]) -> dict[str, float]:
+        """Scores held-out trees, see ``evaluate``."""
+        self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
+        return evaluate(self.model, steps, self.device)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""

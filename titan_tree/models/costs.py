@@ -11,7 +11,7 @@ from titan_tree.tree.batch import TreeBatch
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What tokens, pairs and edges cost. Other processes can plan steps with it, because it can be pickled."""
+    """What tokens, pairs and edges cost. It can be pickled, so that other processes can plan steps."""
 
     flops_per_token: int  # of a forward and backward pass, without recomputation
     flops_per_pair: int  # per pair of a token and a token that it sees, itself included

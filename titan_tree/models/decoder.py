@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_tree.components.logprobs import edge_logprobs
+from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
@@ -48,6 +48,7 @@ class ModelOutput(NamedTuple):
     # ``Decoder.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
+    is_top1: Tensor | None = None  # [E] bool, on request: whether the label has the largest logit
 
 
 class Decoder(nn.Module, ABC):
@@ -110,7 +111,11 @@ class Decoder(nn.Module, ABC):
         return Rope.at(positions, self.config.rotary_dim, self.config.rope_theta)
 
     def forward(
-        self, batch: TreeBatch, entropy: bool = False, gateway: Sequence[Tensor] | None = None
+        self,
+        batch: TreeBatch,
+        entropy: bool = False,
+        gateway: Sequence[Tensor] | None = None,
+        is_top1: bool = False,
     ) -> ModelOutput:
         """Scores the batch's edges.
 
@@ -119,6 +124,7 @@ class Decoder(nn.Module, ABC):
             entropy: also return the entropy of each edge's distribution.
             gateway: needed by every partition but its plan's first: for each entry of ``cache_streams``, the
                 first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
+            is_top1: also return whether each edge's label has the largest logit.
         Raises:
             UserError: ``gateway`` or ``batch.routed_experts`` does not fit the model.
         """
@@ -145,9 +151,10 @@ class Decoder(nn.Module, ABC):
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
         routing = Routing.stack(routings) if routings else None
+        top1 = edge_is_top1(hidden, head, batch.edge_label) if is_top1 else None
         if not exports:
             scores = self._scores(hidden, head, batch, entropy)
-            return ModelOutput(*scores, routing, routed_experts=tuple(experts))
+            return ModelOutput(*scores, routing, routed_experts=tuple(experts), is_top1=top1)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
@@ -157,7 +164,7 @@ class Decoder(nn.Module, ABC):
             scores = self._scores(leaves[0], head, batch, entropy)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(zip(ends, leaves, strict=True))
-        return ModelOutput(*scores, routing, boundary, tuple(exports), tuple(experts))
+        return ModelOutput(*scores, routing, boundary, tuple(exports), tuple(experts), top1)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch."""
