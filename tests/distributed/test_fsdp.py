@@ -47,7 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 def config(folder: Path, name: str) -> Config:
     # A large eps: otherwise AdamW turns rounding errors of gradients near 0 into steps of size lr.
     fixed = {"training__steps": 3, "checkpoint__interval": 3, "optimizer__eps": 1e-3}
-    return tiny_config(folder / name.replace(" ", "_"), **fixed, **CASES[name])
+    folder = folder / name.replace(" ", "_")
+    validation = {"validation__files": folder / "data.jsonl", "validation__interval": 1}
+    return tiny_config(folder, **fixed, **validation, **CASES[name])
 
 
 def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:

@@ -35,7 +35,8 @@ def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -
             for batches in _schedule(step):
                 runner = PartitionRunner(model, batches, device, is_top1=True)
                 for batch, out in runner.outputs():
-                    sums += _sums(batch, out)
+                    if not batch.is_dummy:
+                        sums += _sums(batch, out)
     loss, correct, weight = all_reduce_sum(sums).tolist()
     return {"loss": loss / weight, "accuracy": correct / weight} if weight else {}
 
