@@ -1,4 +1,6 @@
-"""UserError, the exception for wrong input, and ``printable``, which makes text from data safe to print."""
+"""UserError, the exception for wrong input, and helpers that make data safe to show in messages."""
+
+import reprlib
 
 
 class UserError(ValueError):
@@ -25,3 +27,17 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def shorten(value: object) -> str:
+    """Returns ``repr(value)`` in at most 60 characters, also if the value is huge or deeply nested.
+
+    >>> print(shorten({"a": [1] * 1000}))
+    {'a': [1, 1, 1, 1, 1, 1, ...]}
+    """
+    text = _SHORT.repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 60

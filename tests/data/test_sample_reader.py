@@ -197,7 +197,7 @@ MALFORMED = {
     ),
     "odd group id": ({"tokens": [1], "group_id": [1]}, "group_id: expected a string or an integer"),
     "empty tokens": ({"tokens": []}, "tokens: expected a non-empty list"),
-    "floats": ({"tokens": [1.5]}, "tokens: expected integer token ids"),
+    "floats": ({"tokens": [1.5]}, "tokens: expected integer ids"),
     "nested": ({"tokens": [1, [2]]}, ":2: tokens: expected a flat list"),
     "nested in input_ids": ({"input_ids": [[1], [2, 3]]}, "tokens: expected a flat list of token ids"),
     "negative id": ({"tokens": [1, -2]}, "tokens: expected ids from 0 to .*got -2"),

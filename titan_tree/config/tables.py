@@ -114,7 +114,11 @@ class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))
-    reduction: Literal["path_mean", "token_mean", "path_token_mean"] = "path_mean"
+    # How token losses are added up. "path_mean" (sum over tokens, mean over samples) and "token_mean" (mean
+    # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
+    # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
+    # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
+    reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
     entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
     options: dict[str, Any] = setting({})  # numbers that the loss function takes: clip range, KL coefficient
 
