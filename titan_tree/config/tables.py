@@ -59,6 +59,9 @@ class DataConfig(Checked, table="data"):
         ),
     )
     format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
+    # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
+    # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
+    ignore_fields: list[str] = setting([])
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
