@@ -5,6 +5,8 @@ The model, its layers and the passes of a step take plain arguments. They never 
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +31,9 @@ from titan_tree.config import (
     RouterBiasConfig,
     TrainingConfig,
 )
+from titan_tree.config.tables import check_warmup
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.sample_reader import DataSizes, SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
@@ -41,6 +44,8 @@ from titan_tree.models.hf import load_router_biases, model_from_config, read_wei
 from titan_tree.models.registry import build_model, family
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.paths import ModelLimits
+
+DEFAULT_STEPS = 1000  # of a run that sets neither training.steps nor training.epochs
 
 
 def build_parallel_model(
@@ -176,21 +181,64 @@ def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | 
     return RouterBias(config.rate, config.counts)
 
 
-def build_dataset(
-    config: DataConfig,
-    tokenizer: TreeTokenizer | None,
-    model: Decoder,
-    mesh: DeviceMesh,
-    allow_larger: bool = False,
-) -> TreeDataset:
+def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Decoder) -> SampleReader:
     if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     experts = model.experts.sizes if model.experts else None
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size, experts)
-    reader = SampleReader(config, tokenizer, limits)
+    return SampleReader(config, tokenizer, limits)
+
+
+def build_dataset(config: Config, reader: SampleReader, mesh: DeviceMesh) -> TreeDataset:
     return TreeDataset(
-        config, reader, allow_larger=allow_larger, rank=mesh.get_rank(), world_size=mesh.size()
+        config.data,
+        reader,
+        allow_larger=config.partition.strategy != "none",
+        epochs=config.training.epochs,
+        rank=mesh.get_rank(),
+        world_size=mesh.size(),
     )
+
+
+def build_validation(
+    config: Config, tokenizer: TreeTokenizer | None, model: Decoder, mesh: DeviceMesh
+) -> TreeDataset | None:
+    """Returns one epoch of the validation files in their own order, or None if there are none."""
+    if config.validation.files is None:
+        return None
+    data = dataclasses.replace(config.data, files=config.validation.files, shuffle_buffer=0)
+    held_out = dataclasses.replace(
+        config, data=data, training=dataclasses.replace(config.training, steps=None, epochs=1)
+    )
+    return build_dataset(held_out, build_reader(data, tokenizer, model), mesh)
+
+
+def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> int:
+    """Returns the optimizer steps of the whole run.
+
+    Raises:
+        UserError: the warm-up is longer than the run.
+    """
+    steps = config.training.steps or DEFAULT_STEPS
+    if config.training.epochs is not None:
+        assert sizes is not None
+        steps = dataset.num_steps(sizes.groups)
+    check_warmup(config.lr_scheduler.warmup_steps, steps)
+    return steps
+
+
+def num_workers(setting: int | str, device: torch.device) -> int:
+    """Returns how many processes make the inputs of this rank's steps.
+
+    "auto" chooses a thread for training on a CPU, whose cores it would share. On a GPU it chooses up to four
+    processes, and leaves a core per rank to training itself.
+    """
+    if setting != "auto":
+        return int(setting)
+    if device.type == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1, 1), 4)
 
 
 def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | None:

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,23 @@ from titan_tree.build import (
     build_loss,
     build_parallel_model,
     build_profiler,
+    build_reader,
     build_router_bias,
     build_tokenizer,
     build_tree_step,
+    build_validation,
     check_optimizer,
     describe_architecture,
+    num_steps,
+    num_workers,
 )
 from titan_tree.checkpoint import Checkpoints, Progress, export_hf
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.loader import StepLoader
+from titan_tree.data.sample_reader import DataSizes
 from titan_tree.distributed import titan
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -48,11 +53,13 @@ from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.metrics import Loggers, StepReport, step_values
-from titan_tree.metrics.summary import introduction, summary
+from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import LOGGERS
 
 logger = logging.getLogger(__name__)
+
+COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
 
 class Trainer:
@@ -79,6 +86,9 @@ class Trainer:
 
     # how far it is
     dataset: TreeDataset
+    validation_data: TreeDataset | None
+    data_sizes: DataSizes | None  # None: not counted
+    num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
     history: list[StepCounts]  # of the steps that this process has trained
@@ -99,14 +109,19 @@ class Trainer:
 
         self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
         self.optimizers = build_optimizers(config.optimizer, self.model)
-        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, config.training.steps)
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, self.device)
 
         tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        allow_larger = config.partition.strategy != "none"
-        self.dataset = build_dataset(config.data, tokenizer, self.model, self.mesh, allow_larger=allow_larger)
+        reader = build_reader(config.data, tokenizer, self.model)
+        self.dataset = build_dataset(config, reader, self.mesh)
+        self.validation_data = build_validation(config, tokenizer, self.model, self.mesh)
+        count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
+        self.data_sizes = reader.sizes() if count else None
+        self.num_steps = num_steps(config, self.dataset, self.data_sizes)
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
+        self._validation_inputs: list[StepInput] | None = None
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
@@ -129,12 +144,14 @@ class Trainer:
             (folder / "config.toml").write_text(dump_config(config))
         except OSError as error:
             raise UserError(f"folder = {config.folder}: cannot be written: {error.strerror}") from None
-        return Loggers(config.metrics, folder, self.progress.step, config.training.steps)
+        return Loggers(config.metrics, folder, self.progress.step, self.num_steps)
 
     def train(self) -> None:
         """Runs the remaining steps, then writes the last checkpoint, the export and a summary."""
-        config, steps = self.config, self.config.training.steps
-        logger.info(introduction(config, self.model, dist.get_world_size(), self.device, self.progress.step))
+        config, steps, done = self.config, self.num_steps, self.progress.step
+        logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
+        if self.data_sizes:
+            logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         inputs = self.inputs()
         profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
         with self.loggers or nullcontext(), profiler_context as profiler:
@@ -155,22 +172,13 @@ class Trainer:
     def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
         """Yields the input of each remaining step, and the state of the dataset after it.
 
-        A thread prepares one step ahead, so that reading, tokenizing and packing overlap with the device's
-        work. The dataset is then one step ahead of training. Each input therefore comes with the state of the
-        dataset right after it, so that a checkpoint does not skip data that was prepared but not trained on.
+        Inputs are made ahead of the step, so the dataset is ahead of training. The state that comes with each
+        input makes sure that a checkpoint does not skip data that was prepared but not trained on.
         """
-        stream = iter(self.dataset)
-
-        def prepare() -> tuple[StepInput, dict[str, Any]]:
-            return self.tree_step.prepare(next(stream)), self.dataset.state_dict()
-
-        with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
-            upcoming = thread.submit(prepare)
-            for steps_left in range(self.config.training.steps - self.progress.step, 0, -1):
-                current = upcoming.result()
-                if steps_left > 1:
-                    upcoming = thread.submit(prepare)
-                yield current
+        num_steps = self.num_steps - self.progress.step
+        workers = num_workers(self.config.data.workers, self.device)
+        on_gpu = self.device.type == "cuda"
+        yield from StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
 
     def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
@@ -196,11 +204,32 @@ class Trainer:
         self.history.append(result.counts)
 
         seconds = time.perf_counter() - started
+        validation = self._validate(step)
         if self.loggers:
             self.loggers.advance(step)
-            if step % self.config.metrics.log_interval == 0 or step == self.config.training.steps:
-                report = StepReport(result, seconds, dist.get_world_size(), self.device, loss, norm, lr)
+            if validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
+                report = StepReport(
+                    result,
+                    seconds,
+                    dist.get_world_size(),
+                    self.device,
+                    loss,
+                    norm,
+                    lr,
+                    position["epoch"],
+                    validation,
+                )
                 self.loggers.log(step, step_values(report))
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """Scores the validation files if they are due after ``step``."""
+        is_due = step % self.config.validation.interval == 0 or step == self.num_steps
+        if self.validation_data is None or not is_due:
+            return {}
+        if self._validation_inputs is None:  # made once, and kept in host memory
+            prepare = self.tree_step.preparer()
+            self._validation_inputs = [prepare(trees) for trees in self.validation_data]
+        return self.tree_step.evaluate(self._validation_inputs)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
         """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.

@@ -144,7 +144,7 @@ def measure(run: Run, model: Decoder, args: argparse.Namespace, device: torch.de
     started = time.perf_counter()
     prepared = step.prepare([[run.tree]])
     host_s = time.perf_counter() - started
-    flops = model.training_flops(TreeBatch.from_trees([run.tree], edges="loss"))
+    flops = model.costs().training_flops(TreeBatch.from_trees([run.tree], edges="loss"))
     seconds, peak = [], 0
     mallocs = device_mallocs(device)
     for _ in range(args.steps):

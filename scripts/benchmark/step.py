@@ -15,7 +15,7 @@ AdamW.
   ahead.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
-count the model's own operations (Decoder.training_flops), so recomputation does not count. MFU is their
+count the model's own operations (ModelCosts.training_flops), so recomputation does not count. MFU is their
 share of the GPU's peak.
 """
 
@@ -92,7 +92,7 @@ def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
     def entry(name: str, shape: str, build: Callable[[TokenTree], Step]) -> Entry:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
         contender = Contender(name, lambda: measure(name, partial(build, tree), args, device))
-        return Entry(contender, tree, model.training_flops(TreeBatch.from_trees([tree])))
+        return Entry(contender, tree, model.costs().training_flops(TreeBatch.from_trees([tree])))
 
     hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
     entries = []

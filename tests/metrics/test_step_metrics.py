@@ -38,7 +38,15 @@ RESULT = StepResult(
     num_micro_batches=2,
 )
 REPORT = StepReport(
-    RESULT, seconds=2.0, world_size=2, device=torch.device("cpu"), loss=0.5, grad_norm=3.0, lr=1e-3
+    RESULT,
+    seconds=2.0,
+    world_size=2,
+    device=torch.device("cpu"),
+    loss=0.5,
+    grad_norm=3.0,
+    lr=1e-3,
+    epoch=4,
+    validation={},
 )
 
 
@@ -47,6 +55,7 @@ def test_values_are_the_columns_of_metrics_csv_in_order() -> None:
         ("loss", 0.5),
         ("grad_norm", 3.0),
         ("lr", 1e-3),
+        ("epoch", 4),
         ("por", 0.6),
         ("err", 0.5),
         ("logical_tokens", 100),
@@ -63,6 +72,11 @@ def test_values_are_the_columns_of_metrics_csv_in_order() -> None:
         ("nll", 0.25),
         ("router_z", 4.0),
     ]
+
+
+def test_validation_adds_its_values() -> None:
+    values = step_values(dataclasses.replace(REPORT, validation={"loss": 0.75, "accuracy": 0.5}))
+    assert list(values.items())[-2:] == [("validation_loss", 0.75), ("validation_accuracy", 0.5)]
 
 
 def test_a_step_that_replays_experts_reports_the_share_on_which_paths_disagree() -> None:

@@ -144,7 +144,7 @@ def test_flops_count_the_operations_of_each_layer():
     matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
     pairs = 1 + 2 + 3 + 2
     mixing = 3 * 18 * 4 * (4 * 8 * 16) + 12 * 4 * 16 * pairs
-    assert model.training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
+    assert model.costs().training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
 
 
 def test_a_step_counts_the_bytes_of_gateways():

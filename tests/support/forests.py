@@ -21,9 +21,12 @@ from titan_tree.tree.layout import TreeLayout
 
 
 def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] | None = None) -> np.ndarray:
-    """Returns [N] int32: the predecessor of each token, for nodes in DFS order.
+    """Returns [N] int32: the predecessor of each token of a forest, see ``TreeLayout.predecessor``.
 
-    rows: {root: the gateway row that it continues}. Other roots start from zero.
+    Args:
+        parents: the parent of each node, -1 for a root; nodes are in DFS order.
+        lengths: the number of tokens of each node.
+        rows: {root: the gateway row that it continues}. Other roots start from zero.
     """
     first = np.cumsum([0, *lengths])
     predecessor = np.arange(first[-1]) - 1
@@ -39,7 +42,15 @@ def predecessors(nodes: Nodes) -> np.ndarray:
 
 
 def random_forest(seed: int, nodes: int, longest: int, root: float = 0.0, rows: int = 0) -> np.ndarray:
-    """Predecessors in a random forest. root: the chance of a new root; rows: number of gateway rows."""
+    """Returns [N] int32: the predecessor of each token of a random forest.
+
+    Args:
+        seed: of the random numbers.
+        nodes: number of nodes.
+        longest: largest number of tokens in a node.
+        root: probability that a node is a root.
+        rows: number of gateway rows. Most roots continue one of them; without rows, all start from zero.
+    """
     rng, path, parents, lengths, from_row = np.random.default_rng(seed), [], [], [], {}
     for node in range(nodes):
         path = [] if rng.random() < root else path[: 1 + int(len(path) * rng.random() ** 0.5)]
@@ -76,7 +87,13 @@ def leaves(predecessor: np.ndarray) -> list[int]:
 def recurrent_layout(
     predecessor: np.ndarray, exports: Sequence[int] | np.ndarray = (), size: int = 64
 ) -> TreeLayout:
-    """Returns a layout for recurrent layers. exports: tokens whose states are exported; size: of chunks."""
+    """Returns a layout for recurrent layers. Its positions, subtree_end and key_index are placeholders.
+
+    Args:
+        predecessor: [N], see ``forest``.
+        exports: tokens whose states are exported.
+        size: largest number of tokens in a chunk.
+    """
     before = torch.from_numpy(predecessor).int()
     chunks = make_chunks(predecessor, np.array(exports, np.int64), size)
     return TreeLayout(
@@ -97,13 +114,13 @@ class GdnForest(NamedTuple):
     """A forest and the sizes of a layer on it."""
 
     predecessor: np.ndarray
-    exports: list[int]  # tokens after which states are exported
-    rows: int  # of the gateway
-    size: int  # of chunks
-    heads_k: int
-    heads: int
-    width_k: int
-    width: int
+    exports: list[int]  # tokens whose states are exported
+    rows: int  # number of gateway rows
+    size: int  # largest number of tokens in a chunk
+    heads_k: int  # heads of q and k
+    heads: int  # heads of v
+    width_k: int  # head dim of q and k
+    width: int  # head dim of v
 
 
 class GdnCase(NamedTuple):
@@ -124,11 +141,11 @@ def gdn_case(
     seed: int = 0,
     hard: bool = True,
 ) -> GdnCase:
-    """Returns random inputs: q, k, v in ``dtype``, everything else in fp32.
+    """Returns a case with random values: q, k, v and the gradient of o in ``dtype``, everything else in fp32.
 
     hard: keys resemble each other, and one beta is 0. A beta of 0 is hard because the kernels divide by beta
-    to compute its gradient. fp16 is tested without hard inputs: its exponents have a smaller range, so the
-    errors would be too large.
+    to compute its gradient. In fp16 this gradient would have large errors, because the range of exponents is
+    too small.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -168,7 +185,7 @@ def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) ->
 
 
 def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
-    """Returns ``results`` of the operator with a backend's kernels, ignoring its refusals."""
+    """Returns ``results`` of the operator with a backend's kernels, even if it would refuse the inputs."""
 
     def rule(q, k, v, g, beta, states=None):
         return gated_delta_rule(backend, q, k, v, g, beta, states, case.chunks, case.chains)
@@ -177,7 +194,10 @@ def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
 
 
 def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
-    """Returns the rule token by token on every root-to-leaf path. All paths of a token give equal outputs."""
+    """Returns o [N, G, V] and the exported states [X, G, K, V], for the inputs of ``TreeGDN.forward``.
+
+    The rule runs token by token on every root-to-leaf path. All paths through a token give it equal results.
+    """
     group = v.shape[1] // k.shape[1]
     q, k = (
         (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(group, 1) for x in (q, k)

@@ -71,6 +71,25 @@ def edge_logprobs(
     return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements)
 
 
+@torch.no_grad()
+def edge_is_top1(
+    hidden: Tensor, weight: Tensor, label: Tensor, block_elements: int = BLOCK_ELEMENTS
+) -> Tensor:
+    """Returns whether no token has a larger logit than the edge's label, [E] bool.
+
+    It repeats the matrix multiplication of ``edge_logprobs``, whose arguments it takes.
+    """
+    peak = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+    label_logit = torch.zeros_like(peak)
+    for start, end in _blocks(weight, len(hidden), block_elements):
+        logits, column = _matmul(hidden, weight[start:end].t()), label - start
+        peak = torch.maximum(peak, logits.amax(1))
+        inside = (column >= 0) & (column < end - start)
+        own = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
+        label_logit = torch.where(inside, own, label_logit)
+    return label_logit >= peak
+
+
 class _EdgeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

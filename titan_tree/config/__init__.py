@@ -15,6 +15,7 @@ from titan_tree.config.tables import (
     RouterBiasConfig,
     RouterLossConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "RouterBiasConfig",
     "RouterLossConfig",
     "TrainingConfig",
+    "ValidationConfig",
 ]

@@ -33,6 +33,11 @@ from titan_tree.registry import (
     READERS,
 )
 
+PATHS = check(
+    "a path or a non-empty list of paths",
+    lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
+)
+
 
 @dataclass
 class ModelConfig(Checked, table="model"):
@@ -51,13 +56,7 @@ class DataConfig(Checked, table="data"):
     """Data files, and how their samples become token trees and micro-batches."""
 
     # A path, a glob pattern or a list of them; "demo" is the bundled sample.
-    files: Any = setting(
-        MISSING,
-        check(
-            "a path or a non-empty list of paths",
-            lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
-        ),
-    )
+    files: Any = setting(MISSING, PATHS)
     format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
     # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
     # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
@@ -77,6 +76,11 @@ class DataConfig(Checked, table="data"):
     # Groups from which the next one is drawn at random; 0 keeps the order of the files.
     shuffle_buffer: int = setting(256, at_least(0))
     seed: int = 0  # seed of the shuffling
+    # Processes per rank that make the inputs of steps ahead of training; 0 uses a thread of the training
+    # process. "auto" chooses up to 4 on a GPU, and 0 on a CPU.
+    workers: Any = setting(
+        "auto", check('"auto" or an integer >= 0', lambda n: n == "auto" or (type(n) is int and n >= 0))
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.files, str) and self.files != MISSING:
@@ -197,7 +201,10 @@ class LRSchedulerConfig(Checked, table="lr_scheduler"):
 class TrainingConfig(Checked, table="training"):
     """Length, precision and memory use of the run."""
 
-    steps: int = setting(1000, at_least(1))  # optimizer steps of the whole run, including resumed parts
+    # Length of the whole run, including resumed parts: either optimizer steps (1000 if neither is set), or
+    # epochs, each of which trains on every group once. The last step of a run over epochs may be smaller.
+    steps: int | None = setting(None, at_least(1))
+    epochs: int | None = setting(None, at_least(1))
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
     # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
     # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
@@ -209,6 +216,15 @@ class TrainingConfig(Checked, table="training"):
     # vocabulary entry: 10 GB at 32k tokens.
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     deterministic: bool = False  # refuse operators whose results vary between runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.steps is None or self.epochs is None,
+            "training.steps",
+            "no value together with training.epochs; remove one of the two",
+            self.steps,
+        )
 
 
 @dataclass
@@ -223,6 +239,20 @@ class ParallelConfig(Checked, table="parallel"):
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
     # is the number of ranks over which FSDP2 shards each expert.
     expert_parallel: int = setting(1, at_least(1))
+
+
+@dataclass
+class ValidationConfig(Checked, table="validation"):
+    """Scores held-out files during training. The keys of [data] apply to them, except ``files``."""
+
+    # A path, a glob pattern or a list of them; unset: no validation.
+    files: Any = setting(None, PATHS)
+    interval: int = setting(100, at_least(1))  # steps between validations; the last step validates, too
+
+    def __post_init__(self) -> None:
+        if isinstance(self.files, str):
+            self.files = [self.files]
+        super().__post_init__()
 
 
 @dataclass
@@ -260,6 +290,12 @@ class ProfilerConfig(Checked, table="profiler"):
     memory_snapshot: bool = False  # write the CUDA memory history every ``interval`` steps
 
 
+def check_warmup(warmup_steps: int, steps: int) -> None:
+    """Raises UserError if the warm-up is longer than the run."""
+    expected = f"at most the {steps} steps of the run"
+    require(warmup_steps <= steps, "lr_scheduler.warmup_steps", expected, warmup_steps)
+
+
 @dataclass
 class Config:
     """All tables of a configuration. Rules that involve several tables are checked here."""
@@ -274,18 +310,15 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
     def __post_init__(self) -> None:
-        require(
-            self.lr_scheduler.warmup_steps <= self.training.steps,
-            "lr_scheduler.warmup_steps",
-            f"at most training.steps = {self.training.steps}",
-            self.lr_scheduler.warmup_steps,
-        )
+        if self.training.steps is not None:
+            check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
         # ModelConfig cannot check this: omegaconf constructs it with defaults, where both are unset.
         require(
             bool(self.model.flavor) != bool(self.model.hf_path),

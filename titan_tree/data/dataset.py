@@ -9,9 +9,10 @@ resume, a run reads the files again up to that position without tokenizing.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from titan_tree.data.groups import Group
@@ -31,9 +32,10 @@ logger = logging.getLogger(__name__)
 class TreeDataset:
     """Yields this rank's micro-batches of each optimizer step: lists of at most ``max_tokens`` tokens.
 
-    The global batch of a step is the next ``config.global_batch_groups`` groups of an endless stream of
-    epochs, each shuffled anew. The last groups of an epoch fill a global batch together with the first groups
-    of the next epoch, so none is dropped. A rank that gets no trees yields an empty list.
+    The global batch of a step is the next ``config.global_batch_groups`` groups of a stream of epochs, each
+    shuffled anew. The last groups of an epoch fill a global batch together with the first groups of the next
+    epoch, so none is dropped. Only the last global batch may be smaller, if ``epochs`` ends the stream. A
+    rank that gets no trees yields an empty list.
 
     ``config.merge`` decides which paths share a tree:
 
@@ -46,6 +48,7 @@ class TreeDataset:
         reader: makes the groups and their paths.
         allow_larger: accept trees of more than ``config.max_tokens`` tokens, each as a micro-batch of its own
             that a TreePartitioner cuts. Otherwise such a tree is an error.
+        epochs: number of epochs; None: endless.
         rank: this process.
         world_size: number of processes that split the data.
 
@@ -59,6 +62,7 @@ class TreeDataset:
         reader: SampleReader,
         *,
         allow_larger: bool = False,
+        epochs: int | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -66,18 +70,35 @@ class TreeDataset:
         self.config = config
         self.reader = reader
         self.allow_larger = allow_larger
+        self.epochs = epochs
         self.rank, self.world_size = rank, world_size
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
         self._warned_about_records = False
 
     def __iter__(self) -> Iterator[MicroBatches]:
-        """Yields steps from the current position on, endlessly. ``state_dict`` moves with each item."""
+        """Yields the steps from the current position on. ``state_dict`` moves with each item."""
+        return self.steps()
+
+    def steps(self, number: int | None = None, first: int = 0, stride: int = 1) -> Iterator[MicroBatches]:
+        """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
+
+        It reads the groups of the steps in between without tokenizing them.
+
+        Args:
+            number: steps from the current position on; None: all that are left.
+        """
         stream = self._stream(self.epoch, self.group)
-        while True:
-            batch = list(islice(stream, self.config.global_batch_groups))
-            micro_batches = pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
+        for step in count() if number is None else range(number):
+            if not (batch := list(islice(stream, self.config.global_batch_groups))):
+                return
             self.epoch, self.group, _ = batch[-1]
-            yield micro_batches
+            if step % stride == first:
+                yield pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
+
+    def num_steps(self, groups: int) -> int:
+        """Returns the steps of all ``epochs``, for files of this many groups."""
+        assert self.epochs is not None
+        return math.ceil(groups * self.epochs / self.config.global_batch_groups)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position after the last item, and the settings that decide the order of groups.
@@ -102,18 +123,18 @@ class TreeDataset:
         self.epoch, self.group = state["epoch"], state["group"]
 
     def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
-        """Yields (epoch, position after this group, group) endlessly, after the first ``skip`` groups."""
-        while True:
-            count = 0
+        """Yields (epoch, position after this group, group), after the first ``skip`` groups of ``epoch``."""
+        while self.epochs is None or epoch < self.epochs:
+            position = 0
             order = random.Random(f"{self.config.seed}/{epoch}")
             groups = shuffled(self.reader.groups(), self.config.shuffle_buffer, order)
-            for count, group in enumerate(groups, start=1):
-                if count > skip:
-                    yield epoch, count, group
-            if count < skip:
+            for position, group in enumerate(groups, start=1):
+                if position > skip:
+                    yield epoch, position, group
+            if position < skip:
                 raise UserError(
-                    f"{', '.join(self.reader.files)}: {count} groups, but the checkpoint was written after "
-                    f"{skip} groups; resume with the data that it was written with"
+                    f"{', '.join(self.reader.files)}: {position} groups, but the checkpoint was written "
+                    f"after {skip} groups; resume with the data that it was written with"
                 )
             epoch, skip = epoch + 1, 0
 

@@ -10,7 +10,8 @@ import os
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,6 +48,13 @@ class SampleTokenizer(Protocol):
 
     def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
         """Returns one path per training sample of a conversation."""
+
+
+class DataSizes(NamedTuple):
+    """Sizes of data files."""
+
+    groups: int
+    samples: int
 
 
 class SampleReader:
@@ -92,6 +100,24 @@ class SampleReader:
         """
         format = self.config.format
         return group_records(read_records(file, format, open_file) for file in self.files)
+
+    def num_bytes(self) -> int:
+        """Returns the size of all files on disk."""
+        return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
+
+    def sizes(self) -> DataSizes:
+        """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
+        each_turn = self.config.sample.get("turns", "each") == "each"
+        groups = samples = 0
+        for group in self.groups():
+            groups += 1
+            for sample in group_samples(group):
+                messages = sample.record.get("messages") if each_turn else None
+                if isinstance(messages, list):
+                    samples += sum(map(_is_trained, messages))
+                else:
+                    samples += 1
+        return DataSizes(groups, samples)
 
     def paths(self, group: Group) -> list[TokenPath]:
         """Returns the training samples of a group in file order.
@@ -148,6 +174,10 @@ class SampleReader:
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
         return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+
+
+def _is_trained(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
 
 
 def _trained_turns(

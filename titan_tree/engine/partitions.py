@@ -51,6 +51,7 @@ class PartitionRunner:
             ``device``.
         device: where the model is.
         entropy: whether the model also returns entropies.
+        is_top1: whether the model also returns which labels have the largest logit.
         activations: where suspended partitions keep their activations. None keeps them on the device.
     Attributes:
         recomputed_tokens: tokens whose forward pass ran twice, because ``activations`` dropped their
@@ -64,9 +65,11 @@ class PartitionRunner:
         device: torch.device,
         *,
         entropy: bool = False,
+        is_top1: bool = False,
         activations: Activations | None = None,
     ) -> None:
-        self.model, self.batches, self.device, self.entropy = model, batches, device, entropy
+        self.model, self.batches, self.device = model, batches, device
+        self.entropy, self.is_top1 = entropy, is_top1
         self.activations = activations or Activations(device)
         self.cache = GatewayCache(model.cache_streams, batches)
         self.recomputed_tokens = 0
@@ -107,7 +110,7 @@ class PartitionRunner:
     def forward(self, batch: TreeBatch) -> ModelOutput:
         """Runs the model on one partition, which reads the exports of its ancestors from the cache."""
         gateway = self.cache.read(batch) if batch.cache_offset.keys else None  # a dummy batch reads nothing
-        return self.model(batch, entropy=self.entropy, gateway=gateway)
+        return self.model(batch, entropy=self.entropy, gateway=gateway, is_top1=self.is_top1)
 
     def score(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
         """Computes the partition's loss and differentiates it down to the loss boundary.

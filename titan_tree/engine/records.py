@@ -63,6 +63,14 @@ class StepInput:
     chain_peak: int  # the most tokens whose activations are live at once
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
 
+    def pin_memory(self) -> StepInput:
+        """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""
+        return dataclasses.replace(
+            self,
+            micro_batches=[[batch.pin_memory() for batch in batches] for batches in self.micro_batches],
+            unpartitioned=[None if batch is None else batch.pin_memory() for batch in self.unpartitioned],
+        )
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -9,7 +9,7 @@ another framework's or your own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,14 +21,15 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.evaluation import evaluate
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
-from titan_tree.engine.records import GlobalSizes, StepCounts, StepInput, StepResult, all_reduce_counts
+from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.partition import one_pass
 from titan_tree.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -87,44 +88,19 @@ class TreeStep:
         self._gradient_sync = GradientSync(model, reshard_after_forward)
         self._has_warned = False
 
+    def preparer(self) -> StepPreparer:
+        """Returns the function that makes step inputs. It can be pickled and run in another process."""
+        return StepPreparer(
+            self.loss.reduction, self.loss.needs_whole_paths, self.model.costs(), self.partitioner
+        )
+
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Partitions and packs the trees of each micro-batch on the host.
 
         It does not communicate with other ranks, so a thread may run it ahead of the step.
         """
-        plan = one_pass if self.partitioner is None else self.partitioner.plan
-        plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
-        batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
-        paths = [path for plan in plans for path in plan.tree.paths]
-        all_batches = [batch for partitions in batches for batch in partitions]
-        recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
-        counts = StepCounts(
-            normalizer=self.loss.normalizer(paths),
-            loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
-            num_trees=sum(len(trees) for trees in micro_batches),
-            num_paths=len(paths),
-            logical_tokens=sum(batch.n_logical for batch in all_batches),
-            distinct_tokens=sum(len(plan.tree) for plan in plans),
-            executed_tokens=sum(map(len, all_batches)),
-            scored_edges=sum(len(batch.edge_label) for batch in all_batches),
-            forwards=len(all_batches),
-            gateway_bytes=sum(self.model.gateway_bytes(batch) for batch in all_batches),
-            flops=sum(self.model.training_flops(batch) for batch in all_batches),
-            replayed_rows=sum(records.num_rows for records in recorded),
-            disagreeing_rows=sum(records.num_disagreeing for records in recorded),
-        )
-        unpartitioned = [
-            TreeBatch.from_trees([plan.tree], edges="loss")
-            if len(plan) > 1 and self.loss.needs_whole_paths
-            else None
-            for plan in plans
-        ]
-        if self.device.type == "cuda":  # from pinned memory, ``run`` copies without waiting
-            batches = [[batch.pin_memory() for batch in partitions] for partitions in batches]
-            unpartitioned = [None if batch is None else batch.pin_memory() for batch in unpartitioned]
-        chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
-        versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
-        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
+        step = self.preparer()(micro_batches)
+        return step.pin_memory() if self.device.type == "cuda" else step
 
     def run(self, step: StepInput) -> StepResult:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
@@ -145,6 +121,11 @@ class TreeStep:
             run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return self._result(run, sizes, dummy_forwards)
+
+    def evaluate(self, steps: Iterable[StepInput]) -> dict[str, float]:
+        """Scores held-out trees, see ``evaluate``."""
+        self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
+        return evaluate(self.model, steps, self.device)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""

@@ -28,6 +28,7 @@ FORMATS = {
     "peak_memory_gib": "{:.1f} GiB",
 }
 OMITTED = {
+    "epoch",
     "err",
     "logical_tokens",
     "executed_tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ class StepReport:
     loss: float
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step
+    epoch: int  # epochs completed after the step
+    validation: Mapping[str, float]  # see engine/evaluation.py; empty unless this step validated
 
 
 def step_values(report: StepReport) -> dict[str, float]:
@@ -35,11 +38,12 @@ def step_values(report: StepReport) -> dict[str, float]:
     Raises:
         UserError: two values have the same name.
     """
-    values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr}
+    values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "epoch": report.epoch}
     loss_metrics = report.result.loss_metrics | report.result.router_metrics
     for name in METRICS:
         _add(values, METRICS[name](report), f"metric {name!r}")
     _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
+    _add(values, {f"validation_{name}": value for name, value in report.validation.items()}, "validation")
     return values
 
 

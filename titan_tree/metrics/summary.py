@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 
 from titan_tree.config import Config
+from titan_tree.data.sample_reader import DataSizes
 from titan_tree.engine.records import StepCounts
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import family
 
 
 def introduction(
-    config: Config, model: Decoder, world_size: int, device: torch.device, steps_done: int
+    config: Config, model: Decoder, world_size: int, device: torch.device, steps: int, steps_done: int
 ) -> str:
     """Returns one line that says what is trained, on what hardware, for how long, and where results go."""
     done = f", {steps_done} of them done" if steps_done else ""
@@ -22,7 +24,16 @@ def introduction(
     return (
         f"{family(model)} {config.model.flavor or config.model.hf_path}, "
         f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
-        f"{config.training.steps} steps{done}; results in {config.folder}"
+        f"{steps} steps{done}; results in {config.folder}"
+    )
+
+
+def data_sizes(sizes: DataSizes, groups_per_step: int) -> str:
+    """Returns one line on the sizes of the data."""
+    steps = math.ceil(sizes.groups / groups_per_step)
+    return (
+        f"data: {sizes.groups:,} groups with {sizes.samples:,} samples; an epoch takes {steps:,} steps of "
+        f"{groups_per_step} groups"
     )
 
 
@@ -30,7 +41,8 @@ def summary(history: Sequence[StepCounts]) -> str:
     """Returns one line on what the steps of this process have trained on."""
     if not history:
         return (
-            "nothing left to train: raise training.steps to continue, or set a new folder to start a new run"
+            "nothing left to train: raise training.steps or training.epochs to continue, or set a new folder "
+            "to start a new run"
         )
     total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, history), strict=True)))
     return (

@@ -59,6 +59,8 @@ class Mixer(nn.Module, ABC):
     def flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns the operations of a forward and backward pass, without those of weight matrices.
 
+        They must be linear in both arguments.
+
         Args:
             num_tokens: N.
             num_pairs: pairs of a token and a token that it sees, itself included.

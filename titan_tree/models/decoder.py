@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_tree.components.logprobs import edge_logprobs
+from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
+from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.experts import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
@@ -47,6 +48,7 @@ class ModelOutput(NamedTuple):
     # ``Decoder.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
+    is_top1: Tensor | None = None  # [E] bool, on request: whether the label has the largest logit
 
 
 class Decoder(nn.Module, ABC):
@@ -109,7 +111,11 @@ class Decoder(nn.Module, ABC):
         return Rope.at(positions, self.config.rotary_dim, self.config.rope_theta)
 
     def forward(
-        self, batch: TreeBatch, entropy: bool = False, gateway: Sequence[Tensor] | None = None
+        self,
+        batch: TreeBatch,
+        entropy: bool = False,
+        gateway: Sequence[Tensor] | None = None,
+        is_top1: bool = False,
     ) -> ModelOutput:
         """Scores the batch's edges.
 
@@ -118,6 +124,7 @@ class Decoder(nn.Module, ABC):
             entropy: also return the entropy of each edge's distribution.
             gateway: needed by every partition but its plan's first: for each entry of ``cache_streams``, the
                 first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
+            is_top1: also return whether each edge's label has the largest logit.
         Raises:
             UserError: ``gateway`` or ``batch.routed_experts`` does not fit the model.
         """
@@ -144,9 +151,10 @@ class Decoder(nn.Module, ABC):
         hidden = self.norm(x)[batch.edge_source]
         head = embedding if self.lm_head is None else self.lm_head.weight.to(self.compute_dtype)
         routing = Routing.stack(routings) if routings else None
+        top1 = edge_is_top1(hidden, head, batch.edge_label) if is_top1 else None
         if not exports:
             scores = self._scores(hidden, head, batch, entropy)
-            return ModelOutput(*scores, routing, routed_experts=tuple(experts))
+            return ModelOutput(*scores, routing, routed_experts=tuple(experts), is_top1=top1)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
@@ -156,7 +164,7 @@ class Decoder(nn.Module, ABC):
             scores = self._scores(leaves[0], head, batch, entropy)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(zip(ends, leaves, strict=True))
-        return ModelOutput(*scores, routing, boundary, tuple(exports), tuple(experts))
+        return ModelOutput(*scores, routing, boundary, tuple(exports), tuple(experts), top1)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch."""
@@ -228,33 +236,21 @@ class Decoder(nn.Module, ABC):
         """Returns the number of parameters. A tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def gateway_bytes(self, batch: TreeBatch) -> int:
-        """Returns how many bytes the batch's partition reads from the partitions above it."""
-        layout = batch.layout
-        used = {"keys": len(layout.subtree_end) - len(batch), "states": 0}
-        if layout.predecessor is not None:
-            used["states"] = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
-        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
-        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
-        return sum(
-            row.nbytes // PAD * used[stream] for row, stream in zip(rows, self.cache_streams, strict=True)
-        )
-
-    def training_flops(self, batch: TreeBatch) -> int:
-        """Returns the floating-point operations of a forward and backward pass, without recomputation.
-
-        Each token counts 6 per parameter of the layers' matrices; of the routed experts, only those that the
-        token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
-        mixes tokens. This reads the layout, so call it before the batch moves to a GPU.
-        """
-        layout, c = batch.layout, self.config
-        # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
-        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
-        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
-        num_pairs = int((end - first).sum())
+    def costs(self) -> ModelCosts:
+        """Returns what tokens, pairs and edges cost in this model."""
+        c = self.config
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
             matrices += self.experts.active_parameters
-        head = c.vocab_size * c.hidden_size
-        mixing = sum(layer.mixer.flops(len(batch), num_pairs) for layer in self.blocks)
-        return 6 * (matrices * len(batch) + head * len(batch.edge_label)) + mixing
+        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
+        row_bytes = {"keys": 0, "states": 0}
+        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
+        for row, stream in zip(rows, self.cache_streams, strict=True):
+            row_bytes[stream] += row.nbytes // PAD
+        return ModelCosts(
+            flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in self.blocks),
+            flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in self.blocks),
+            flops_per_edge=6 * c.vocab_size * c.hidden_size,
+            key_bytes=row_bytes["keys"],
+            state_bytes=row_bytes["states"],
+        )

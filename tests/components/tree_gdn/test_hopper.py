@@ -41,7 +41,10 @@ CASES = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles if there is a GPU")
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_kernels_equal_recurrence(name, monkeypatch):
-    """The inputs are fp16, whose rounding errors are smaller than bf16's and so hide less."""
+    """The inputs are fp16, whose rounding errors are smaller than bf16's and so hide less.
+
+    They are not hard: see ``gdn_case``.
+    """
     case = gdn_case(CASES[name], torch.float16, hard=False)
     for module, kernel in KERNELS:
         monkeypatch.setattr(module, kernel, EmulatedKernel(getattr(module, kernel)))
@@ -57,6 +60,7 @@ def test_emulated_kernels_equal_recurrence(name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_recurrence_on_a_gpu(name):
+    """The inputs are those of the emulated kernels, in bf16."""
     case = gdn_case(CASES[name], torch.bfloat16, "cuda", hard=False)
     assert hopper.refusal(*case.inputs[:3]) is None
     got = run_rule(case, "hopper")

@@ -12,8 +12,9 @@ from titan_tree.components.tree_loss.loss import (
     LossFunction,
     Reduction,
     TreeLoss,
+    normalizer,
     register_loss,
     whole_path_loss,
 )
 
-__all__ = ["LossFunction", "Reduction", "TreeLoss", "register_loss", "whole_path_loss"]
+__all__ = ["LossFunction", "Reduction", "TreeLoss", "normalizer", "register_loss", "whole_path_loss"]

@@ -70,6 +70,15 @@ def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunctio
     return register
 
 
+def normalizer(reduction: Reduction, paths: Iterable[TokenPath]) -> float:
+    """Returns the contribution of ``paths`` to Z, the divisor of the loss."""
+    if reduction == "token_mean":
+        return float(sum(path.weight * path.loss_tokens for path in paths))
+    if reduction == "rollout_token_mean":
+        return float(sum(path.weight * path.rollout_share for path in paths))
+    return float(sum(path.weight for path in paths))
+
+
 class TreeLoss:
     """A registered loss, reduced over the paths of a global batch.
 
@@ -111,11 +120,7 @@ class TreeLoss:
 
     def normalizer(self, paths: Iterable[TokenPath]) -> float:
         """Returns these paths' contribution to Z. Sum it over all paths of the global batch."""
-        if self.reduction == "token_mean":
-            return float(sum(path.weight * path.loss_tokens for path in paths))
-        if self.reduction == "rollout_token_mean":
-            return float(sum(path.weight * path.rollout_share for path in paths))
-        return float(sum(path.weight for path in paths))
+        return normalizer(self.reduction, paths)
 
     def __call__(
         self, logprobs: Tensor, batch: TreeBatch, normalizer: float, entropy: Tensor | None = None

@@ -1,0 +1,128 @@
+"""StepLoader: the same steps from a thread and from worker processes; steps travel as bytes."""
+
+import json
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.datasets import tree_dataset
+from titan_tree.data.loader import StepLoader, pack, unpack
+from titan_tree.data.packing import MicroBatches
+from titan_tree.errors import UserError
+from titan_tree.tree.batch import TreeBatch
+
+NUM_GROUPS = 7
+OPTIONS: dict[str, Any] = {"global_batch_groups": 2, "max_tokens": 64, "shuffle_buffer": 3}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "groups.jsonl"
+    write(path, [{"tokens": [9, group, 100 + group]} for group in range(NUM_GROUPS)])
+    return path
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def as_batches(micro_batches: MicroBatches) -> list[TreeBatch]:
+    return [TreeBatch.from_trees(trees) for trees in micro_batches]
+
+
+def tokens(step: list[TreeBatch]) -> list[list[int]]:
+    return [batch.tokens.tolist() for batch in step]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("merge", ["group", "batch"])
+def test_the_steps_of_all_workers_together_are_the_stream(file: Path, workers: int, merge: str) -> None:
+    def steps(first: int, stride: int) -> list[tuple[Any, dict[str, int]]]:
+        dataset = tree_dataset(file, merge=merge, **OPTIONS)
+        stream = dataset.steps(9, first, stride)
+        return [(tokens(as_batches(trees)), dataset.state_dict()) for trees in stream]
+
+    whole = steps(0, 1)
+    assert len(whole) == 9
+    for worker in range(workers):
+        assert steps(worker, workers) == whole[worker::workers]
+
+
+@pytest.mark.slow
+def test_workers_resume_anywhere_and_report_what_a_thread_reports(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps of two processes equal those of a thread: data, positions, one warning, and one error."""
+    lines = [{"tokens": [9, group], "routed_experts": [[[0]], [[0]]]} for group in range(NUM_GROUPS)]
+    write(file, [*lines, {"tokens": [9, "x"]}])
+    options = OPTIONS | {"shuffle_buffer": 0}
+
+    def load(workers: int) -> tuple[list[Any], str, list[str]]:
+        caplog.clear()
+        dataset = tree_dataset(file, **options)
+        dataset.load_state_dict(dataset.state_dict() | {"group": 1})
+        items = []
+        with pytest.raises(UserError) as error:
+            for step, position in StepLoader(dataset, as_batches, 8, workers):
+                items.append((tokens(step), position))
+        return items, str(error.value), [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.WARNING, "titan_tree"):
+        of_thread, of_workers = load(0), load(2)
+    assert len(of_thread[0]) == 3
+    assert f"{file}:8: tokens" in of_thread[1]
+    assert len(of_thread[2]) == 1
+    assert of_thread == of_workers
+
+
+def die(micro_batches: MicroBatches) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_one_line(file: Path) -> None:
+    loader = StepLoader(tree_dataset(file, **OPTIONS), die, 4, workers=1)
+    with pytest.raises(UserError, match="a worker process ended unexpectedly .* lower data.workers"):
+        list(loader)
+
+
+def test_the_loader_makes_the_given_number_of_steps(file: Path) -> None:
+    dataset = tree_dataset(file, **OPTIONS)
+    loader = StepLoader(dataset, as_batches, 5)
+    steps = [tokens(step) for step, _ in loader]
+    assert steps == [tokens(as_batches(trees)) for trees in islice(tree_dataset(file, **OPTIONS), 5)]
+
+
+@dataclass
+class Record:
+    name: str
+    tensors: list[Tensor | None]
+
+
+def test_packed_tensors_keep_their_values_types_and_shapes() -> None:
+    tensors = [
+        torch.randn(3, 4).t(),  # not contiguous
+        torch.tensor([True, False, True]),
+        torch.empty(0, 5, dtype=torch.int32),
+        torch.tensor(7, dtype=torch.int16),
+        torch.arange(5).expand(2, 5),
+        torch.arange(6)[1:2],
+        None,
+    ]
+    copy = unpack(pack(Record("é", tensors)))
+    assert copy.name == "é"
+    assert copy.tensors[-1] is None
+    for ours, theirs in zip(copy.tensors[:-1], tensors[:-1], strict=True):
+        assert isinstance(theirs, Tensor)
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert unpack(pack({"no": "tensors"})) == {"no": "tensors"}
+    ours[0] = 9  # views of a buffer that can be written

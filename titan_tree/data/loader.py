@@ -1,0 +1,194 @@
+"""StepLoader: makes the inputs of steps ahead of training, in worker processes or in a thread.
+
+    worker w of W makes the steps w, w + W, w + 2 W, ... -> pipe -> thread of the training process -> training
+
+Every worker follows the same stream of groups and renders only its own steps, so the stream does not depend
+on W. Each item carries the position after its step. A worker sends a step through its pipe as two byte
+strings: separate tensors would each take a file descriptor and a piece of /dev/shm, which is small in
+containers.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.packing import MicroBatches
+from titan_tree.errors import UserError
+
+T = TypeVar("T")
+Prepare = Callable[[MicroBatches], T]
+Position = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # bytes; of every tensor in a packed item
+PREFETCH = 2  # steps that each worker makes ahead
+
+
+class StepLoader(Generic[T]):
+    """Iterates over (input, position) of the next steps. The position is the dataset's state after the step.
+
+    Args:
+        dataset: the stream of micro-batches, at the position to start from.
+        prepare: makes the input of a step from its micro-batches. With workers it must be picklable.
+        num_steps: steps to make.
+        workers: number of processes; 0 uses a thread.
+        pin: makes the inputs in page-locked memory, from which a GPU copies without waiting.
+
+    Raises:
+        UserError: bad data, also if a worker found it; or a worker died.
+    """
+
+    def __init__(
+        self, dataset: TreeDataset, prepare: Prepare[T], num_steps: int, workers: int = 0, pin: bool = False
+    ) -> None:
+        self.dataset, self.prepare = dataset, prepare
+        self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
+
+    def __iter__(self) -> Iterator[tuple[T, Position]]:
+        items = self._from_workers() if self.workers else self._in_this_process()
+        with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+            upcoming = thread.submit(next, items, None)
+            while (item := upcoming.result()) is not None:
+                upcoming = thread.submit(next, items, None)
+                yield item
+
+    def _in_this_process(self) -> Iterator[tuple[T, Position]]:
+        for micro_batches in self.dataset.steps(self.num_steps):
+            step: Any = self.prepare(micro_batches)
+            yield (step.pin_memory() if self.pin else step), self.dataset.state_dict()
+
+    def _from_workers(self) -> Iterator[tuple[T, Position]]:
+        steps = DataLoader(
+            _WorkerSteps(self.dataset, self.prepare, self.num_steps),
+            batch_size=None,
+            num_workers=self.workers,
+            collate_fn=_unchanged,
+            multiprocessing_context="spawn",  # a fork after CUDA has started may hang
+            prefetch_factor=PREFETCH,
+        )
+        logged: set[str] = set()
+        try:
+            for packed, position, records in steps:
+                for record in records:
+                    if record.msg not in logged:  # every worker gives the same warning
+                        logged.add(record.msg)
+                        logging.getLogger(record.name).handle(record)
+                if isinstance(packed, str):
+                    raise UserError(packed)
+                yield unpack(packed, self.pin), position
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
+                raise
+            raise UserError(
+                f"data.workers: a worker process ended unexpectedly ({str(error).splitlines()[0]}); it was "
+                "probably killed because host memory ran out: lower data.workers or data.global_batch_groups"
+            ) from None
+
+
+class Packed(NamedTuple):
+    """An object without its tensors, and their bytes."""
+
+    skeleton: bytes  # a pickle, with (offset, shape, dtype) in place of every tensor
+    content: bytearray
+
+
+def pack(value: object) -> Packed:
+    """Packs an object that contains CPU tensors into two byte strings."""
+    file, tensors = io.BytesIO(), _Tensors()
+    _Pickler(file, tensors).dump(value)
+    return Packed(file.getvalue(), tensors.content)
+
+
+def unpack(packed: Packed, pin: bool = False) -> Any:
+    """Returns the object. Its tensors are views of one buffer, page-locked with ``pin``."""
+    content = torch.frombuffer(packed.content or bytearray(1), dtype=torch.uint8)
+    unpickler = pickle.Unpickler(io.BytesIO(packed.skeleton))
+    buffer = content.pin_memory() if pin else content
+
+    def tensor(place: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
+        offset, shape, dtype = place
+        size = int(np.prod(shape)) * dtype.itemsize
+        return buffer[offset : offset + size].view(dtype).view(shape)
+
+    unpickler.persistent_load = tensor  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+class _Tensors:
+    """The bytes of tensors, one after another."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def add(self, tensor: Tensor) -> int:
+        """Appends a tensor and returns its offset."""
+        self.content += bytes(-len(self.content) % ALIGNMENT)
+        offset = len(self.content)
+        self.content += tensor.numpy().tobytes()
+        return offset
+
+
+class _Pickler(pickle.Pickler):
+    """Stores tensors in ``tensors`` and pickles their places instead."""
+
+    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        return self.tensors.add(value), tuple(value.shape), value.dtype
+
+
+class _WorkerSteps(IterableDataset):
+    """Iterates over the packed steps of one worker."""
+
+    def __init__(self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int) -> None:
+        self.dataset, self.prepare, self.num_steps = dataset, prepare, num_steps
+
+    def __iter__(self) -> Iterator[tuple[Packed | str, Position, list[logging.LogRecord]]]:
+        """Yields (packed step or error message, position after it, log records) of each step."""
+        worker = get_worker_info()
+        assert worker is not None
+        collected = _Collector()
+        package = logging.getLogger("titan_tree")
+        package.addHandler(collected)
+        package.propagate = False
+        try:
+            for micro_batches in self.dataset.steps(self.num_steps, worker.id, worker.num_workers):
+                packed = pack(self.prepare(micro_batches))
+                yield packed, self.dataset.state_dict(), collected.take()
+        except UserError as error:
+            yield str(error), {}, collected.take()
+
+
+class _Collector(logging.Handler):
+    """Keeps log records until the next item takes them along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def take(self) -> list[logging.LogRecord]:
+        records, self.records = self.records, []
+        return records
+
+
+def _unchanged(item: T) -> T:
+    return item

@@ -1,0 +1,58 @@
+"""evaluate: scores held-out trees, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_tree.distributed.collectives import all_reduce_sum, world_size
+from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.engine.lockstep import in_lockstep
+from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.records import StepInput, all_reduce_counts
+from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.tree.batch import TreeBatch
+
+
+def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:
+    """Returns the mean loss and accuracy over all tokens that the paths' loss masks count.
+
+    Tokens count w_p m_{p,t}, as in TreeLoss. Every rank makes the same call with equally many steps.
+
+    Args:
+        steps: this rank's share of the data.
+
+    Returns:
+        loss: mean negative log-likelihood per token, in nats.
+        accuracy: share of tokens that the model ranks first.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    with torch.no_grad(), cast_weights(model):
+        for step in steps:
+            for batches in _schedule(step):
+                runner = PartitionRunner(model, batches, device, is_top1=True)
+                for batch, out in runner.outputs():
+                    sums += _sums(batch, out)
+    loss, correct, weight = all_reduce_sum(sums).tolist()
+    return {"loss": loss / weight, "accuracy": correct / weight} if weight else {}
+
+
+def _schedule(step: StepInput) -> list[list[TreeBatch]]:
+    """Returns the micro-batches; ranks communicate in every forward pass, so all of them run equally many."""
+    if world_size() == 1:
+        return step.micro_batches
+    sizes = all_reduce_counts(step)
+    assert dist.group.WORLD is not None
+    return in_lockstep(step.micro_batches, sizes.max_micro_batches, dist.group.WORLD)
+
+
+def _sums(batch: TreeBatch, out: ModelOutput) -> Tensor:
+    """Returns the batch's sums of loss, of correct tokens and of weights, [3] float64."""
+    pairs = batch.pairs
+    weight = (pairs.weight[pairs.path] * pairs.loss_mask).double()
+    assert out.is_top1 is not None
+    values = torch.stack([-out.logprobs[pairs.edge].double(), out.is_top1[pairs.edge].double()])
+    return torch.cat([(values * weight).sum(1), weight.sum()[None]])

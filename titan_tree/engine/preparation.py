@@ -1,0 +1,66 @@
+"""StepPreparer: partitions and packs the trees of an optimizer step on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_tree.components.tree_loss import Reduction, normalizer
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.records import StepCounts, StepInput
+from titan_tree.models.costs import ModelCosts
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.partition import one_pass
+from titan_tree.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class StepPreparer:
+    """Makes the ``StepInput`` of a step from its trees: a function that worker processes can run.
+
+    It can be pickled, never communicates with other ranks, and never touches a GPU.
+
+    Args:
+        reduction: of the loss; it decides the normalizer.
+        needs_whole_paths: whether a token's loss depends on other tokens of its path.
+        costs: of the model.
+        partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
+    """
+
+    reduction: Reduction
+    needs_whole_paths: bool
+    costs: ModelCosts
+    partitioner: TreePartitioner | None = None
+
+    def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
+        """Returns the input of a step from the trees of each micro-batch."""
+        plan = one_pass if self.partitioner is None else self.partitioner.plan
+        plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
+        batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
+        paths = [path for plan in plans for path in plan.tree.paths]
+        all_batches = [batch for partitions in batches for batch in partitions]
+        recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
+        counts = StepCounts(
+            normalizer=normalizer(self.reduction, paths),
+            loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
+            num_trees=sum(len(trees) for trees in micro_batches),
+            num_paths=len(paths),
+            logical_tokens=sum(batch.n_logical for batch in all_batches),
+            distinct_tokens=sum(len(plan.tree) for plan in plans),
+            executed_tokens=sum(map(len, all_batches)),
+            scored_edges=sum(len(batch.edge_label) for batch in all_batches),
+            forwards=len(all_batches),
+            gateway_bytes=sum(map(self.costs.gateway_bytes, all_batches)),
+            flops=sum(map(self.costs.training_flops, all_batches)),
+            replayed_rows=sum(records.num_rows for records in recorded),
+            disagreeing_rows=sum(records.num_disagreeing for records in recorded),
+        )
+        unpartitioned = [
+            TreeBatch.from_trees([plan.tree], edges="loss")
+            if len(plan) > 1 and self.needs_whole_paths
+            else None
+            for plan in plans
+        ]
+        chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
+        versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
+        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))

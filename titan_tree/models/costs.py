@@ -1,0 +1,46 @@
+"""ModelCosts: the sizes of a model from which the cost of a batch follows, without the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from titan_tree.tree.batch import TreeBatch
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What tokens, pairs and edges cost. It can be pickled, so that other processes can plan steps."""
+
+    flops_per_token: int  # of a forward and backward pass, without recomputation
+    flops_per_pair: int  # per pair of a token and a token that it sees, itself included
+    flops_per_edge: int
+    key_bytes: int  # keys and values of one token, in all layers
+    state_bytes: int  # recurrent states after one token, in all layers
+
+    def training_flops(self, batch: TreeBatch) -> int:
+        """Returns the floating-point operations of a forward and backward pass, without recomputation.
+
+        Each token counts 6 per parameter of the layers' matrices; of the routed experts, only those that the
+        token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
+        mixes tokens. The batch must be on the CPU.
+        """
+        layout = batch.layout
+        # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
+        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
+        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
+        return (
+            self.flops_per_token * len(batch)
+            + self.flops_per_pair * int((end - first).sum())
+            + self.flops_per_edge * len(batch.edge_label)
+        )
+
+    def gateway_bytes(self, batch: TreeBatch) -> int:
+        """Returns how many bytes the batch's partition reads from the partitions above it."""
+        layout = batch.layout
+        num_keys = len(layout.subtree_end) - len(batch)
+        num_states = 0
+        if self.state_bytes and layout.predecessor is not None:
+            num_states = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
+        return num_keys * self.key_bytes + num_states * self.state_bytes
