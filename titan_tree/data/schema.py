@@ -92,6 +92,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",
 }
+MAX_NAME = 256  # characters of an id, which error messages and reports show
 
 _INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
@@ -124,7 +125,9 @@ def record_name(record: Record, field: str) -> str | None:
         return None
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise UserError(f"{field}: expected a string or an integer, got {shorten(name)}")
-    return str(name)
+    if len(text := str(name)) > MAX_NAME:
+        raise UserError(f"{field}: expected at most {MAX_NAME} characters, got {len(text):,}; shorten it")
+    return text
 
 
 def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
