@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from tests.support.datasets import REAL_DATA, sample_reader
+from tests.support.datasets import REAL_DATA, sample_reader, tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.data.schema import KNOWN
@@ -188,6 +188,14 @@ def test_surrogate_pairs_and_the_words_nan_and_infinity_are_text():
     assert parse_json(text, "f:1") == {"a": ["\U0001f642", "NaN, Infinity", r"\ud800"]}
 
 
+def test_warnings_escape_control_characters_of_ids(tmp_path, caplog):
+    file = tmp_path / "f.jsonl"
+    file.write_text(json.dumps(ROW | {"id": "\x1b[2J\n", "routed_experts": [[[0, 1]]]}))
+    next(iter(tree_dataset(file, global_batch_groups=1)))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(r"path \x1b[2J\n has routed_experts, which data.replay")
+
+
 def test_one_file_is_not_read_twice(tmp_path):
     file, link = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     file.write_text(json.dumps(ROW))
@@ -259,6 +267,7 @@ def test_turns_of_weight_0_make_no_samples(tmp_path):
 
     ((first, third),) = paths_of(tmp_path, chat(None, 0, 1))
     assert (first.id, third.id) == ("c/1", "c/3")
+    assert sample_reader(tmp_path / "rollouts.jsonl", BYTES).sizes() == (1, 2)
     plain = paths_of(tmp_path, chat(None, None, None))[0][2]
     assert third.tokens.tolist() == plain.tokens.tolist()  # the turn is still read as context
     assert len(paths_of(tmp_path, chat(0, 1), sample={"turns": "last"})[0]) == 1
