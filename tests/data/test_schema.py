@@ -115,7 +115,7 @@ def test_fields_that_the_chat_template_reads_are_known(tmp_path):
         ({"temperature": 0}, "temperature: expected a finite number > 0, got 0"),
         ({"policy_version": 1.0}, "policy_version: expected an integer, got 1.0"),
         ({"group_id": True}, "group_id: expected a string or an integer, got True"),
-        ({"id": "x" * 257}, "id: expected at most 256 characters, got 257; shorten it"),
+        ({"id": "x" * 513}, "id: expected at most 512 characters, got 513; shorten it"),
         ({"id": [1]}, "id: expected a string or an integer, got [1]"),
         ({"rollout_id": {}}, "rollout_id: expected a string or an integer, got {}"),
         ({"tokens": ["5", 6, 7]}, "tokens[0]: expected an integer, got '5'"),

@@ -199,7 +199,7 @@ class Checker:
             message = str(error)
             assert message.isprintable(), message
             assert message.startswith((f"{NAME}:3: ", f"{NAME}:4: ")), message
-            assert len(message) < 1000, message
+            assert len(message) < 2000, message
             return "refused"
         records = [
             json.loads(part.decode("utf-8-sig"), object_pairs_hook=_strict)

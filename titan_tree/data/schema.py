@@ -92,7 +92,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",
 }
-MAX_NAME = 256  # characters of an id, which error messages and reports show
+MAX_NAME = 512  # characters of an id, which error messages and reports show
 
 _INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
