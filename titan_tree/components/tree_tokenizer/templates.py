@@ -19,7 +19,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from titan_tree.components.tree_tokenizer.messages import Message
+from titan_tree.components.tree_tokenizer.messages import Message, require_unicode
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, MARKS, ChatEnvironment, JsonTexts
 from titan_tree.errors import UserError
 
@@ -131,12 +131,7 @@ class ChatTemplate:
             UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
         text = "".join(text for text, _ in self.spans(rendered))
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            near = text[max(error.start - 20, 0) : error.start + 20]
-            raise UserError(f"messages: expected Unicode text, got a lone surrogate in {near!r}") from None
-        return text
+        return require_unicode(text, f"text of chat template {self.name}")
 
     def _error(self, error: Exception) -> UserError:
         """Returns the UserError, in one line, for an exception that the template or Jinja raised."""

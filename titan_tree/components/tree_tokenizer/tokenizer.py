@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
-from titan_tree.components.tree_tokenizer.messages import normalize_messages, text_before_calls_as_reasoning
+from titan_tree.components.tree_tokenizer.messages import (
+    normalize_messages,
+    shorten,
+    text_before_calls_as_reasoning,
+)
 from titan_tree.components.tree_tokenizer.samples import ConversationSampler, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
@@ -257,5 +261,5 @@ def _checked(tools: Tools | None) -> Tools | None:
     if tools is not None and not (
         isinstance(tools, list | tuple) and all(isinstance(t, dict) for t in tools)
     ):
-        raise UserError(f"tools: expected a list of JSON schemas (objects), got {tools!r:.60}")
+        raise UserError(f"tools: expected a list of JSON schemas (objects), got {shorten(tools)}")
     return tools
