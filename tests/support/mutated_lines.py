@@ -40,47 +40,27 @@ READ = {"messages", "tools", "tokens", "input_ids", "trajectories", "loss_mask",
     *LOGPROBS,
     *(f"shifted_{name}" for name in LOGPROBS),
 }
-VALUES: tuple[Any, ...] = (  # in place of any other value
-    *(None, True, False, 0, 1, -1, 0.5, 1e308, -1e-320, 2**31, 2**63, 2**64, 10**310, "", "1", "NaN", [], {}),
-    *(
-        [[]],
-        [{}],
-        {"a": 1},
-        [1, "2"],
-        [None],
-        "\x1b[2J\x00",
-        "\u202e",
-        "\r\n",
-        "a" * 5000,
-        "🙂",
-        "\x85\u2028",
-    ),
-    *(
-        [[[[[[1]]]]]],
-        {"type": "text", "text": "x"},
-        [{"type": "text", "text": "x"}],
-        [True],
-        [1.5],
-        "{",
-        "[" * 1100,
-    ),
+# In place of any other value:
+SCALARS = (None, True, False, 0, 1, -1, 0.5, 1e308, -1e-320, 2**31, 2**63, 2**64, 10**310)
+TEXTS = ("", "1", "NaN", "\x1b[2J\x00", "\u202e", "\r\n", "🙂", "\x85\u2028", "a" * 5000)
+JSON_TEXTS = (
+    "{",
+    "[" * 1100,
+    "[" * 500 + "]" * 500,
+    "9" * 4400,
+    f'{{"a": {"9" * 4400}}}',
+    '{"a": 1, "a": 2}',
 )
-SNIPPETS = (  # spliced into the text
-    *(b"NaN", b"-Infinity", b"1e999", b"9" * 310, b"9" * 4400, b"[" * 1100, b"[" * 500 + b"]" * 500, b"\x00"),
-    *(
-        rb"\ud800",
-        rb"\udc00",
-        rb"\ud83d\ude42",
-        b"\xff",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b'"',
-        b"\\",
-        b"\n",
-        b"\r",
-    ),
-    *(b'"id": 1, "id": 2,', b"//", b"'", b"}", b"]", b",", b"\x1b[31m", rb"\u0000", b"true", b"null"),
-)
+LISTS = ([], [[]], [{}], [1, "2"], [None], [True], [1.5], [[[[[[1]]]]]], [{"type": "text", "text": "x"}])
+OBJECTS = ({}, {"a": 1}, {"type": "text", "text": "x"})
+VALUES: tuple[Any, ...] = (*SCALARS, *TEXTS, *JSON_TEXTS, *LISTS, *OBJECTS)
+
+# Spliced into the text:
+NUMBERS = (b"NaN", b"-Infinity", b"1e999", b"9" * 310, b"9" * 4400, b"true", b"null")
+BYTES = (b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1b[31m", b"\n", b"\r")
+ESCAPES = (rb"\ud800", rb"\udc00", rb"\ud83d\ude42", rb"\u0000", b"\\")
+MARKS = (b'"', b"'", b"//", b"}", b"]", b",", b"[" * 1100, b"[" * 500 + b"]" * 500, b'"id": 1, "id": 2,')
+SNIPPETS = (*NUMBERS, *BYTES, *ESCAPES, *MARKS)
 
 
 def originals() -> list[dict[str, Any]]:
