@@ -16,6 +16,7 @@ BENCHMARKS = {
     "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
     "gdn": ("--tree chain bushy --tokens 64 --rounds 1 --heads 1 2 --head-dim 16", "what"),
     "step": ("--flavor debug --tokens 64 --rounds 1 --warmup 0 --steps 1 --peer --no-compile", "step of"),
+    "samples": ("demo --template qwen3 chatml --rounds 1", "template"),
     "partitions": (
         "--flavor debug --tokens 256 --longest 64 --fits 128 --max-tokens 32 --wider 80 --steps 1 "
         "--no-compile",

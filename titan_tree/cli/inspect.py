@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how conversations become samples, as in the table [data.sample] of a configuration: "
         "turns=last, keep_reasoning=false, ...",
     )
+    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
     add(
         "--merge",
         choices=("group", "batch", "all"),
@@ -115,7 +116,9 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
-    config = DataConfig(files=args.files, format=args.format, sample=dict(args.sample))
+    config = DataConfig(
+        files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
+    )
     tokenizer = _load_tokenizer(args, config)
     trees = _trees(args, SampleReader(config, tokenizer))
     # At least 100 columns: in a narrower terminal, lines wrap, but no number is cut off.

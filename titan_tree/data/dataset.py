@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.replay import has_records
 from titan_tree.tree.token_tree import TokenTree
@@ -177,10 +177,13 @@ class TreeDataset:
         self._warned_about_records = True
         if is_used:
             logger.warning(
-                "path %s has no routed_experts to replay; the model's router chooses its experts", odd.id
+                "path %s has no routed_experts to replay; the model's router chooses its experts",
+                printable(odd.id),
             )
         else:
-            logger.warning("path %s has routed_experts, which data.replay = 'off' leaves unused", odd.id)
+            logger.warning(
+                "path %s has routed_experts, which data.replay = 'off' leaves unused", printable(odd.id)
+            )
 
     def _check_path_sizes(self, paths: Sequence[TokenPath]) -> None:
         for path in paths:

@@ -67,7 +67,8 @@ class StepPreparer:
             for plan in plans
         ]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
-        return StepInput(batches, unpartitioned, counts, chain_peak)
+        versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
+        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
 
 
 def warm_up_inputs(preparer: StepPreparer, experts: ExpertSizes | None = None) -> list[StepInput]:

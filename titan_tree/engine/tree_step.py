@@ -182,9 +182,12 @@ class TreeStep:
         loss, sums = all_reduce_named(loss, run.totals.sums | cost_tensors)
         token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
         routing = None if run.routing is None else run.routing.total()
+        loss_metrics = {name: value / token_weight for name, value in sums.items()}
+        if "policy_version" in loss_metrics:
+            loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
         return StepResult(
             loss=loss,
-            loss_metrics={name: value / token_weight for name, value in sums.items()},
+            loss_metrics=loss_metrics,
             routing=routing,
             router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
             counts=counts,

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -206,6 +207,25 @@ def test_templates_of_folders_render_as_in_transformers(where, tmp_path):
             assert ours.encode(expected) == ids
     with pytest.raises(UserError, match=r"chat_template\.jinja|\(text\).*: no system messages"):
         ours.render(TRIP)
+
+
+def test_a_template_names_the_fields_it_reads():
+    tokenizer = TreeTokenizer.byte_level(
+        """{{ a.b["c"][0] }}{{ a.get("d") }}{% if "e" in a or "f" not in a or g == "no" %}{% endif %}
+        {{ a | attr("h") }}{{ a | map(attribute="i.j") | join("no") }}
+        {{ a | selectattr("k", "eq", "no") | list }}
+        {{ a.split("no") }}{{ "no" | default("no") }}{% macro m(x) %}{{ x["l"] }}{% endmacro %}{{ m(a) }}"""
+    )
+    assert tokenizer.template_fields - {"get", "split"} == set("bcdefhijkl")
+    qwen3 = TreeTokenizer.byte_level("qwen3").template_fields
+    assert {"role", "content", "reasoning_content", "tool_calls", "function", "name", "arguments"} <= qwen3
+    assert "tool_call_id" not in qwen3
+
+
+def test_a_template_tells_whether_it_reads_the_clock():
+    assert not TreeTokenizer.byte_level("qwen3").template_reads_clock
+    assert TreeTokenizer.byte_level("{{ strftime_now('%Y') }}").template_reads_clock
+    assert TreeTokenizer.byte_level("{% set now = strftime_now %}{{ now('%Y') }}").template_reads_clock
 
 
 def test_unusable_templates_are_errors(tmp_path):
@@ -435,7 +455,10 @@ def test_both_spellings_of_messages_become_one_form():
 
 
 def test_arguments_that_are_not_a_json_object_stay_text():
-    for raw in ('{"a": ', "[1]", "7"):
+    nested = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    unusual = ("NaN", "-Infinity", "1e999", "9" * 4400, '"\\ud83d"')  # json.loads reads most of them
+    broken = ('{"a": ', "[1]", "7", nested, "[" * 1100, '{"a": 1, "a": 2}', '{"b": {"a": 1, "a": 1}}')
+    for raw in (*broken, *(f'{{"a": {value}}}' for value in unusual)):
         (message,) = normalize_messages(
             [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": raw}}]}],
             "m",
@@ -443,6 +466,65 @@ def test_arguments_that_are_not_a_json_object_stay_text():
         assert message["tool_calls"] == [
             {"type": "function", "id": "x", "function": {"name": "f", "arguments": raw}}
         ]
+
+
+def test_python_objects_in_messages_cause_one_line_errors_or_none():
+    """Messages need not come from JSON."""
+    tokenizer = TreeTokenizer.byte_level("{{ messages | tojson }}")
+    said = {"role": "assistant", "content": "", 1: None, None: 2}
+    assert tokenizer.render([said]) == '[{"role": "assistant", "content": "", "1": null, "null": 2}]'
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value, error in (
+        ({(1, 2): 3}, "TypeError: keys must be str, int"),
+        ({1, 2}, "TypeError: Object of type set is not JSON serializable"),
+        (10**5000, "ValueError: Exceeds the limit"),
+        (deep, "RecursionError: maximum recursion depth exceeded"),
+    ):
+        for messages, tools in (([{**said, "x": value}], None), ([said], [{"x": value}])):
+            with pytest.raises(UserError) as caught:
+                TreeTokenizer.byte_level("{{ messages | tojson }}{{ tools | tojson }}").render(
+                    messages, tools
+                )
+            assert str(caught.value).startswith(f"chat template (text): {error}")
+            assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="messages: expected a non-empty list of messages, got a value"):
+        tokenizer.render({"a": deep})
+    with pytest.raises(UserError, match=r"tools: expected a list .*, got a value of type list"):
+        tokenizer.render([said], deep)
+    with pytest.raises(UserError, match=r"chat template \(text\): expected Unicode text, got a lone surr"):
+        tokenizer.render([{**said, "name": "\ud83d"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ missing.field }}", "'missing' is undefined"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ range(999999999) }}", "OverflowError: Range too big."),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "RecursionError: maximum recursion depth exceeded",
+        ),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0] | nothing }}", "No filter named 'nothing'"),
+        ("{{ '%(a)s' % {} }}", "KeyError: 'a'"),
+        ("{{ 3 | text }}", "TypeError: the filter text expects a string, got int"),
+        ("{{ raise_exception('one\\n\\x1b[31mtwo') }}", "one [31mtwo"),
+        ("{{ " + "(" * 5000, "RecursionError: maximum recursion depth exceeded"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested blocks"),
+        ("{% block a %}{% endblock %}{% block a %}{% endblock %}", "block 'a' defined twice"),
+        ("{{ messages | map('nothing') | list }}", "No filter named 'nothing'."),
+    ],
+)
+def test_every_error_of_a_template_is_one_line_that_names_the_template(source, error):
+    with pytest.raises(UserError) as caught:
+        TreeTokenizer.byte_level(source).samples(TRIP)
+    assert re.match(rf"chat template \(text\)(, line 1)?: {re.escape(error)}", str(caught.value)), (
+        caught.value
+    )
+    assert str(caught.value).isprintable()
 
 
 def call(**fields) -> list:
@@ -454,7 +536,13 @@ ROLE = "[0].role: expected one of system, user, assistant, tool, got "
 CONTENT = "[0].content: expected a string or a list of text parts, got "
 ASSISTANT_ONLY = ": expected only on assistant messages, got it on role 'user'"
 CALL = "[1].tool_calls[0]"
-IMAGE = {"role": "user", "content": [{"type": "image"}]}
+MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url")
+TEXT_ONLY = (
+    "[0].content[0]: expected text, got a part of type '{}'; titan_tree trains on text only, so remove the "
+    "sample or replace the part with text"
+)
+LIST_PART = {"role": "user", "content": [{"type": ["image"]}]}
+SURROGATE = "expected Unicode text, got a lone surrogate in 'a\\ud83d!'"
 THINKING_USER = {"role": "user", "content": "", "reasoning": "r"}
 CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
 
@@ -469,7 +557,17 @@ CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
         ([{"role": "bot", "content": "hi"}], f"{ROLE}'bot'"),
         ([{"role": "user"}], f"{CONTENT}None"),
         ([{"role": "tool", "content": {"a": 1}}], f"{CONTENT}{{'a': 1}}"),
-        ([IMAGE], '[0].content[0]: expected {"type": "text", "text": str}, got ' + "{'type': 'image'}"),
+        *(([{"role": "user", "content": [{"type": kind}]}], TEXT_ONLY.format(kind)) for kind in MEDIA),
+        ([LIST_PART], '[0].content[0]: expected {"type": "text", "text": str}, got ' + "{'type': ['image']}"),
+        ([{"role": "user", "content": "a\ud83d!"}], f"[0].content: {SURROGATE}"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a\ud83d!"}]}], f"[0].content: {SURROGATE}"),
+        ([{"role": "assistant", "reasoning": "a\ud83d!"}], f"[0].reasoning: {SURROGATE}"),
+        (call(name="a\ud83d!", arguments={}), f"{CALL}.name: {SURROGATE}"),
+        (call(name="f", arguments="a\ud83d!"), f"{CALL}.arguments: {SURROGATE}"),
+        ([{"role": 10**5000}], f"{ROLE}a value of type int"),
+        ([{"role": np.array(["user"] * 2)}], f"{ROLE}array(['user', 'user'], dtype='<U4')"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "[0].tool_calls: expected a list, got 'f()'"),
+        ([{"role": "assistant", "tool_calls": ""}], "[0].tool_calls: expected a list, got ''"),
         ([THINKING_USER], f"[0].reasoning{ASSISTANT_ONLY}"),
         ([{"role": "assistant", "thinking": 1}], "[0].thinking: expected a string, got 1"),
         ([CALLING_USER], f"[0].tool_calls{ASSISTANT_ONLY}"),

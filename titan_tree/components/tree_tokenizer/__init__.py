@@ -1,11 +1,13 @@
 """TreeTokenizer turns text and conversations into token ids and training samples.
 
-tokenizer.py    TreeTokenizer, which combines the modules below
-vocabulary.py   reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
-bpe.py          encodes and decodes text with a vocabulary
-messages.py     checks conversations and converts them into one form
-templates.py    renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
-samples.py      cuts rendered conversations into training samples
+tokenizer.py       TreeTokenizer, which combines the modules below
+vocabulary.py      reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
+bpe.py             encodes and decodes text with a vocabulary
+messages.py        checks conversations and converts them into one form
+templates.py       renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
+sandbox.py         the Jinja environment in which templates run
+prefix_encoder.py  encodes the prompts of a conversation, and reuses the ids of what they share
+samples.py         cuts rendered conversations into training samples
 """
 
 from titan_tree.components.tree_tokenizer.tokenizer import TreeTokenizer

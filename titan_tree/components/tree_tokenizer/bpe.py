@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tiktoken
@@ -63,10 +63,12 @@ class BytePairEncoder:
         Raises:
             UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
-        if not special:
-            return [self._piece_ids(text, False)]
-        parts = self._cut_raw(text)
-        return [part if isinstance(part, np.ndarray) else self._piece_ids(part, True) for part in parts]
+        return [ids for _, _, ids in self.encode_pieces(text, special)]
+
+    def encode_pieces(self, text: str, special: bool = True) -> Iterator[tuple[str, bool, np.ndarray]]:
+        """Yields the added tokens in ``text`` and the text between them: (piece, whether it is one, ids)."""
+        for piece, ids in self._cut_raw(text) if special else [(text, None)]:
+            yield piece, ids is not None, self._piece_ids(piece, special) if ids is None else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD.
@@ -95,9 +97,9 @@ class BytePairEncoder:
 
     def _encode_piece(self, text: str, special: bool) -> np.ndarray:
         text = self._normalize(text)
-        parts = self._cut_normalized(text) if special else [text]
-        ids = [part if isinstance(part, np.ndarray) else self._bpe_ids(part) for part in parts]
-        return np.concatenate([np.empty(0, np.int32), *ids])
+        parts = self._cut_normalized(text) if special else [(text, None)]
+        pieces = [self._bpe_ids(part) if ids is None else ids for part, ids in parts]
+        return np.concatenate([np.empty(0, np.int32), *pieces])
 
     def _normalize(self, text: str) -> str:
         for form in self._normal_forms:
@@ -144,8 +146,7 @@ class _Cutter:
         matches_nothing = "(?!)"
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or matches_nothing})").split
 
-    def __call__(self, text: str) -> list[str | np.ndarray]:
-        """Returns the text in order: the ids of tokens, and the non-empty strings between them."""
-        parts = self._split(text)
-        parts[1::2] = [self._ids[token] for token in parts[1::2]]
-        return [part for part in parts if isinstance(part, np.ndarray) or part]
+    def __call__(self, text: str) -> list[tuple[str, np.ndarray | None]]:
+        """Returns the text in order: (token, its ids) and (non-empty text between tokens, None)."""
+        parts = enumerate(self._split(text))
+        return [(part, self._ids[part] if index % 2 else None) for index, part in parts if part]

@@ -16,6 +16,7 @@ from titan_tree.errors import UserError
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
+MEDIA = ("image", "audio", "video")  # in the types of content parts
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first one that is present counts
 
 
@@ -26,8 +27,9 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
       and tools, null or a missing field becomes "".
     - ``reasoning_content`` may also be called ``reasoning`` or ``thinking``; null counts as missing.
     - ``tool_calls`` are ``{"name", "arguments"}`` or ``{"type", "function": {"name", "arguments"}}`` as in
-      OpenAI's API. Arguments that are the JSON text of an object become the object. Other text, such as
-      broken JSON that a model wrote, stays a string.
+      OpenAI's API. Arguments that are the JSON text of an object become the object. Other text that a model
+      wrote stays a string: broken JSON, repeated keys, and what JSON cannot express again, such as NaN,
+      integers of more than 4,300 digits or lone surrogates.
     - Other fields (name, tool_call_id, ...) are kept, because a template may read them.
 
     Args:
@@ -38,7 +40,7 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
         UserError: a malformed message; the error names ``where``, the message's index and the field.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise UserError(f"{where}: expected a non-empty list of messages, got {_shorten(messages)}")
+        raise UserError(f"{where}: expected a non-empty list of messages, got {shorten(messages)}")
     return [_normalize_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
@@ -57,10 +59,10 @@ def text_before_calls_as_reasoning(messages: Sequence[Message]) -> list[Message]
 
 def _normalize_message(message: object, where: str) -> Message:
     if not isinstance(message, dict):
-        raise UserError(f"{where}: expected an object with role and content, got {_shorten(message)}")
+        raise UserError(f"{where}: expected an object with role and content, got {shorten(message)}")
     role = message.get("role")
-    if role not in ROLES:
-        raise UserError(f"{where}.role: expected one of {', '.join(ROLES)}, got {_shorten(role)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"{where}.role: expected one of {', '.join(ROLES)}, got {shorten(role)}")
     result = {
         field: value for field, value in message.items() if field not in ("reasoning_content", "tool_calls")
     }
@@ -75,17 +77,23 @@ def _normalize_message(message: object, where: str) -> Message:
 
 def _content(content: object, role: str, where: str) -> str:
     if isinstance(content, str):
-        return content
+        return require_unicode(content, where)
     if content is None and role in ("assistant", "tool"):
         return ""
     if not isinstance(content, list):
-        raise UserError(f"{where}: expected a string or a list of text parts, got {_shorten(content)}")
+        raise UserError(f"{where}: expected a string or a list of text parts, got {shorten(content)}")
     for index, part in enumerate(content):
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and any(medium in kind for medium in MEDIA):
             raise UserError(
-                f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {_shorten(part)}'
+                f"{where}[{index}]: expected text, got a part of type {shorten(kind)}; titan_tree trains on "
+                "text only, so remove the sample or replace the part with text"
             )
-    return "".join(part["text"] for part in content)
+        if not (isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str)):
+            raise UserError(
+                f'{where}[{index}]: expected {{"type": "text", "text": str}}, got {shorten(part)}'
+            )
+    return require_unicode("".join(part["text"] for part in content), where)
 
 
 def _reasoning(message: Message, role: str, where: str) -> str | None:
@@ -96,24 +104,24 @@ def _reasoning(message: Message, role: str, where: str) -> str | None:
         raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
     reasoning = message[field]
     if not isinstance(reasoning, str):
-        raise UserError(f"{where}.{field}: expected a string, got {_shorten(reasoning)}")
-    return reasoning
+        raise UserError(f"{where}.{field}: expected a string, got {shorten(reasoning)}")
+    return require_unicode(reasoning, f"{where}.{field}")
 
 
 def _tool_calls(message: Message, role: str, where: str) -> list[Message]:
     calls = message.get("tool_calls")
-    if not calls:
+    if calls is None:
         return []
-    if role != "assistant":
-        raise UserError(f"{where}: expected only on assistant messages, got it on role {role!r}")
     if not isinstance(calls, list):
-        raise UserError(f"{where}: expected a list, got {_shorten(calls)}")
+        raise UserError(f"{where}: expected a list, got {shorten(calls)}")
+    if calls and role != "assistant":
+        raise UserError(f"{where}: expected only on assistant messages, got it on role {role!r}")
     return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: object, where: str) -> Message:
     if not isinstance(call, dict):
-        raise UserError(f"{where}: expected an object with name and arguments, got {_shorten(call)}")
+        raise UserError(f"{where}: expected an object with name and arguments, got {shorten(call)}")
     if "function" in call:
         function, where = call["function"], f"{where}.function"
         others = call
@@ -121,10 +129,11 @@ def _tool_call(call: object, where: str) -> Message:
         function = call
         others = {field: value for field, value in call.items() if field not in ("name", "arguments")}
     if not isinstance(function, dict):
-        raise UserError(f"{where}: expected an object with name and arguments, got {_shorten(function)}")
+        raise UserError(f"{where}: expected an object with name and arguments, got {shorten(function)}")
     name = function.get("name")
     if not isinstance(name, str):
-        raise UserError(f"{where}.name: expected a string, got {_shorten(name)}")
+        raise UserError(f"{where}.name: expected a string, got {shorten(name)}")
+    require_unicode(name, f"{where}.name")
     arguments = _arguments(function.get("arguments"), f"{where}.arguments")
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
 
@@ -133,15 +142,35 @@ def _arguments(arguments: object, where: str) -> dict[str, Any] | str:
     if isinstance(arguments, dict):
         return arguments
     if not isinstance(arguments, str):
-        raise UserError(f"{where}: expected an object or its JSON text, got {_shorten(arguments)}")
+        raise UserError(f"{where}: expected an object or its JSON text, got {shorten(arguments)}")
     try:
-        parsed = json.loads(arguments)
-    except json.JSONDecodeError:
-        return arguments
+        parsed = json.loads(arguments, object_pairs_hook=_unique_keys)
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return require_unicode(arguments, where)
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _shorten(value: object) -> str:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("a repeated key")
+    return result
+
+
+def require_unicode(text: str, where: str) -> str:
+    """Returns ``text``. Raises UserError, which begins with ``where``, for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(error.start - 20, 0) : error.start + 20]
+        raise UserError(f"{where}: expected Unicode text, got a lone surrogate in {near!r}") from None
+    return text
+
+
+def shorten(value: object) -> str:
     """Returns at most 60 characters of a wrong value, on one line."""
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # lists nested too deeply, an integer of more than 4,300 digits, an object of the user
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,6 +19,8 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
 from titan_tree.components.tree_tokenizer.messages import Message
+from titan_tree.components.tree_tokenizer.prefix_encoder import PrefixEncoder
+from titan_tree.components.tree_tokenizer.sandbox import JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
@@ -33,7 +35,7 @@ class RenderedSample(NamedTuple):
     completions: list[tuple[int, int]]  # ranges [start, end) of characters, in order
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConversationSampler:
     """Makes the training samples of one normalized conversation; see ``TreeTokenizer.samples``."""
 
@@ -43,18 +45,27 @@ class ConversationSampler:
     tools: Sequence[dict[str, Any]] | None
     variables: dict[str, Any]  # of the template
 
+    def __post_init__(self) -> None:
+        self._prompts = PrefixEncoder(self.encoder, self.template)
+        self._json_texts = JsonTexts()
+
     def paths(self, turns: Turns) -> list[TokenPath]:
         """Returns the samples, or an empty list if the conversation has no assistant message."""
         if turns not in get_args(Turns):
             raise UserError(f"turns: expected one of {', '.join(get_args(Turns))}, got {turns!r}")
-        indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        indices = self.assistant_turns()
         if not indices:
             return []
         if turns == "whole":
-            return [self._path(self._whole(indices))]
-        return [self._path(self._turn(index)) for index in (indices if turns == "each" else indices[-1:])]
+            return [self.encode(self.render_whole(indices))]
+        indices = indices if turns == "each" else indices[-1:]
+        return [self.encode(self.render_turn(index)) for index in indices]
 
-    def _turn(self, index: int) -> RenderedSample:
+    def assistant_turns(self) -> list[int]:
+        """Returns the indices of the assistant's messages."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def render_turn(self, index: int) -> RenderedSample:
         """Renders the conversation up to and including an assistant message.
 
         The completion ends with the end-of-turn token, where the model stopped. The template adds white space
@@ -72,12 +83,12 @@ class ConversationSampler:
         stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))
         return RenderedSample(text, [(len(prompt), len(stripped) if stopped else len(text))])
 
-    def _whole(self, indices: list[int]) -> RenderedSample:
+    def render_whole(self, indices: list[int]) -> RenderedSample:
         """Renders all messages once, with the completions of all assistant messages."""
         whole = self._render(len(self.messages))
         completions = []
         for index in indices:
-            turn = self._turn(index)
+            turn = self.render_turn(index)
             if not whole.startswith(turn.text):
                 raise UserError(
                     f"messages[{index}]: the chat template renders this turn differently once more messages "
@@ -89,17 +100,24 @@ class ConversationSampler:
     def _render(self, num_messages: int, add_generation_prompt: bool = False) -> str:
         """Renders the first messages, with text spans marked."""
         messages = self.messages[:num_messages]
-        return self.template.render(messages, self.tools, add_generation_prompt, self.variables)
+        return self.template.render(
+            messages, self.tools, add_generation_prompt, self.variables, self._json_texts
+        )
 
-    def _path(self, sample: RenderedSample) -> TokenPath:
+    def encode(self, sample: RenderedSample) -> TokenPath:
         """Encodes each prompt and each completion separately, so both begin at a token boundary."""
-        tokens, mask = [], []
-        for part, has_loss in _parts(sample):
-            for span, special in self.template.spans(part):
-                for ids in self.encoder.encode(span, special):
-                    tokens.append(ids)
-                    mask.append(np.full(len(ids), has_loss, np.float32))
+        (prompt, _), *others = _parts(sample)
+        tokens = [self._prompts.encode(prompt)]
+        mask = [np.zeros(len(tokens[0]), np.float32)]
+        for part, has_loss in others:
+            pieces = self._encode_part(part)
+            tokens += pieces
+            mask.append(np.full(sum(map(len, pieces)), has_loss, np.float32))
         return TokenPath(np.concatenate(tokens), np.concatenate(mask))
+
+    def _encode_part(self, part: str) -> list[np.ndarray]:
+        spans = self.template.spans(part)
+        return [ids for span, special in spans for ids in self.encoder.encode(span, special)]
 
 
 def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:

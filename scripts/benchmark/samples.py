@@ -1,0 +1,129 @@
+"""What does one sample per assistant turn cost on the host, compared with handling each conversation once?
+
+    python scripts/benchmark/samples.py tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
+
+| column      | CPU seconds, medians over the rounds, of                                      |
+|-------------|-------------------------------------------------------------------------------|
+| once        | rendering and encoding each conversation once                                 |
+| each        | `TreeTokenizer.samples`, which makes one sample per assistant turn            |
+| encode once | the encoding in "once"                                                        |
+| encode each | the rest of "each" if all turns are rendered beforehand: encoding, TokenPaths |
+
+All work begins with empty caches. The cache of the encoder also speeds up "once", because conversations of
+one task share the system prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import (
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    default_device,
+    environment,
+    print_table,
+    run_rounds,
+)
+
+from titan_tree import TreeTokenizer
+from titan_tree.components.tree_tokenizer.messages import normalize_messages
+from titan_tree.components.tree_tokenizer.samples import ConversationSampler
+from titan_tree.config import DataConfig
+from titan_tree.data.sample_reader import SampleReader
+
+Conversation = tuple[Any, Any]  # messages and tools
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--template", nargs="+", default=["qwen3"])
+    args = parser.parse_args()
+    versions = environment(default_device(), "jinja2", "tiktoken")
+    rows: list[Row] = []
+    for file in args.files:
+        conversations = list(read_conversations(file))
+        for template in args.template:
+            tokenizer = TreeTokenizer.load(args.tokenizer, template)
+            name: Row = {"file": Path(file).name, "template": template}
+            rows.append(name | measure(tokenizer, conversations, args.rounds))
+    print_table(rows)
+    append_csv(args.csv, [{**versions, **row} for row in rows])
+
+
+def read_conversations(file: str) -> Iterator[Conversation]:
+    """Yields all conversations of a data file."""
+    for group in SampleReader(DataConfig(files=[file])).groups():
+        for _, record in group.records:
+            for conversation in record.get("trajectories", [record]):
+                yield normalize_messages(conversation["messages"], "messages"), record.get("tools")
+
+
+def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rounds: int) -> Row:
+    """Returns sizes, times and ratios for one file and template."""
+    encoder, template = tokenizer._encoder, tokenizer._template
+    assert template is not None
+
+    def samplers() -> Iterator[ConversationSampler]:
+        return (ConversationSampler(encoder, template, *conversation, {}) for conversation in conversations)
+
+    def render_once() -> list[str]:
+        return [template.render(messages, tools, False, {}) for messages, tools in conversations]
+
+    def encode_once(texts: Sequence[str]) -> None:
+        for text in texts:
+            for span, special in template.spans(text):
+                encoder.encode(span, special)
+
+    def samples() -> list[int]:
+        return [len(p) for messages, tools in conversations for p in tokenizer.samples(messages, tools)]
+
+    def encode_turns() -> None:
+        for sampler, turns in zip(samplers(), rendered_turns, strict=True):
+            for turn in turns:
+                sampler.encode(turn)
+
+    texts = render_once()
+    rendered_turns = [[s.render_turn(i) for i in s.assistant_turns()] for s in samplers()]
+    work: dict[str, Callable[[], object]] = {
+        "once": lambda: encode_once(render_once()),
+        "each": samples,
+        "encode once": lambda: encode_once(texts),
+        "encode each": encode_turns,
+    }
+    contenders = [Contender(name, cpu_timer(tokenizer, run)) for name, run in work.items()]
+    run_rounds(contenders, rounds)
+    seconds = {contender.name: contender.median("s") for contender in contenders}
+    lengths = samples()
+    return {
+        "conversations": len(conversations),
+        "samples": len(lengths),
+        "logical tokens": sum(lengths),
+        **{name: f"{s:.3f}" for name, s in seconds.items()},
+        "each / once": f"{seconds['each'] / seconds['once']:.2f}",
+        "encode each / once": f"{seconds['encode each'] / seconds['encode once']:.2f}",
+        "M tokens/s": f"{sum(lengths) / seconds['each'] / 1e6:.1f}",
+    }
+
+
+def cpu_timer(tokenizer: TreeTokenizer, run: Callable[[], object]) -> Callable[[], list[dict[str, float]]]:
+    """Returns a measurement of ``run``: its CPU seconds, with the encoder's cache empty at its beginning."""
+
+    def measurement() -> list[dict[str, float]]:
+        tokenizer._encoder._cache.clear()
+        started = time.process_time()
+        run()
+        return [{"s": time.process_time() - started}]
+
+    return measurement
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""PrefixEncoder encodes the prompts of a conversation, each of which repeats most of the one before."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.templates import ChatTemplate
+
+
+class _Cut(NamedTuple):
+    """A place in a text behind a control token. The text before it does not change how the rest is encoded.
+
+    Whether a control token is found at character s depends on no character behind s + n, n being the length
+    of the longest control token: "<a>" may become "<ab>" or "<a>b". A text that agrees up to there has the
+    same cut, because control tokens further left depend only on characters further left.
+    """
+
+    offset: int  # characters before the cut
+    needed: int  # characters in which another text must agree to have this cut
+    num_ids: int  # ids of the text before the cut
+
+
+class PrefixEncoder:
+    """Encodes rendered texts one after another, and reuses the ids of what a text shares with the one before.
+
+    Ids are equal to those of encoding each text alone, for every vocabulary and every template. Only control
+    tokens separate reusable parts. Elsewhere, the ids of a word can depend on the words behind it.
+    """
+
+    def __init__(self, encoder: BytePairEncoder, template: ChatTemplate) -> None:
+        self._encoder = encoder
+        self._template = template
+        self._longest = max(map(len, encoder.special_tokens), default=0)
+        self._text = ""
+        self._ids = np.empty(0, np.int32)
+        self._cuts = [_Cut(0, 0, 0)]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of a text with marked text spans, [n] int32. Do not change them."""
+        old = self._text
+
+        def differs(cut: _Cut) -> bool:
+            return cut.needed > len(old) or not text.startswith(old[: cut.needed])
+
+        del self._cuts[bisect_left(self._cuts, True, key=differs) :]
+        offset, needed, num_ids = self._cuts[-1]
+        pieces = [self._ids[:num_ids]]
+        for span, special in self._template.spans(text[offset:]):
+            for piece, is_control, ids in self._encoder.encode_pieces(span, special):
+                pieces.append(ids)
+                num_ids += len(ids)
+                if is_control:
+                    needed = max(needed, offset + self._longest)
+                    self._cuts.append(_Cut(offset + len(piece), needed, num_ids))
+                offset += len(piece)
+            offset += 1  # the mark behind the span
+        self._text, self._ids = text, np.concatenate(pieces)
+        return self._ids
