@@ -1,13 +1,20 @@
 """Merge report: where the paths of a token tree diverge, and why.
 
-Two samples diverge for one of three reasons: one of them ends, their texts differ, or the same text became
-other tokens. The last one is called retokenization. It happens when text is decoded and encoded again, or
-when a prompt is cut inside a word. It reduces sharing without need, so it is worth fixing.
+Two samples diverge for one of four reasons:
+
+- One of them ends.
+- Their texts differ.
+- The chat template dropped a thought: one sample has the reasoning of a turn, and the other one continues
+  without it. Qwen3's template does so once the user speaks again.
+- The same text became other tokens. This is called retokenization. It happens when text is decoded and
+  encoded again, or when a prompt is cut inside a word. It reduces sharing without need, so it is worth
+  fixing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,15 +24,20 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
 RETOKENIZED = "same text, other tokens (retokenization)"
+DROPPED_THOUGHT = "the template dropped a thought"
 OTHER_TEXT = "other text"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
 SHOWN = 50  # of these, at most so many characters are shown
+THOUGHT_BEGINS = re.compile(r"\s*<think>")
+OPEN_THOUGHT = re.compile(r"<think>\s*$")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +75,8 @@ def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchP
 
     Args:
         tree: the tree to report on.
-        decode: token ids -> text. Without it, ids are shown as text, and retokenization cannot be told from
-            other text.
+        decode: token ids -> text. Without it, ids are shown as text, and the reasons retokenization and
+            dropped thought are not found.
     """
     return list(_branch_points(tree, decode))
 
@@ -79,20 +91,20 @@ def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoi
         is_branch = len(nodes) > 1 or (len(nodes) == 1 and node >= 0 and ending[node] > 0)
         if not is_branch:
             continue
-        end = int(tree.node_offsets[node + 1]) if node >= 0 else 0
+        before = _tokens_before(tree, int(tree.node_offsets[node + 1]) if node >= 0 else 0)
         yield BranchPoint(
             node=node,
             depth=int(tree.node_depth[node] + tree.node_length[node]) if node >= 0 else 0,
             n_paths=int(tree.node_paths[node]) if node >= 0 else len(tree.paths),
             n_ending=int(ending[node]) if node >= 0 else 0,
-            before=_text(_tokens_before(tree, end), decode),
-            children=tuple(_children(tree, nodes, decode)),
+            before=_text(before, decode),
+            children=tuple(_children(tree, nodes, before, decode)),
         )
 
 
-def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Iterator[Child]:
+def _children(tree: TokenTree, nodes: list[int], before: list[int], decode: Decode | None) -> Iterator[Child]:
     """Yields the children at a branch point, heaviest first, which is their order in the tree."""
-    siblings: list[list[int]] = []  # how heavier siblings begin
+    siblings: list[tuple[int, list[int]]] = []  # heavier siblings: node, and how it begins
     for node in nodes:
         start, end = int(tree.node_offsets[node]), int(tree.node_subtree_end[node])
         ahead = tree.tokens[start : start + min(CONTEXT, _heavy_length(tree, node))].tolist()
@@ -100,9 +112,13 @@ def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Itera
             reason = ""
         elif decode is None:
             reason = OTHER_TOKENS
+        elif any(_same_text(ahead, tokens, decode) for _, tokens in siblings):
+            reason = RETOKENIZED
+        elif any(_thought_was_dropped(tree, (node, other), before, decode) for other, _ in siblings):
+            reason = DROPPED_THOUGHT
         else:
-            reason = RETOKENIZED if any(_same_text(ahead, s, decode) for s in siblings) else OTHER_TEXT
-        siblings.append(ahead)
+            reason = OTHER_TEXT
+        siblings.append((node, ahead))
         yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
 
 
@@ -132,6 +148,66 @@ def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(decode(a), decode(b), strict=False))
     shared = sum(1 for _ in equal)
     return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)
+
+
+def _thought_was_dropped(
+    tree: TokenTree, siblings: tuple[int, int], before: list[int], decode: Decode
+) -> bool:
+    """Returns whether the paths through one sibling repeat a turn of the other one without its thought.
+
+    Args:
+        siblings: two nodes with the same parent.
+        before: the last tokens that they share.
+    """
+    open_thought = OPEN_THOUGHT.search(decode(before))
+    shared = open_thought[0] if open_thought else ""
+
+    def begins_with_thought(node: int) -> bool:
+        start = int(tree.node_offsets[node])
+        return (
+            THOUGHT_BEGINS.match(shared + decode(tree.tokens[start : start + CONTEXT].tolist())) is not None
+        )
+
+    return any(
+        begins_with_thought(node) and _repeats_without_thought(tree, node, other, shared, decode)
+        for node, other in (siblings, siblings[::-1])
+    )
+
+
+def _repeats_without_thought(tree: TokenTree, node: int, other: int, shared: str, decode: Decode) -> bool:
+    """Returns whether some path through ``other`` continues as one through ``node`` does after its thought.
+
+    The turn must be history in all paths through ``other``: if the loss counts it, the model wrote it without
+    a thought, and the texts differ for that reason.
+    """
+    depth = int(tree.node_depth[node])
+    history = _paths_through(tree, other)
+    if any(path.loss_mask[depth] for path in history):
+        return False
+    turns = set()  # texts from the end of the thought to the next thought, which may be dropped as well
+    for path in _paths_through(tree, node):
+        _, rest = _split_thought(shared + decode(path.tokens[depth:].tolist()))
+        turns.add(rest.partition("<think>")[0])
+    turns = {turn for turn in turns if turn.strip()}
+    size = max((len(turn.encode()) for turn in turns), default=0) + CONTEXT  # tokens; each has a byte or more
+    for path in history:
+        thought, rest = _split_thought(shared + decode(path.tokens[depth : depth + size].tolist()))
+        if not thought and rest.startswith(tuple(turns)):
+            return True
+    return False
+
+
+def _split_thought(text: str) -> tuple[str | None, str]:
+    """Returns the thought at the beginning of a text, or None if there is none, and the text after it."""
+    thought = THOUGHT.match(text)
+    return (thought[1].strip(), text[thought.end() :]) if thought else (None, text.lstrip())
+
+
+def _paths_through(tree: TokenTree, node: int) -> list[TokenPath]:
+    depth = tree.node_depth[node]
+    longer = np.flatnonzero(np.diff(tree.path_offsets) > depth)
+    tokens = tree.path_index[tree.path_offsets[longer] + depth]
+    return [tree.paths[p] for p in longer[tokens == tree.node_offsets[node]]]
 
 
 def _text(tokens: list[int], decode: Decode | None) -> str:
@@ -181,4 +257,11 @@ def _count(number: int, noun: str) -> str:
 def _quoted(text: str, last: bool = False) -> str:
     """Quotes the first or last SHOWN characters of a text on one line."""
     text = text[-SHOWN:] if last else text[:SHOWN]
-    return json.dumps(text, ensure_ascii=False)
+    return printable(json.dumps(text, ensure_ascii=False))
+
+
+def printable(text: str) -> str:
+    """Escapes the characters of a text that may change what a terminal shows, such as control characters."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
