@@ -76,11 +76,14 @@ CLIP = {"clip_low": 0.1, "clip_high": 0.3}
 OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": 0.1}}
 
 
-@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean"])
+@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"])
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
 def test_the_loss_equals_that_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
         paths = random_paths(seed)
+        rollouts = [paths[:3], paths[3:7]]  # one of them has paths in both trees; the other paths are alone
+        for rollout in rollouts:
+            TokenPath.join_rollout(rollout)
         trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
         batch = TreeBatch.from_trees(trees)
         tables = [edge_table(TreeBatch.from_trees([tree])) for tree in trees]
@@ -99,8 +102,16 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
             summed = sum((m * x for m, x in zip(mask, token_losses, strict=True)), start=0 * total)
             if reduction == "path_token_mean":
                 summed = summed / sum(mask) if sum(mask) else summed
+            if reduction == "rollout_token_mean":
+                members = next((r for r in rollouts if any(path is member for member in r)), [path])
+                rollout_size = sum(sum(member.loss_mask[1:].tolist()) for member in members)
+                summed = summed / rollout_size if rollout_size else summed
+                weights += path.weight * (sum(mask) / rollout_size if rollout_size else 0)
+            elif reduction == "token_mean":
+                weights += path.weight * sum(mask)
+            else:
+                weights += path.weight
             total = total + path.weight * summed
-            weights += path.weight * (sum(mask) if reduction == "token_mean" else 1)
             counted += path.weight * sum(mask)
             nll -= path.weight * sum(m * x.item() for m, x in zip(mask, logprobs[found], strict=True))
         expected = total / weights
@@ -122,7 +133,7 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
         assert metrics["nll"].item() == pytest.approx(nll, rel=1e-6)  # a mean over tokens for every reduction
         assert metrics["token_weight"].item() == pytest.approx(counted, rel=1e-6)
         (got_grad,) = torch.autograd.grad(got, logprobs)
-        torch.testing.assert_close(got, expected, rtol=2e-7, atol=1e-8)  # weights and fields are fp32
+        torch.testing.assert_close(got, expected, rtol=2e-7, atol=1e-7)  # weights and fields are fp32
         torch.testing.assert_close(got_grad, expected_grad, rtol=2e-6, atol=1e-7)
 
 
@@ -170,6 +181,47 @@ def test_extreme_logprobs_of_masked_tokens_reach_neither_loss_nor_gradient():
     assert grad.tolist() == [-1.0, 0.0]
 
 
+def test_all_turns_of_a_rollout_share_one_denominator():
+    """One rollout counts 1 and 3 tokens in its two turns; another one counts 2 tokens."""
+    turns = [TokenPath([1, 2]), TokenPath([1, 2, 3, 4, 5], loss_mask=[0, 0, 1, 1, 1])]
+    TokenPath.join_rollout(turns)
+    assert [path.rollout_tokens for path in turns] == [4, 4]
+    other = TokenPath([9, 8, 7])
+    batch = TreeBatch.from_trees([TokenTree.from_paths(turns), TokenTree.from_paths([other])])
+    logprobs = torch.tensor([-1.0, -2.0, -2.0, -2.0, -5.0, -5.0])
+    tree_loss = TreeLoss("sft", "rollout_token_mean")
+    normalizer = tree_loss.normalizer([*turns, other])
+    assert normalizer == pytest.approx(2.0)
+    loss, _ = tree_loss(logprobs, batch, normalizer)
+    assert loss.item() == pytest.approx((7 / 4 + 5) / 2)
+
+
+def test_path_mean_and_token_mean_differ_by_a_constant_factor():
+    paths = random_paths(0)
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+    logprobs = torch.randn(len(batch.edge_label), dtype=torch.float64).requires_grad_()
+
+    def gradient(reduction):
+        tree_loss = TreeLoss("grpo", reduction)
+        normalizer = tree_loss.normalizer(paths)
+        return torch.autograd.grad(tree_loss(logprobs, batch, normalizer)[0], logprobs)[0], normalizer
+
+    (by_path, paths_sum), (by_token, tokens_sum) = gradient("path_mean"), gradient("token_mean")
+    assert paths_sum != pytest.approx(tokens_sum, rel=0.1)
+    torch.testing.assert_close(by_path * paths_sum, by_token * tokens_sum, rtol=1e-12, atol=0)
+
+
+def test_the_policy_version_is_averaged_over_counted_tokens():
+    paths = [
+        TokenPath([1, 2, 3], policy_version=[9, 4, 5], weight=2),
+        TokenPath([1, 2, 4], loss_mask=[1, 0, 1], policy_version=8),
+    ]
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)], edges="loss")
+    _, metrics = TreeLoss("sft")(torch.zeros(3), batch, 3.0)
+    mean = metrics["policy_version"] / metrics["token_weight"]
+    assert mean.item() == pytest.approx((2 * 4 + 2 * 5 + 8) / 5)
+
+
 def test_a_registered_loss_can_be_used_by_name():
     @register_loss("squared")
     def squared(logprobs, pairs, power=2.0):
@@ -204,6 +256,9 @@ def test_errors_name_the_setting_and_what_was_expected():
         TreeLoss("reinforce")(torch.zeros(1), batch, 1.0)
     with pytest.raises(UserError, match=r"nothing to train on"):
         TreeLoss()(torch.zeros(1), batch, 0.0)
+    sampled = [TokenPath([1, 2], advantage=1, rollout_logprobs=[0, -1])]
+    with pytest.raises(UserError, match=r"no old_logprobs; .* or rename rollout_logprobs to old_logprobs to"):
+        TreeLoss("ppo")(torch.zeros(1), TreeBatch.from_trees([TokenTree.from_paths(sampled)]), 1.0)
     mixed = [TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="b")]
     with pytest.raises(UserError, match=r"path b: advantage: missing, but other paths of the batch have it"):
         TreeBatch.from_trees([TokenTree.from_paths(mixed)])

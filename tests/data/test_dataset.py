@@ -141,6 +141,8 @@ def test_a_new_iterator_continues_after_the_last_item(file):
 
 
 class CountingTokenizer:
+    template_fields = frozenset()
+
     def __init__(self):
         self.calls = 0
 

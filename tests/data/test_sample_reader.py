@@ -16,6 +16,8 @@ LIMITS = ModelLimits(max_positions=10, vocab_size=256)
 class FakeTokenizer:
     """One sample per assistant turn: the bytes of all contents up to it, the last one trained on."""
 
+    template_fields = frozenset()
+
     def samples(self, messages, tools=None, loud=False):
         text, paths = (tools or [""])[0], []
         for message in messages:
@@ -134,7 +136,7 @@ def test_group_advantages_compare_samples_within_a_group(tmp_path):
         tmp_path / "f",
         {"id": "task", "trajectories": task},
         *rewarded(2, 0, 1, group_id="lines"),
-        *({"group_id": "rows", "tokens": [5, 6], "reward": reward} for reward in (True, 0, 0.5)),
+        *({"group_id": "rows", "tokens": [5, 6], "reward": reward} for reward in (1, 0, 0.5)),
         {"id": "equal", "trajectories": rewarded(0.1, 0.1, 0.1)},
         *rewarded(3),
     )
@@ -159,7 +161,8 @@ def test_group_advantages_compare_samples_within_a_group(tmp_path):
         ),
         ({"reward": None}, "reward: .* got None"),
         ({"reward": "good"}, "reward: .* got 'good'"),
-        ({"reward": float("nan")}, "reward: .* got nan"),
+        ({"reward": True}, "reward: .* got True"),
+        ({"reward": 10**310}, "reward: .* got 1000"),
         ({"reward": 1, "advantage": 0.0}, "advantage: expected none, .* remove the field, or set"),
     ],
 )
@@ -197,9 +200,9 @@ MALFORMED = {
     ),
     "odd group id": ({"tokens": [1], "group_id": [1]}, "group_id: expected a string or an integer"),
     "empty tokens": ({"tokens": []}, "tokens: expected a non-empty list"),
-    "floats": ({"tokens": [1.5]}, "tokens: expected integer token ids"),
-    "nested": ({"tokens": [1, [2]]}, ":2: tokens: expected a flat list"),
-    "nested in input_ids": ({"input_ids": [[1], [2, 3]]}, "tokens: expected a flat list of token ids"),
+    "floats": ({"tokens": [1.5]}, r"tokens\[0\]: expected an integer, got 1.5"),
+    "nested": ({"tokens": [1, [2]]}, r":2: tokens\[1\]: expected an integer, got \[2\]"),
+    "nested in input_ids": ({"input_ids": [[1], [2]]}, r"input_ids\[0\]: expected an integer, got \[1\]"),
     "negative id": ({"tokens": [1, -2]}, "tokens: expected ids from 0 to .*got -2"),
     "id too large": (
         {"tokens": [1, 300, 2], "id": "x"},
@@ -209,11 +212,11 @@ MALFORMED = {
     "nan weight": ('{"tokens": [1], "weight": NaN}', "weight: expected a finite number"),
     "infinite log-prob": (
         '{"tokens": [1, 2], "old_logprobs": [0, -Infinity]}',
-        "old_logprobs: expected finite",
+        r"old_logprobs\[1\]: expected a finite number, got -Infinity",
     ),
     "misspelt mask": (
         {"tokens": [1, 2], "loss_masks": [0, 1]},
-        "loss_masks: a list with one number per token, but no field of this name is read",
+        "loss_masks: unknown field; did you mean 'loss_mask'\\? List it in data.ignore_fields",
     ),
     "labels": ({"input_ids": [1], "labels": [-100]}, "labels: not read.*loss_mask"),
     "advantage per token of a chat": (

@@ -6,6 +6,7 @@ from importlib import import_module
 import pytest
 
 EXAMPLES = [
+    "titan_tree.errors",
     "titan_tree.tree.token_tree",
     "titan_tree.tree.layout",
     "titan_tree.tree.gateway",

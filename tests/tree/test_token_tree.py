@@ -251,7 +251,7 @@ def test_pin_memory_pins_every_tensor_and_drops_plans(monkeypatch):
                 yield from tensors(value)
 
     before, after = list(tensors(batch)), list(tensors(result))
-    assert len(after) == len(pinned) == 4 + 5 + 3 + 7 + 6
+    assert len(after) == len(pinned) == 4 + 5 + 3 + 7 + 7
     for (name, old), (same_name, new) in zip(before, after, strict=True):
         assert name == same_name
         assert any(new is tensor for tensor in pinned), name
@@ -269,7 +269,7 @@ def test_errors_name_path_field_and_expectation():
         UserError, match="path a: tokens: expected a flat list of token ids, got a nested list"
     ):
         TokenPath([1, [2]], id="a")
-    with pytest.raises(UserError, match=r"path a: loss_mask: expected every entry >= 0, got -1.0"):
+    with pytest.raises(UserError, match=r"path a: loss_mask: expected every entry finite and >= 0, got -1.0"):
         TokenPath([1, 2], loss_mask=[0, -1], id="a")
     some = TokenTree.from_paths([TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="bare")])
     with pytest.raises(UserError, match="path bare: advantage: missing"):

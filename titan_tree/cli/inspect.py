@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how conversations become samples, as in the table [data.sample] of a configuration: "
         "turns=last, keep_reasoning=false, ...",
     )
+    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
     add(
         "--merge",
         choices=("group", "batch", "all"),
@@ -133,7 +134,9 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
-    config = DataConfig(files=args.files, format=args.format, sample=dict(args.sample))
+    config = DataConfig(
+        files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
+    )
     tokenizer = _load_tokenizer(args, config)
     reader = SampleReader(config, tokenizer)
     # Console() has the width of the terminal, or of the variable COLUMNS.

@@ -59,6 +59,9 @@ class DataConfig(Checked, table="data"):
         ),
     )
     format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
+    # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
+    # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
+    ignore_fields: list[str] = setting([])
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
     sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
@@ -114,7 +117,11 @@ class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
     name: str = setting("sft", one_of(LOSSES))
-    reduction: Literal["path_mean", "token_mean", "path_token_mean"] = "path_mean"
+    # How token losses are added up. "path_mean" (sum over tokens, mean over samples) and "token_mean" (mean
+    # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
+    # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
+    # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
+    reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
     entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
     options: dict[str, Any] = setting({})  # numbers that the loss function takes: clip range, KL coefficient
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from titan_tree.data.groups import Sample
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
+
+MAX_REWARD = 1e30  # advantages are float32
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
@@ -29,11 +31,12 @@ def with_group_advantages(samples: Sequence[Sample]) -> list[Sample]:
         UserError: a sample without a finite reward, or with an advantage of its own.
     """
     for place, _, record in samples:
-        reward = record.get("reward")
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        reward: Any = record.get("reward")
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        if not is_number or not -MAX_REWARD <= reward <= MAX_REWARD:
             raise UserError(
                 f"{place}: reward: expected a finite number, which data.advantage = 'group' needs for every "
-                f"sample, got {reward!r:.40}; add a reward or remove the sample"
+                f"sample, got {shorten(reward)}; add a reward or remove the sample"
             )
         if record.get("advantage") is not None:
             raise UserError(

@@ -37,7 +37,7 @@ Message = dict[str, Any]
 
 
 def records() -> Iterator[dict[str, Any]]:
-    """Yields one record per task in the schema of titan_tree/data/groups.py, the same on every call."""
+    """Yields one record per task in the schema of titan_tree/data/schema.py, the same on every call."""
     for task in range(NUM_TASKS):
         draw = random.Random(f"demo/{task}")
         items = draw.sample(ITEMS, 3)

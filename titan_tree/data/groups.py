@@ -1,37 +1,26 @@
-"""The record schema: which fields a record has, and how records form groups of samples.
-
-A record is one sample, or one task with several samples. Fields marked ? are optional:
-
-    {"messages": [...], "tools"?, "group_id"?, "id"?, "weight"?, "advantage"?}              a conversation
-    {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?,
-     "routed_experts"?, "group_id"?, "id"?, "weight"?, "advantage"?}                        token ids
-    {"trajectories": [samples of either kind], "tools"?, "group_id"?, "id"?, ...}           a task
-
-- ``group_id``: adjacent records with the same value form one group. A record without it is its own group.
-- ``id``: a name for error messages and reports.
-- ``tools``, ``weight``, ``advantage`` of a task: defaults for trajectories that do not set their own.
-- ``reward`` of each sample: read only if data.advantage = "group" (data/advantages.py).
-- ``routed_experts``: the experts that the sampling engine chose, see ``TokenPath``. A nested list [tokens]
-  [MoE layers][experts per token], or a string: the same integers as ``numpy.save`` writes them, in base64.
-  Trailing tokens may be missing, such as the last one, which no engine reads.
-- Other fields (task, source, ...) are the user's own and are ignored.
+"""How records form groups of samples. data/schema.py describes the fields of records.
 
 Grouping parses no messages and tokenizes nothing, so a resumed run skips groups at low cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from titan_tree.data.readers import Place, Record
-from titan_tree.errors import UserError
-
-SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one of these fields
-TOKEN_FIELDS = ("loss_mask", "old_logprobs", "ref_logprobs", "routed_experts")  # only beside token ids
-INHERITED_FIELDS = ("tools", "weight", "advantage")  # a task passes them on to its trajectories
+from titan_tree.data.schema import (
+    INHERITED_FIELDS,
+    SAMPLE_KINDS,
+    TOKEN_FIELDS,
+    check_record,
+    present_fields,
+    record_name,
+)
+from titan_tree.errors import UserError, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ def group_records(files: Iterable[Iterable[tuple[Place, Record]]]) -> Iterator[G
             members = list(run)
             place, record = members[0]
             if not is_named:
-                yield Group(str(record.get("id", place)), members)
+                yield Group(_id(place, record, default=place), members)
                 continue
             if name in first_places:
                 raise UserError(
@@ -76,59 +65,71 @@ def group_records(files: Iterable[Iterable[tuple[Place, Record]]]) -> Iterator[G
             yield Group(name, members)
 
 
-def group_samples(group: Group) -> Iterator[Sample]:
+def group_samples(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[Sample]:
     """Yields the samples of a group in file order; the trajectories of a task are samples.
+
+    Args:
+        ignored: see ``check_record``, which checks the fields of tasks. By default, no field is refused.
 
     Raises:
         UserError: malformed trajectories.
     """
     for place, record in group.records:
-        if "trajectories" in record:
-            yield from _trajectories(group.id, place, record)
+        if record.get("trajectories") is not None:
+            yield from _trajectories(group.id, place, record, ignored)
             continue
         is_named, _ = _group_key(place, record)
         line = place.rpartition(":")[2]
-        yield Sample(place, f"{group.id}/{record.get('id', line)}" if is_named else group.id, record)
+        yield Sample(place, f"{group.id}/{_id(place, record, line)}" if is_named else group.id, record)
 
 
 def holds_conversations(group: Group) -> bool:
     """Returns whether some sample of the group has messages, which only a tokenizer can read."""
-    return any("messages" in sample.record for sample in group_samples(group))
+    return any(sample.record.get("messages") is not None for sample in group_samples(group))
 
 
-def present_fields(record: Record, names: Iterable[str]) -> Record:
-    """Returns the named fields that the record has; null counts as missing."""
-    return {name: record[name] for name in names if record.get(name) is not None}
-
-
-def refuse_fields(record: Record, names: Iterable[str], reason: str) -> None:
-    """Raises UserError if the record has one of the named fields, which would be dropped silently."""
-    for name in present_fields(record, names):
-        raise UserError(f"{name}: {reason}")
+@contextmanager
+def errors_at(place: Place) -> Iterator[None]:
+    """Puts the place in front of the messages of UserErrors."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error).removeprefix(f"path {place}: ")  # a path without an id has its place as id
+        raise UserError(f"{place}: {message}") from None
+    except RecursionError:
+        raise UserError(f"{place}: brackets are nested too deeply to read") from None
 
 
 def _group_key(place: Place, record: Record) -> tuple[bool, str]:
     """Returns (whether the record names its group, the name). Without a name, the place is the name."""
-    name = record.get("group_id")
-    if name is None:
-        return False, place
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise UserError(f"{place}: group_id: expected a string or an integer, got {name!r}")
-    return True, str(name)
+    with errors_at(place):
+        name = record_name(record, "group_id")
+    return (False, place) if name is None else (True, name)
 
 
-def _trajectories(group_id: str, place: Place, record: Record) -> Iterator[Sample]:
+def _id(place: Place, record: Record, default: str) -> str:
+    with errors_at(place):
+        name = record_name(record, "id")
+    return default if name is None else name
+
+
+def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]) -> Iterator[Sample]:
     trajectories = record["trajectories"]
     if not isinstance(trajectories, list) or not trajectories:
-        raise UserError(f"{place}: trajectories: expected a non-empty list, got {trajectories!r:.40}")
+        raise UserError(f"{place}: trajectories: expected a non-empty list, got {shorten(trajectories)}")
     for name in present_fields(record, (*SAMPLE_KINDS, *TOKEN_FIELDS)):
         raise UserError(
             f"{place}: {name}: not allowed together with trajectories; move it into one of the trajectories"
         )
+    with errors_at(place):
+        check_record(record, "a task", ignored)
     inherited = present_fields(record, INHERITED_FIELDS)
     for index, trajectory in enumerate(trajectories):
         here = f"{place}: trajectories[{index}]"
         if not isinstance(trajectory, dict):
             raise UserError(f"{here}: expected a JSON object, got {type(trajectory).__name__}")
         own = present_fields(trajectory, trajectory)
-        yield Sample(here, f"{group_id}/{trajectory.get('id', index)}", inherited | own)
+        if "group_id" in own:
+            raise UserError(f"{here}: group_id: not read here; a task is one group, so set it on the task")
+        passed_on = {name: x for name, x in inherited.items() if name != "tools" or "messages" in own}
+        yield Sample(here, f"{group_id}/{_id(here, trajectory, str(index))}", passed_on | own)

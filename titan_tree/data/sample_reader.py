@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import os
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
-from titan_tree.data.groups import (
+from titan_tree.data.groups import Group, Sample, errors_at, group_records, group_samples
+from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
+from titan_tree.data.schema import (
+    KNOWN,
+    LOGPROB_FIELDS,
+    PATH_FIELDS,
     SAMPLE_KINDS,
     TOKEN_FIELDS,
-    Group,
-    Sample,
-    group_records,
-    group_samples,
+    check_messages,
+    check_record,
     present_fields,
+    record_name,
     refuse_fields,
+    turn_weights,
 )
-from titan_tree.data.readers import OpenFile, Place, Record, find_files, open_binary, read_records
 from titan_tree.errors import UserError
-from titan_tree.tree.paths import PER_TOKEN, ModelLimits, TokenPath
+from titan_tree.tree.path_fields import wrong
+from titan_tree.tree.paths import ModelLimits, TokenPath
 
 if TYPE_CHECKING:
     from titan_tree.config import DataConfig
@@ -36,6 +43,8 @@ NO_LIMITS = ModelLimits()
 class SampleTokenizer(Protocol):
     """What SampleReader needs from a tokenizer. ``TreeTokenizer`` is one."""
 
+    template_fields: frozenset[str]  # fields of messages that the chat template reads
+
     def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
         """Returns one path per training sample of a conversation."""
 
@@ -44,8 +53,8 @@ class SampleReader:
     """Reads the groups of the configured files, and turns a group into training samples.
 
     Args:
-        config: ``files`` and ``format`` choose the records; ``sample``, ``advantage`` and ``replay`` choose
-            how records become training samples.
+        config: ``files`` and ``format`` choose the records, and ``ignore_fields`` the fields that are not
+            read; ``sample``, ``advantage`` and ``replay`` choose how records become training samples.
         tokenizer: renders and tokenizes conversations. Files of token ids do not need one.
         limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
             recorded experts, they must fit the model's layers and experts.
@@ -54,7 +63,7 @@ class SampleReader:
         files: the paths that ``config.files`` names, globs expanded.
 
     Raises:
-        UserError: a file does not exist.
+        UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
     """
 
     def __init__(
@@ -63,7 +72,14 @@ class SampleReader:
         self.config = config
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
+        self.ignored = frozenset(config.ignore_fields)
+        for name in config.ignore_fields:
+            if any(name in known for known in KNOWN.values()):
+                raise UserError(
+                    f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
+                )
         self.files = find_files(config.files)
+        _refuse_repeated(self.files)
 
     def groups(self, open_file: OpenFile = open_binary) -> Iterator[Group]:
         """Yields all groups in file order, without tokenizing them.
@@ -83,25 +99,36 @@ class SampleReader:
         Raises:
             UserError: a malformed sample; the message names file, line and field, and what was expected.
         """
-        samples = list(group_samples(group))
+        samples = list(group_samples(group, self.ignored))
         if self.config.advantage == "group":
             samples = with_group_advantages(samples)
-        return [path for sample in samples for path in self._sample_paths(sample)]
+        rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by sample
+        paths = []
+        for number, sample in enumerate(samples):
+            with errors_at(sample.place):
+                made = self._sample_paths(sample)
+                rollout = record_name(sample.record, "rollout_id")
+            paths += made
+            rollouts[number if rollout is None else rollout] += made
+        for members in rollouts.values():
+            TokenPath.join_rollout(members)
+        return paths
 
     def _sample_paths(self, sample: Sample) -> list[TokenPath]:
-        place, name, record = sample
-        with _errors_at(place):
-            kinds = [kind for kind in SAMPLE_KINDS if kind in record]
-            if len(kinds) != 1:
-                found = " and ".join(kinds) or ", ".join(record) or "an empty object"
-                expected = "expected one of the fields trajectories, messages, tokens, input_ids"
-                raise UserError(f"{expected}; got {found}")
-            if kinds == ["messages"]:
-                paths = self._conversation_paths(name, record)
-            else:
-                paths = [_token_path(name, kinds[0], record)]
-            for path in paths:
-                path.check_limits(self.limits)
+        _, name, record = sample
+        kinds = [kind for kind in SAMPLE_KINDS if record.get(kind) is not None]
+        if len(kinds) != 1:
+            found = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
+            raise UserError(
+                f"expected one of the fields trajectories, messages, tokens, input_ids; got {found}"
+            )
+        if kinds == ["messages"]:
+            paths = self._conversation_paths(name, record)
+        else:
+            check_record(record, "token ids", self.ignored)
+            paths = [_token_path(name, kinds[0], record)]
+        for path in paths:
+            path.check_limits(self.limits)
         return paths
 
     def _conversation_paths(self, name: str, record: Record) -> list[TokenPath]:
@@ -109,54 +136,68 @@ class SampleReader:
             raise UserError("messages: conversations need a tokenizer, and none is set; set data.tokenizer")
         reason = "not allowed together with messages, because the chat template makes the tokens; remove it"
         refuse_fields(record, TOKEN_FIELDS, reason)
-        paths = self.tokenizer.samples(record["messages"], record.get("tools"), **self.config.sample)
-        if not paths:
+        check_record(record, "a conversation", self.ignored)
+        fields = present_fields(record, PATH_FIELDS)
+        for field, value in fields.items():
+            if isinstance(value, list):
+                raise wrong(field, "one number for a conversation", "a list")
+        messages = record["messages"]
+        check_messages(messages, self.tokenizer.template_fields, self.ignored)
+        paths = self.tokenizer.samples(messages, record.get("tools"), **self.config.sample)
+        turns = _trained_turns(messages, paths, self.config.sample.get("turns", "each"))
+        if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
-        fields = present_fields(record, ("weight", "advantage"))
-        if isinstance(fields.get("advantage"), list):
-            raise UserError("advantage: expected one number for a conversation, got a list")
-        return [
-            dataclasses.replace(path, id=f"{name}/{turn}", **fields)
-            for turn, path in enumerate(paths, start=1)
-        ]
+        return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+
+
+def _trained_turns(
+    messages: Sequence[Any], paths: Sequence[TokenPath], turns: str
+) -> list[tuple[int, TokenPath]]:
+    """Returns the numbered paths of a conversation without those of messages with weight 0."""
+    weights = turn_weights(messages)
+    numbered = list(enumerate(paths, start=1))
+    if 0 not in weights:
+        return numbered
+    if turns == "whole":
+        raise UserError(
+            "messages: weight 0 is not supported by turns = 'whole'; use turns = 'each' or 'last'"
+        )
+    weights = weights[-len(numbered) :]  # turns = "last" makes one path
+    return [item for item, weight in zip(numbered, weights, strict=True) if weight]
 
 
 def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     """Returns the path of a sample whose field ``kind`` holds token ids."""
-    refuse_fields(
-        record,
-        ("labels", "attention_mask"),
-        "not read; give unpadded tokens and a loss_mask (0: not trained on)",
-    )
-    per_token = ("loss_mask", *PER_TOKEN)
-    fields = present_fields(record, (*per_token, "weight", "routed_experts"))
+    fields = present_fields(record, ("loss_mask", *LOGPROB_FIELDS, "routed_experts", *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)
-    path = TokenPath(record[kind], id=name, **fields)
-    for other in record.keys() - {kind, *per_token}:  # a misspelt loss_mask would train on the prompt
-        value = record[other]
-        if isinstance(value, list) and len(value) == len(path) and isinstance(value[0], int | float):
+    return TokenPath(record[kind], id=name, **fields)
+
+
+def _refuse_repeated(files: Sequence[str]) -> None:
+    """Raises UserError if two names lead to the same file, whose samples would count twice."""
+    names: dict[str, str] = {}
+    for file in files:
+        real = file if file == DEMO else os.path.realpath(file)
+        if real in names:
             raise UserError(
-                f"{other}: a list with one number per token, but no field of this name is read; "
-                f"expected one of {', '.join(per_token)}"
+                f"{file}: data.files names this file twice, also as {names[real]}; remove one of them"
             )
-    return path
+        names[real] = file
 
 
 def _decode_array(field: str, encoded: str) -> np.ndarray:
-    """Returns the array that ``numpy.save`` wrote and base64 encoded."""
+    """Returns the array of integers that ``numpy.save`` wrote and base64 encoded."""
+    expected = f"{field}: expected base64 of a .npy file of integers"
     try:
-        content = io.BytesIO(base64.b64decode(encoded, validate=True))
-        return np.lib.format.read_array(content, allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError) as error:
-        raise UserError(f"{field}: expected base64 of a .npy file of integers: {error}") from None
-
-
-@contextmanager
-def _errors_at(place: Place) -> Iterator[None]:
-    """Puts the place in front of the messages of UserErrors."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).removeprefix(f"path {place}: ")  # a path without an id has its place as id
-        raise UserError(f"{place}: {message}") from None
+        content = base64.b64decode(encoded, validate=True)
+        file = io.BytesIO(content)
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("a format version other than 1.0")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        values = content[file.tell() :]
+        if dtype.kind not in "iu" or len(values) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(values)} bytes of values of {dtype} and shape {shape}")
+        return np.frombuffer(values, dtype).reshape(shape, order="F" if is_fortran else "C")
+    except (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError) as error:
+        raise UserError(f"{expected}, got {str(error)[:80]}; encode the file again") from None

@@ -24,7 +24,11 @@ from titan_tree.tree.token_tree import TokenTree
 
 @overload
 def tree_logprobs(
-    model: Decoder, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+    model: Decoder,
+    token_lists: Sequence[Sequence[int]],
+    max_tokens: int | None = None,
+    *,
+    temperature: float = 1.0,
 ) -> list[Tensor]: ...
 
 
@@ -34,6 +38,7 @@ def tree_logprobs(
     token_lists: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     *,
+    temperature: float = 1.0,
     return_routed_experts: Literal[True],
 ) -> tuple[list[Tensor], list[Tensor]]: ...
 
@@ -43,6 +48,7 @@ def tree_logprobs(
     token_lists: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     *,
+    temperature: float = 1.0,
     return_routed_experts: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Returns log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list.
@@ -57,6 +63,7 @@ def tree_logprobs(
             Memory then holds one partition, and the keys, values and states of the path above it. This needs
             ``torch.no_grad``. A model over several ranks also needs equally many partitions on each rank:
             pass the same lists on all of them.
+        temperature: the log-probs are those of logits / temperature.
         return_routed_experts: also return the experts that each token used. The model must have experts.
     Returns:
         One fp32 tensor [len(tokens) - 1] in nats per list, in the order given. On request also one int16
@@ -64,7 +71,8 @@ def tree_logprobs(
         (``TokenPath.routed_experts``).
     Raises:
         UserError: if a list is empty, exceeds the model's positions or its vocabulary (the message has its
-            index); for max_tokens with gradients enabled; for experts of a model without experts.
+            index); for a temperature that is not positive; for max_tokens with gradients enabled; for experts
+            of a model without experts.
     """
     if max_tokens is not None and torch.is_grad_enabled():
         raise UserError(
@@ -75,7 +83,10 @@ def tree_logprobs(
         raise UserError(
             "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
         )
-    paths = [TokenPath(np.asarray(tokens), id=str(i)) for i, tokens in enumerate(token_lists)]
+    paths = [
+        TokenPath(np.asarray(tokens), id=str(i), temperature=temperature)
+        for i, tokens in enumerate(token_lists)
+    ]
     if not paths:
         return ([], []) if return_routed_experts else []
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)

@@ -177,6 +177,8 @@ class Decoder(nn.Module, ABC):
     def _scores(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        if batch.edge_temperature is not None:  # logits are linear in the hidden states
+            hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
         return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits)
 
     def _forced_experts(self, batch: TreeBatch) -> Sequence[Tensor | None]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.errors import UserError
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.gateway import (
@@ -22,8 +21,8 @@ from titan_tree.tree.gateway import (
     predecessors,
 )
 from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.pairs import Edges, TreePairs, edge_labels, label_temperatures, tree_pairs
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
-from titan_tree.tree.paths import PER_TOKEN
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -54,9 +53,13 @@ class PathPairs:
     loss_mask: Tensor  # [F] float32
     weight: Tensor  # [P] float32
     loss_tokens: Tensor  # [P] float32: sum of the path's loss mask, also over edges of other partitions
-    advantage: Tensor | None = None  # [F] float32; 0 where the loss mask is 0, as are the next two
+    rollout_tokens: Tensor  # [P] float32: sum of loss_tokens over the paths of the path's rollout
+    # The fields below are None if the paths do not have them, and 0 where the loss mask is 0.
+    advantage: Tensor | None = None  # [F] float32
     old_logprobs: Tensor | None = None  # [F] float32, nats
     ref_logprobs: Tensor | None = None  # [F] float32, nats
+    rollout_logprobs: Tensor | None = None  # [F] float32, nats
+    policy_version: Tensor | None = None  # [F] int32
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,14 @@ class TreeBatch:
     edge_token: Tensor  # [E] int64: the predicted token's index in the tree, ascending
     pairs: PathPairs
     n_logical: int  # path tokens that this batch represents; summed over the batches of a plan: N_flat
+    edge_temperature: Tensor | None = None  # [E] float32: divides the logits; None: all are 1
     # [L, N, k] int16: forced experts of each layer; -1: the router chooses
     routed_experts: Tensor | None = None
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
     cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
 
     @staticmethod
-    def from_trees(trees: Sequence[TokenTree], edges: Literal["all", "loss"] = "all") -> TreeBatch:
+    def from_trees(trees: Sequence[TokenTree], edges: Edges = "all") -> TreeBatch:
         """Packs ``trees`` in the order given into one batch.
 
         Args:
@@ -92,13 +96,14 @@ class TreeBatch:
                 It saves the vocabulary projection of prompts; the loss is the same.
 
         Raises:
-            UserError: there are no trees, or a per-token field is missing in some paths but not in all.
+            UserError: there are no trees, a per-token field is missing in some paths but not in all, or paths
+                that count the same edge have different temperatures.
         """
         (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
         return batch
 
     @staticmethod
-    def from_plan(plan: PartitionPlan, edges: Literal["all", "loss"] = "all") -> list[TreeBatch]:
+    def from_plan(plan: PartitionPlan, edges: Edges = "all") -> list[TreeBatch]:
         """Returns a batch for each partition, in the plan's order. Their losses add up to the tree's.
 
         A batch contains the paths that run over at least one of its edges. The only batch of a plan of one
@@ -108,12 +113,13 @@ class TreeBatch:
             edges: see ``from_trees``.
 
         Raises:
-            UserError: a per-token field is missing in some paths but not in all.
+            UserError: see ``from_trees``.
         """
         tree, num = plan.tree, len(plan)
         sources = _edge_sources(plan)
-        pairs = _all_pairs(tree, edges)
-        labels = _edge_labels(tree, pairs, edges)
+        pairs = tree_pairs(tree, edges)
+        labels = edge_labels(tree, pairs, edges)
+        temperatures = label_temperatures(tree, pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
         scoring_partition = sources.partition[tree.predecessor]
         labels_of = _split(labels, scoring_partition[labels], num)
@@ -131,6 +137,9 @@ class TreeBatch:
                     edge_token=torch.from_numpy(labels_of[i]),
                     pairs=_path_pairs(pairs, pairs_of[i], labels_of[i], all_paths=num == 1),
                     n_logical=int(n_logical[i]),
+                    edge_temperature=None
+                    if temperatures is None
+                    else torch.from_numpy(temperatures[labels_of[i]]),
                     routed_experts=_routed_experts(tree, partition),
                     parent=partition.parent,
                     cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
@@ -155,7 +164,9 @@ class TreeBatch:
     def without_edges(self) -> TreeBatch:
         """Returns the batch without edges, for a forward pass that only computes exports or routing."""
         none = self.edge_source[:0]
-        return dataclasses.replace(self, edge_source=none, edge_label=none, edge_token=none)
+        return dataclasses.replace(
+            self, edge_source=none, edge_label=none, edge_token=none, edge_temperature=None
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Returns the batch on another device. From pinned memory, ``non_blocking`` copies asynchronously."""
@@ -185,66 +196,17 @@ def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
     return sources
 
 
-class _Pairs(NamedTuple):
-    """The (edge, path) pairs of a tree, path after path."""
-
-    label: np.ndarray  # [F] int32: the edge, named by the index of the token that it predicts
-    path: np.ndarray  # [F] int64
-    fields: dict[str, np.ndarray]  # [F] float32 each: the per-token fields of ``PathPairs``
-    weight: np.ndarray  # [P] float32, per path
-    loss_tokens: np.ndarray  # [P] float32, per path
-
-
-def _all_pairs(tree: TokenTree, edges: str) -> _Pairs:
-    paths = tree.paths
-    mask = np.concatenate([path.loss_mask for path in paths])
-    # Each token of a path makes a pair, except the first one, which no edge predicts.
-    is_pair = np.ones(len(mask), bool)
-    is_pair[tree.path_offsets[:-1]] = False
-    mask[~is_pair] = 0
-    if edges == "loss":
-        is_pair &= mask > 0
-    fields = {"loss_mask": mask[is_pair]}
-    for name in PER_TOKEN:
-        values = [getattr(path, name) for path in paths]
-        missing = [path for path, value in zip(paths, values, strict=True) if value is None]
-        if 0 < len(missing) < len(paths):
-            raise UserError(
-                f"path {missing[0].id or '?'}: {name}: missing, but other paths of the batch have it; "
-                "give it to all paths or to none"
-            )
-        if not missing:
-            fields[name] = np.where(mask > 0, np.concatenate(values), 0)[is_pair]
-    path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
-    return _Pairs(
-        label=tree.path_index[is_pair],
-        path=path_of[is_pair],
-        fields=fields,
-        weight=np.array([path.weight for path in paths], np.float32),
-        loss_tokens=np.array([path.loss_tokens for path in paths], np.float32),
-    )
-
-
-def _edge_labels(tree: TokenTree, pairs: _Pairs, edges: str) -> np.ndarray:
-    """Returns the indices of all tokens that edges predict, ascending."""
-    if edges == "all":
-        return np.flatnonzero(tree.predecessor >= 0)
-    is_label = np.zeros(len(tree), bool)
-    is_label[pairs.label] = True
-    return np.flatnonzero(is_label)
-
-
-def _path_pairs(pairs: _Pairs, chosen: np.ndarray, labels: np.ndarray, all_paths: bool) -> PathPairs:
+def _path_pairs(pairs: TreePairs, chosen: np.ndarray, labels: np.ndarray, all_paths: bool) -> PathPairs:
     """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs, given the labels of its edges.
 
     Paths are numbered within the batch. ``all_paths``: the batch contains paths without pairs, too.
     """
-    paths = np.arange(len(pairs.weight)) if all_paths else np.unique(pairs.path[chosen])
+    num_paths = len(pairs.path_fields["weight"])
+    paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
         edge=torch.from_numpy(np.searchsorted(labels, pairs.label[chosen])),
         path=torch.from_numpy(np.searchsorted(paths, pairs.path[chosen])),
-        weight=torch.from_numpy(pairs.weight[paths]),
-        loss_tokens=torch.from_numpy(pairs.loss_tokens[paths]),
+        **{name: torch.from_numpy(values[paths]) for name, values in pairs.path_fields.items()},
         **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
     )
 

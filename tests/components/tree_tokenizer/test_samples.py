@@ -208,6 +208,25 @@ def test_templates_of_folders_render_as_in_transformers(where, tmp_path):
         ours.render(TRIP)
 
 
+def test_a_template_names_the_fields_it_reads():
+    tokenizer = TreeTokenizer.byte_level(
+        """{{ a.b["c"][0] }}{{ a.get("d") }}{% if "e" in a or "f" not in a or g == "no" %}{% endif %}
+        {{ a | attr("h") }}{{ a | map(attribute="i.j") | join("no") }}
+        {{ a | selectattr("k", "eq", "no") | list }}
+        {{ a.split("no") }}{{ "no" | default("no") }}{% macro m(x) %}{{ x["l"] }}{% endmacro %}{{ m(a) }}"""
+    )
+    assert tokenizer.template_fields - {"get", "split"} == set("bcdefhijkl")
+    qwen3 = TreeTokenizer.byte_level("qwen3").template_fields
+    assert {"role", "content", "reasoning_content", "tool_calls", "function", "name", "arguments"} <= qwen3
+    assert "tool_call_id" not in qwen3
+
+
+def test_a_template_tells_whether_it_reads_the_clock():
+    assert not TreeTokenizer.byte_level("qwen3").template_reads_clock
+    assert TreeTokenizer.byte_level("{{ strftime_now('%Y') }}").template_reads_clock
+    assert TreeTokenizer.byte_level("{% set now = strftime_now %}{{ now('%Y') }}").template_reads_clock
+
+
 def test_unusable_templates_are_errors(tmp_path):
     for template, message in (
         (

@@ -5,6 +5,7 @@ import gzip
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tests.support.datasets import REAL_DATA
 from titan_tree.components.tree_tokenizer import TreeTokenizer, bpe
-from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN
+from titan_tree.components.tree_tokenizer.templates import ChatTemplate
+from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN, Vocabulary
+from titan_tree.components.tree_tokenizer.vocabulary import AddedToken as VocabularyToken
 from titan_tree.errors import UserError
 
 RANKS = REAL_DATA / "qwen.tiktoken.gz"
@@ -314,6 +317,33 @@ def test_a_full_cache_changes_no_id(monkeypatch):
         assert tokenizer.encode(text, special=False) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer._encoder._cache) < 6
+
+
+def test_fingerprints_tell_tokenizers_apart():
+    """Every part of the tokenizer counts; the order in which a file lists tokens does not."""
+    one, two = (Vocabulary({b"a": 0, b"b": 1}, {b"a": 0, b"b": 1}, (), "x+", ("NFC",)) for _ in range(2))
+    two.tokens.update({b"a": two.tokens.pop(b"a")})
+    chat = ChatTemplate("{{ bos_token }}", "(text)", {"bos_token": "<s>"})
+    fingerprints = [
+        tokenizer.fingerprint()
+        for tokenizer in (
+            TreeTokenizer(one, None),
+            TreeTokenizer(replace(one, tokens={b"a": 0, b"b": 2}), None),
+            TreeTokenizer(replace(one, ranks={b"a": 1, b"b": 0}), None),
+            TreeTokenizer(replace(one, added=(VocabularyToken("<s>", 2),)), None),
+            TreeTokenizer(replace(one, added=(VocabularyToken("<s>", 2, True),)), None),
+            TreeTokenizer(replace(one, pattern="x*"), None),
+            TreeTokenizer(replace(one, normal_forms=("NFD",)), None),
+            TreeTokenizer(one, chat),
+            TreeTokenizer(one, ChatTemplate(chat.source, "(text)", {"bos_token": "<S>"})),
+            TreeTokenizer(one, ChatTemplate("{{  bos_token }}", "(text)", {"bos_token": "<s>"})),
+        )
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert fingerprints[0] == TreeTokenizer(two, None).fingerprint()
+    assert fingerprints[7] == TreeTokenizer(one, ChatTemplate(chat.source, "x", chat.constants)).fingerprint()
+    # The same in every process and under every version of Python.
+    assert fingerprints[7] == "fc36f54cccc432b9adb56b54f00753468bfedba90fb659fde3c1cc2a7dd35c6d"
 
 
 def test_a_pickled_copy_encodes_and_renders_the_same(qwen_like, tmp_path):

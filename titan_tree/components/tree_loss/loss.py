@@ -11,6 +11,13 @@ edges. For token t of path p with loss l_{p,t}, path weight w_p, loss mask m_{p,
     token_mean       Z = sum_p sum_t c_{p,t}     all counted tokens are averaged
     path_token_mean  Z = sum_p w_p, and c_{p,t} is divided by sum_t m_{p,t}:
                                                  tokens of a path are averaged, then paths are averaged
+    rollout_token_mean  c_{p,t} is divided by r_p, the sum of m over all paths of p's rollout, and
+                     Z = sum_p sum_t c_{p,t}:
+                                 tokens of a rollout are averaged, then rollouts are averaged
+
+Within one step, path_mean and token_mean differ only by the constant Z: all counted tokens weigh the same.
+path_token_mean gives every path the same weight, and rollout_token_mean every rollout, however many paths
+(turns) and tokens it has.
 
 Sums run over the *global* batch, that is, over all micro-batches and ranks of an optimizer step. Z is known
 before the first backward pass, so the losses of micro-batches and ranks add up to L. Tree Training
@@ -31,7 +38,7 @@ from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 
-Reduction = Literal["path_mean", "token_mean", "path_token_mean"]
+Reduction = Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"]
 # (log-probs [F] in nats, pairs, **options) -> losses [F], or losses [F] and metrics, each [F]
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 
@@ -68,7 +75,8 @@ class TreeLoss:
 
     Args:
         name: "sft", "reinforce", "ppo", "grpo", "gspo", or a name given to ``register_loss``.
-        reduction: "path_mean", "token_mean" or "path_token_mean", see the module's docstring.
+        reduction: "path_mean", "token_mean", "path_token_mean" or "rollout_token_mean", see the module's
+            docstring.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         options: keyword arguments of the loss function.
 
@@ -105,6 +113,8 @@ class TreeLoss:
         """Returns these paths' contribution to Z. Sum it over all paths of the global batch."""
         if self.reduction == "token_mean":
             return float(sum(path.weight * path.loss_tokens for path in paths))
+        if self.reduction == "rollout_token_mean":
+            return float(sum(path.weight * path.rollout_share for path in paths))
         return float(sum(path.weight for path in paths))
 
     def __call__(
@@ -134,8 +144,9 @@ class TreeLoss:
             )
         token_weight = pairs.weight[pairs.path] * pairs.loss_mask
         coefficient = token_weight
-        if self.reduction == "path_token_mean":
-            coefficient = token_weight / pairs.loss_tokens.clamp_min(1e-30)[pairs.path]
+        divisors = {"path_token_mean": pairs.loss_tokens, "rollout_token_mean": pairs.rollout_tokens}
+        if self.reduction in divisors:
+            coefficient = token_weight / divisors[self.reduction].clamp_min(1e-30)[pairs.path]
 
         # Log-probs become 0 where the mask is 0, as old and reference log-probs are: the ratio is 1, and
         # 0 * inf cannot occur.
@@ -143,6 +154,8 @@ class TreeLoss:
         result: Any = self.function(path_logprobs, pairs, **self.options)
         losses, metrics = result if isinstance(result, tuple) else (result, {})
         metrics["nll"] = -path_logprobs
+        if pairs.policy_version is not None:
+            metrics["policy_version"] = pairs.policy_version
         if entropy is not None:
             metrics["entropy"] = entropy[pairs.edge]
         if self.needs_entropy:

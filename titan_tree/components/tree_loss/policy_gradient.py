@@ -103,6 +103,12 @@ _FIXES = {
 
 def _field(pairs: PathPairs, name: str) -> Tensor:
     """Returns a per-token field of the paths. Raises UserError if the paths do not have it."""
-    if (value := getattr(pairs, name)) is None:
-        raise UserError(f"loss: the paths have no {name}; give it to every path{_FIXES.get(name, '')}")
-    return value
+    if (value := getattr(pairs, name)) is not None:
+        return value
+    fix = f"give it to every path{_FIXES.get(name, '')}"
+    if name == "old_logprobs" and pairs.rollout_logprobs is not None:
+        fix = (
+            "compute them with tree_logprobs, or rename rollout_logprobs to old_logprobs to use those of the "
+            "sampling engine in their place"
+        )
+    raise UserError(f"loss: the paths have no {name}; {fix}")

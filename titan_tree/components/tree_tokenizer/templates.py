@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from titan_tree.errors import UserError
 
 BUILT_IN = ("chatml", "qwen3")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_FIELD_FILTERS = ("attr", "groupby", "rejectattr", "selectattr", "sum")  # their first argument is a field
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 
 
@@ -43,6 +44,9 @@ class ChatTemplate:
 
     Attributes:
         variables: names of all variables that the template reads.
+        fields: names of all fields that the template reads by name, such as "role" in ``message.role``.
+        reads_clock: whether the template can read the current time, so that its text may change from day to
+            day.
 
     Raises:
         UserError: a syntax error in the template.
@@ -57,6 +61,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self.variables = jinja2.meta.find_undeclared_variables(syntax)
+        self.fields = frozenset(_fields(syntax))
+        self.reads_clock = any(n.name == "strftime_now" for n in syntax.find_all(jinja2.nodes.Name))
         self._has_text_spans = any(f.name == "text" for f in syntax.find_all(jinja2.nodes.Filter))
 
     @staticmethod
@@ -117,6 +123,27 @@ class ChatTemplate:
     def plain(self, rendered: str) -> str:
         """Returns rendered text without the marks of text spans."""
         return "".join(text for text, _ in self.spans(rendered))
+
+
+def _fields(syntax: jinja2.nodes.Template) -> Iterator[str]:
+    """Yields the names in x.name, x["name"], x.get("name"), "name" in x, x | attr("name") and the like."""
+    for node in syntax.find_all(jinja2.nodes.Node):
+        names: list[jinja2.nodes.Expr] = []
+        match node:
+            case jinja2.nodes.Getattr():
+                yield node.attr
+            case jinja2.nodes.Getitem():
+                names = [node.arg]
+            case jinja2.nodes.Call(node=jinja2.nodes.Getattr(attr="get")):
+                names = node.args[:1]
+            case jinja2.nodes.Compare() if any(operand.op in ("in", "notin") for operand in node.ops):
+                names = [node.expr]
+            case jinja2.nodes.Filter(name=name):
+                names = [keyword.value for keyword in node.kwargs if keyword.key == "attribute"]
+                names += node.args[:1] if name in _FIELD_FILTERS else []
+        for constant in names:
+            if isinstance(constant, jinja2.nodes.Const) and isinstance(constant.value, str):
+                yield from constant.value.split(".")
 
 
 class _Generation(jinja2.ext.Extension):

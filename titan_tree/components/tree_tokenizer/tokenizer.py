@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,19 @@ class TreeTokenizer:
     Attributes:
         special_tokens: added token -> id.
         vocab_size: largest id + 1. A model's embedding may have more rows.
+        template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
+            Empty without a template.
+        template_reads_clock: whether the chat template can read the current time.
     """
 
     def __init__(self, vocabulary: Vocabulary, template: ChatTemplate | None) -> None:
         self._encoder = BytePairEncoder(vocabulary)
+        self._vocabulary = vocabulary
         self._template = template
         self.special_tokens: dict[str, int] = self._encoder.special_tokens
         self.vocab_size: int = self._encoder.vocab_size
+        self.template_fields: frozenset[str] = template.fields if template else frozenset()
+        self.template_reads_clock: bool = template is not None and template.reads_clock
 
     @staticmethod
     def load(name: str | Path, template: str | Path | None = None) -> TreeTokenizer:
@@ -143,6 +151,24 @@ class TreeTokenizer:
             UserError: an id that the vocabulary does not have.
         """
         return self._encoder.decode(ids)
+
+    def fingerprint(self) -> str:
+        """Returns a hash of all that ids depend on, so that stored ids can be matched with their tokenizer.
+
+        Returns:
+            SHA-256 of the vocabulary, the split pattern, the normal forms, and the template's text and
+            constants, as 64 hexadecimal digits. It is equal in every process and version of Python.
+        """
+        vocabulary, template = self._vocabulary, self._template
+        content = {
+            "tokens": sorted((id, token.hex()) for token, id in vocabulary.tokens.items()),
+            "ranks": sorted((rank, token.hex()) for token, rank in vocabulary.ranks.items()),
+            "added": sorted((token.id, token.content, token.normalized) for token in vocabulary.added),
+            "pattern": vocabulary.pattern,
+            "normal_forms": vocabulary.normal_forms,
+            "template": template and (template.source, template.constants),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def render(
         self,

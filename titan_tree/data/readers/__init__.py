@@ -1,6 +1,6 @@
 """Readers turn data files into records, one file of this folder per data format.
 
-A record is a dict in titan_tree's own schema (data/groups.py): a task with trajectories, a conversation, or
+A record is a dict in titan_tree's own schema (data/schema.py): a task with trajectories, a conversation, or
 token ids. A JSON Lines file holds one record per line. To support another format, write a subclass of
 ``Reader`` in a new file here and add one line to ``READERS`` in titan_tree/registry.py.
 """

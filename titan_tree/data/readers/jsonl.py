@@ -1,12 +1,12 @@
-"""JSON Lines: one record per line, already in titan_tree's own schema (data/groups.py)."""
+"""JSON Lines: one record per line, already in titan_tree's own schema (data/schema.py)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from titan_tree.data.readers import Place, Reader, Record
+from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError
 
 
@@ -25,7 +25,7 @@ def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
     """Yields the JSON object on each line that is not blank. Other readers of JSON Lines can build on it.
 
     Raises:
-        UserError: a line that is not one JSON object in UTF-8.
+        UserError: a line that is not one JSON object, see ``parse_json``.
     """
     for number, line in enumerate(file, start=1):
         if line.strip():
@@ -34,16 +34,7 @@ def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
 
 
 def _parse(line: bytes, place: Place) -> Record:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place}: broken JSON at character {error.pos + 1}: {error.msg}; expected one object per line"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: expected UTF-8 text: {error.reason} at byte {error.start + 1}") from None
-    except (RecursionError, ValueError) as error:  # thousands of nested brackets, or of digits in a number
-        raise UserError(f"{place}: broken JSON: {error}") from None
+    record = parse_json(line.rstrip(b"\r\n"), place)
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
     return record

@@ -1,0 +1,80 @@
+"""Strict JSON: what ``json.loads`` would accept and silently change is an error that names the field.
+
+Refused are keys that appear twice in an object, NaN and Infinity, lone surrogates (half of a character that
+UTF-16 writes in two units), and text that is not UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from titan_tree.errors import UserError
+
+# Only lines that match can hold a lone surrogate or a constant such as NaN; the others are not walked.
+_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity")
+
+
+class _Constant(NamedTuple):
+    name: str  # NaN, Infinity or -Infinity
+
+
+def parse_json(content: bytes, place: str) -> Any:
+    """Returns the JSON value that ``content`` holds.
+
+    Args:
+        content: one JSON value in UTF-8.
+        place: where the content comes from; errors start with it.
+
+    Raises:
+        UserError: the content is not strict JSON.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_Constant)
+        if _SUSPICIOUS.search(content):
+            _check(value, "")
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise UserError(f"{place}: broken JSON at {line}character {error.colno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: expected UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+    except RecursionError:
+        raise UserError(f"{place}: broken JSON: brackets are nested too deeply") from None
+    except ValueError as error:  # thousands of digits in a number
+        raise UserError(f"{place}: broken JSON: {error}") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in result if names.count(name) > 1)
+        raise UserError(
+            f"{name:.60}: expected every key once, got it {names.count(name)} times in one object"
+        )
+    return result
+
+
+def _check(value: Any, where: str) -> None:
+    """Raises UserError for constants and lone surrogates in a parsed value, at any depth."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            inner = f"{where}.{name:.60}" if where else f"{name:.60}"
+            _check(name, inner)
+            _check(item, inner)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check(item, f"{where}[{index}]")
+    elif isinstance(value, _Constant):
+        raise UserError(f"{where or 'value'}: expected a finite number, got {value.name}")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            got = f"a lone surrogate at character {error.start + 1}"
+            raise UserError(f"{where or 'value'}: expected valid Unicode, got {got}") from None

@@ -1,0 +1,197 @@
+"""The record schema: which fields records and messages have, and checks of their names and types.
+
+A record is one sample, or one task with several samples. Fields marked ? are optional, null counts as
+missing, and ... stands for the fields that all samples can have:
+
+    {"messages": [...], "tools"?, ...}                                  a conversation
+    {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
+     "routed_experts"?, ...}                                            token ids
+    {"trajectories": [samples of either kind], "tools"?, ...}           a task
+
+Fields of samples. A task passes those marked * on to trajectories that do not set their own:
+
+- ``id``: a name for error messages and reports.
+- ``group_id``: adjacent records with the same value form one group. A record without it is its own group.
+  Trajectories have none, because their task is one group.
+- ``rollout_id``: samples of one group with the same value are one rollout, see ``TokenPath.rollout_tokens``.
+  By default, each record and each trajectory is a rollout: all turns of a conversation belong to it. Equal
+  values in different groups are different rollouts. Not on tasks.
+- ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
+- ``reward``: read only if data.advantage = "group" (data/advantages.py). Not on tasks.
+
+Fields of token ids; entry t of each list belongs to ``tokens[t]``:
+
+- ``loss_mask``: numbers >= 0, usually 0 and 1.
+- ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: numbers, or null for tokens with loss mask 0 that
+  were not scored. Lists that start at the second token have other names: entry t of
+  ``shifted_old_logprobs``, ``shifted_ref_logprobs`` and ``shifted_rollout_logprobs`` belongs to
+  ``tokens[t + 1]``.
+- ``advantage`` and ``policy_version`` may be lists, too.
+- ``routed_experts``: the experts that the sampling engine chose, see ``TokenPath``. A nested list [tokens]
+  [MoE layers][experts per token], or a string: the same integers as ``numpy.save`` writes them, in base64.
+  Trailing tokens may be missing, such as the last one, which no engine reads.
+
+Messages have the fields that ``normalize_messages`` describes, those that the chat template reads, and
+``weight`` on assistant messages: 0 keeps the turn as context and makes no sample of it.
+
+Any other field is an error, unless it is one of ``BOOKKEEPING`` or data.ignore_fields lists it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.errors import UserError, shorten
+from titan_tree.tree.paths import LOGPROBS
+
+SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one of these fields
+LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
+TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
+PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any sample
+INHERITED_FIELDS = ("tools", *PATH_FIELDS)  # a task passes them on to its trajectories
+
+KNOWN = {  # the fields of each kind of record
+    "a conversation": frozenset(
+        {"messages", "tools", "group_id", "id", "rollout_id", "reward", *PATH_FIELDS}
+    ),
+    "token ids": frozenset(
+        {"tokens", "input_ids", "group_id", "id", "rollout_id", "reward", *TOKEN_FIELDS, *PATH_FIELDS}
+    ),
+    "a task": frozenset({"trajectories", "group_id", "id", *INHERITED_FIELDS}),
+}
+MESSAGE_FIELDS = frozenset(
+    {"role", "content", "reasoning_content", "reasoning", "thinking"}
+    | {"tool_calls", "name", "tool_call_id", "weight"}
+)
+BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in records and messages
+    {
+        "task",
+        "task_id",
+        "uuid",
+        "index",
+        "source",
+        "data_source",
+        "dataset",
+        "split",
+        "url",
+        "license",
+        "model",
+    }
+    | {"created_at", "timestamp", "metadata", "meta", "info", "extra_info", "tags", "category", "language"}
+    | {"difficulty", "question", "answer", "search", "comment", "notes"}
+)
+ADVICE = {  # what to do about fields that are probably meant to be read
+    "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
+    "attention_mask": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
+    "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
+    "function_call": "not read; give tool_calls, a list of calls",
+    "reward": "not read here; give each trajectory a reward of its own",
+    "rollout_id": "not read here; give each trajectory a rollout_id of its own",
+    "tools": "not read here; only conversations have tools",
+}
+
+_INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
+_TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
+    "tokens": _INTEGERS,
+    "input_ids": _INTEGERS,
+    "policy_version": _INTEGERS,
+    "loss_mask": _NUMBERS,
+    "weight": _NUMBERS,
+    "advantage": _NUMBERS,
+    "temperature": _NUMBERS,
+    **dict.fromkeys(LOGPROB_FIELDS, _NUMBERS | {type(None)}),
+}
+
+
+def present_fields(record: Record, names: Iterable[str]) -> Record:
+    """Returns the named fields that the record has; null counts as missing."""
+    return {name: record[name] for name in names if record.get(name) is not None}
+
+
+def refuse_fields(record: Record, names: Iterable[str], reason: str) -> None:
+    """Raises UserError if the record has one of the named fields, which would be dropped silently."""
+    for name in present_fields(record, names):
+        raise UserError(f"{name}: {reason}")
+
+
+def record_name(record: Record, field: str) -> str | None:
+    """Returns ``id``, ``group_id`` or ``rollout_id`` as text, or None if it is missing."""
+    name = record.get(field)
+    if name is None:
+        return None
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise UserError(f"{field}: expected a string or an integer, got {shorten(name)}")
+    return str(name)
+
+
+def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
+    """Checks the names of a record's fields, and the types of numbers.
+
+    Args:
+        kind: a key of ``KNOWN``.
+        ignored: fields that may be present although they are unknown; "*" stands for all.
+
+    Raises:
+        UserError: an unknown field, or text, a boolean or null in place of a number.
+    """
+    _refuse_unknown(record, KNOWN[kind], ignored, kind)
+    for field, types in _TYPES.items():
+        value = record.get(field)
+        if value is None or hasattr(value, "dtype"):
+            continue  # missing, or an array, whose dtype TokenPath checks
+        items = value if isinstance(value, list) else [value]
+        if set(map(type, items)) <= types:
+            continue
+        index = next(i for i, item in enumerate(items) if type(item) not in types)
+        where = f"{field}[{index}]" if isinstance(value, list) else field
+        noun = "an integer" if types == _INTEGERS else "a number"
+        raise UserError(f"{where}: expected {noun}, got {shorten(items[index])}")
+
+
+def check_messages(messages: Any, template_fields: Set[str], ignored: Set[str]) -> None:
+    """Checks the names of the fields of messages. Other checks are those of ``normalize_messages``.
+
+    Args:
+        messages: the field of a record, of any type.
+        template_fields: fields that the chat template reads.
+        ignored: see ``check_record``.
+    """
+    known = MESSAGE_FIELDS | template_fields
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and not message.keys() <= known:
+            try:
+                _refuse_unknown(message, known, ignored, "a message")
+            except UserError as error:
+                raise UserError(f"messages[{index}].{error}") from None
+
+
+def turn_weights(messages: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Returns the ``weight``, 0 or 1, of each assistant message of a valid conversation; 1 by default."""
+    weights = []
+    for index, message in enumerate(messages):
+        weight = message.get("weight")
+        if weight is not None and message["role"] != "assistant":
+            raise UserError(f"messages[{index}].weight: expected only on assistant messages; remove it")
+        if weight is not None and (type(weight) not in _NUMBERS or weight not in (0, 1)):
+            expected = "0 (no sample of this turn) or 1"
+            raise UserError(f"messages[{index}].weight: expected {expected}, got {shorten(weight)}")
+        if message["role"] == "assistant":
+            weights.append(1 if weight is None else int(weight))
+    return weights
+
+
+def _refuse_unknown(record: Record, known: Set[str], ignored: Set[str], kind: str) -> None:
+    if record.keys() <= known or "*" in ignored:
+        return
+    for field, value in record.items():
+        if value is None or field in known or field in ignored or field in BOOKKEEPING:
+            continue
+        name = field[:60]
+        if field in ADVICE:
+            raise UserError(f"{name}: {ADVICE[field]}, or list it in data.ignore_fields to ignore it")
+        close = difflib.get_close_matches(name, known, n=1)
+        problem = f"unknown field; did you mean {close[0]!r}?" if close else f"unknown field of {kind}."
+        raise UserError(f"{name}: {problem} List it in data.ignore_fields to ignore it")

@@ -1,0 +1,106 @@
+"""The (edge, path) pairs of a tree, on which losses of single sequences run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from titan_tree.errors import UserError
+from titan_tree.tree.paths import PER_TOKEN, TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of some path counts
+
+
+class TreePairs(NamedTuple):
+    """The F (edge, path) pairs of a tree with P paths, path after path."""
+
+    label: np.ndarray  # [F] int32: the edge, named by the index of the token that it predicts
+    path: np.ndarray  # [F] int64
+    fields: dict[str, np.ndarray]  # [F] each: the per-token fields of ``PathPairs``
+    path_fields: dict[str, np.ndarray]  # [P] float32 each: the fields per path
+
+
+def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
+    """Returns the pairs of a tree. Raises UserError if a field is missing in some paths, but not in all."""
+    paths = tree.paths
+    mask = np.concatenate([path.loss_mask for path in paths])
+    # Each token of a path makes a pair, except the first one, which no edge predicts.
+    is_pair = np.ones(len(mask), bool)
+    is_pair[tree.path_offsets[:-1]] = False
+    mask[~is_pair] = 0
+    if edges == "loss":
+        is_pair &= mask > 0
+    fields = {"loss_mask": mask[is_pair]}
+    for name in (*PER_TOKEN, "policy_version"):
+        if (values := _joined(paths, name)) is not None:
+            # Tokens that the loss does not count may lack a log-prob (NaN).
+            fields[name] = np.where(mask > 0, values, values.dtype.type(0))[is_pair]
+    path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
+    loss_tokens = [path.loss_tokens for path in paths]
+    rollout_tokens = [
+        own if path.rollout_tokens is None else path.rollout_tokens
+        for path, own in zip(paths, loss_tokens, strict=True)
+    ]
+    return TreePairs(
+        label=tree.path_index[is_pair],
+        path=path_of[is_pair],
+        fields=fields,
+        path_fields={
+            "weight": np.array([path.weight for path in paths], np.float32),
+            "loss_tokens": np.array(loss_tokens, np.float32),
+            "rollout_tokens": np.array(rollout_tokens, np.float32),
+        },
+    )
+
+
+def edge_labels(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:
+    """Returns the indices of all tokens that edges predict, ascending."""
+    if edges == "all":
+        return np.flatnonzero(tree.predecessor >= 0)
+    is_label = np.zeros(len(tree), bool)
+    is_label[pairs.label] = True
+    return np.flatnonzero(is_label)
+
+
+def label_temperatures(tree: TokenTree, pairs: TreePairs) -> np.ndarray | None:
+    """Returns the temperature of the edge to each token, [N] float32, or None if all paths have 1.
+
+    An edge has the temperature of the paths that count it, or else of the first path through it.
+
+    Raises:
+        UserError: paths that count the same edge have different temperatures.
+    """
+    by_path = np.array([path.temperature for path in tree.paths], np.float32)
+    if (by_path == 1).all():
+        return None
+    by_pair = by_path[pairs.path]
+    is_counted = pairs.fields["loss_mask"] > 0
+    result = np.ones(len(tree), np.float32)
+    for chosen in (slice(None), is_counted):  # the last assignment wins: the first path that counts the edge
+        result[pairs.label[chosen][::-1]] = by_pair[chosen][::-1]
+    differs = is_counted & (by_pair != result[pairs.label])
+    if differs.any():
+        pair = int(differs.argmax())
+        first = int((is_counted & (pairs.label == pairs.label[pair])).argmax())
+        one, other = (tree.paths[pairs.path[i]] for i in (first, pair))
+        raise UserError(
+            f"path {other.id or '?'}: temperature: expected {one.temperature:g}, as in path {one.id or '?'}, "
+            f"because the loss counts a token that both paths share, got {other.temperature:g}; put samples "
+            "of different temperatures into different groups"
+        )
+    return result
+
+
+def _joined(paths: Sequence[TokenPath], name: str) -> np.ndarray | None:
+    """Returns a per-token field of all paths, concatenated, or None if no path has it."""
+    values = [getattr(path, name) for path in paths]
+    missing = [path for path, value in zip(paths, values, strict=True) if value is None]
+    if 0 < len(missing) < len(paths):
+        raise UserError(
+            f"path {missing[0].id or '?'}: {name}: missing, but other paths of the batch have it; "
+            "give it to all paths or to none"
+        )
+    return None if missing else np.concatenate(values)

@@ -1,0 +1,166 @@
+"""Converts the fields of a TokenPath to NumPy arrays and checks them. Errors name the field.
+
+T is the number of tokens of the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from titan_tree.errors import UserError, shorten
+
+MAX_ID = np.iinfo(np.int32).max  # of tokens and policy versions
+MAX_EXPERT = np.iinfo(np.int16).max
+
+
+def wrong(field: str, expected: str, got: object) -> UserError:
+    """Returns the error of a field with a wrong value."""
+    return UserError(f"{field}: expected {expected}, got {got}")
+
+
+def number(field: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
+    """Returns a finite number that ``accepts``; ``expected`` describes these numbers."""
+    try:
+        result = float("nan") if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        result = float("nan")
+    if not (np.isfinite(result) and accepts(result)):
+        raise wrong(field, expected, shorten(value))
+    return result
+
+
+def token_array(tokens: Any) -> np.ndarray:
+    """Returns [T] int32 with T >= 1."""
+    array = _array("tokens", tokens, "a flat list of token ids")
+    if array.ndim != 1 or array.size == 0:
+        raise wrong("tokens", "a non-empty list of token ids", f"shape {array.shape}")
+    return _integers("tokens", array, "ids")
+
+
+def version_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
+    """Returns [T] int32 from one version, or from one per token."""
+    array = _integers(field, _array(field, value, "integers"), "versions")
+    return _per_token(field, array, num_tokens)
+
+
+def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
+    """Returns [T] float32 from [T] finite numbers >= 0 or booleans."""
+    array = _floats(field, value, "iufb", (int, float))
+    if array.shape != (num_tokens,):
+        raise wrong(field, f"{num_tokens} entries, one per token", _size(array))
+    if (bad := ~(np.isfinite(array) & (array >= 0))).any():
+        token = int(bad.argmax())
+        raise wrong(field, "every entry finite and >= 0", f"{array[token]} at token {token}")
+    return array
+
+
+def advantage_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
+    """Returns [T] float32 from one number, or from one per token. They are finite after the first token."""
+    array = _per_token(field, _floats(field, value, "iuf", (int, float)), num_tokens)
+    if (bad := ~np.isfinite(array[1:])).any():
+        token = 1 + int(bad.argmax())
+        raise wrong(field, "finite numbers", f"{array[token]} at token {token}")
+    return array
+
+
+def logprob_array(name: str, values: Any, shifted: Any, loss_mask: np.ndarray) -> np.ndarray | None:
+    """Returns [T] float32, or None without log-probs. NaN: the token was not scored.
+
+    Args:
+        name: of the field.
+        values: T log-probs, or None. NaN and None stand for tokens that were not scored.
+        shifted: the T - 1 log-probs of the tokens after the first, or None.
+        loss_mask: [T] tokens that the loss counts must have a log-prob.
+    """
+    if values is None and shifted is None:
+        return None
+    other = f"shifted_{name}"
+    if values is not None and shifted is not None:
+        raise UserError(f"{name}: expected either {name} or {other}, got both; remove one of them")
+    missing = int(shifted is not None)  # entries that the field lacks in front
+    field, other = (other, name) if missing else (name, other)
+    array = _floats(field, shifted if missing else values, "iuf", (int, float, type(None)))
+    num_tokens = len(loss_mask)
+    if array.shape != (num_tokens - missing,):
+        which = "one per token after the first" if missing else "one per token"
+        place = "t" if missing else "t + 1"
+        hint = f"; if entry t belongs to tokens[{place}], name the field {other}"
+        hint = hint if array.shape == (num_tokens - 1 + missing,) else ""
+        raise wrong(field, f"{num_tokens - missing} entries, {which}", _size(array) + hint)
+    array = np.concatenate([np.full(missing, np.nan, np.float32), array])
+    bad = ~np.isfinite(array) & (~np.isnan(array) | (loss_mask > 0))
+    bad[0] = False  # nothing predicts the first token
+    if bad.any():
+        token = int(bad.argmax())
+        hint = "; only tokens with loss mask 0 may lack a log-prob" if np.isnan(array[token]) else ""
+        raise wrong(field, "finite numbers", f"{array[token]} at token {token}{hint}")
+    return array
+
+
+def expert_array(value: Any, num_tokens: int) -> np.ndarray:
+    """Returns [T, L, k] int16; see ``TokenPath.routed_experts``."""
+    field = "routed_experts"
+    expected = "the same number of layers and experts for every token"
+    array = _array(field, value, expected, "lists of unequal lengths")
+    if array.ndim != 3 or len(array) > num_tokens or array.dtype.kind not in "iu" or not array.size:
+        expected = f"integers [at most {num_tokens} tokens, layers, experts per token]"
+        raise wrong(field, expected, f"{array.dtype} of shape {array.shape}")
+    ordered = np.sort(array, axis=-1)
+    missing = (ordered[..., 0] == -1) & (ordered[..., -1] == -1)
+    distinct = (ordered[..., 1:] > ordered[..., :-1]).all(-1)
+    valid = (ordered[..., 0] >= 0) & (ordered[..., -1] <= MAX_EXPERT) & distinct
+    if not (missing | valid).all():
+        token, layer = np.argwhere(~(missing | valid))[0]
+        expected = f"different ids from 0 to {MAX_EXPERT}, or only -1"
+        raise wrong(f"{field} of token {token}, layer {layer}", expected, array[token, layer].tolist())
+    padded = np.full((num_tokens, *array.shape[1:]), -1, np.int16)
+    padded[: len(array)] = array
+    return padded
+
+
+def _array(field: str, value: Any, expected: str, got: str = "a nested list") -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of unequal lengths
+        raise wrong(field, expected, got) from None
+
+
+def _integers(field: str, array: np.ndarray, noun: str) -> np.ndarray:
+    if array.dtype.kind not in "iuO" or (array.dtype.kind == "O" and not _only(array, (int,))):
+        raise wrong(field, f"integer {noun}", f"dtype {array.dtype}")
+    low, high = array.min(initial=0), array.max(initial=0)  # Python integers if they exceed 64 bits
+    if low < 0 or high > MAX_ID:
+        raise wrong(field, f"{noun} from 0 to 2**31 - 1", shorten(int(low if low < 0 else high)))
+    return array.astype(np.int32, copy=False)
+
+
+def _floats(field: str, value: Any, kinds: str, types: tuple[type, ...]) -> np.ndarray:
+    """Returns float32. ``types`` are the Python types that an array of objects may hold; None becomes NaN."""
+    array = _array(field, value, "numbers")
+    if array.dtype.kind not in kinds and not (array.dtype.kind == "O" and _only(array, types)):
+        raise wrong(field, "numbers", shorten(value))
+    try:
+        with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused later
+            return array.astype(np.float32, copy=False)
+    except OverflowError:
+        raise wrong(field, "numbers in the range of float32", "an integer of more than 308 digits") from None
+
+
+def _only(array: np.ndarray, types: tuple[type, ...]) -> bool:
+    return set(map(type, array.flat)) <= set(types)
+
+
+def _per_token(field: str, array: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Returns [T] values from one for the whole path, or from one per token."""
+    if array.ndim == 0:
+        return np.full(num_tokens, array)
+    if array.shape != (num_tokens,):
+        raise wrong(field, f"one value, or {num_tokens} entries, one per token", _size(array))
+    return array
+
+
+def _size(array: np.ndarray) -> str:
+    return f"{len(array)}" if array.ndim == 1 else f"shape {array.shape}"
