@@ -244,6 +244,8 @@ def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path):
         ["--report", "x", "--picture"],
         ["--show", name],
         ["--show", "x"],
+        ["--show", "\x1b"],
+        ["--report", "\x1b"],
         ["--json"],
     ):
         _, out, err = inspect(capsys, tmp_path / "f", *options)

@@ -61,6 +61,8 @@ def test_the_header_shows_ranges_over_trained_tokens():
     assert render_sample(path).plain.startswith(
         "sample: 4 tokens, 2 trained, loss mask 0.5 to 1, weight 1, advantage -1 to 2\n"
     )
+    sampled = TokenPath([5, 6, 7], [0, 1, 1], temperature=0.7, policy_version=[1, 3, 4])
+    assert "2 trained, weight 1, temperature 0.7, policy version 3 to 4\n" in render_sample(sampled).plain
     nothing = TokenPath([5, 6], [1, 0], advantage=3)  # the loss does not count a first token
     assert render_sample(nothing).plain.startswith("sample: 2 tokens, 0 trained, weight 1, advantage 3\n")
     assert OPEN not in body(nothing)

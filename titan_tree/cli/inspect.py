@@ -31,11 +31,11 @@ from titan_tree.config import DataConfig
 from titan_tree.data.groups import Group, holds_conversations
 from titan_tree.data.packing import merged_trees
 from titan_tree.data.readers import AUTO, OpenFile
-from titan_tree.data.report import printable, render_picture, render_report
+from titan_tree.data.report import render_picture, render_report
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample
 from titan_tree.data.ungrouped import UngroupedLines
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 

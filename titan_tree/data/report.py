@@ -24,6 +24,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
+from titan_tree.errors import printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -258,10 +259,3 @@ def _quoted(text: str, last: bool = False) -> str:
     """Quotes the first or last SHOWN characters of a text on one line."""
     text = text[-SHOWN:] if last else text[:SHOWN]
     return printable(json.dumps(text, ensure_ascii=False))
-
-
-def printable(text: str) -> str:
-    """Escapes the characters of a text that may change what a terminal shows, such as control characters."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.report import printable
+from titan_tree.errors import printable
 from titan_tree.tree.paths import TokenPath
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, so that they are visible without color
@@ -74,13 +74,19 @@ def render_sample(
 
 
 def _header(path: TokenPath, trained: np.ndarray) -> str:
-    """Returns one line with the sample's id, sizes, weight and advantage."""
+    """Returns one line with the id, the sizes, and the fields that scale the loss."""
     count = int(trained.sum())
     parts = [f"{len(path):,} tokens", f"{count:,} trained", f"weight {path.weight:g}"]
     if count and (mask := _range(path.loss_mask[trained])) != "1":
         parts.insert(2, f"loss mask {mask}")
     if path.advantage is not None:
         parts.append(f"advantage {_range(path.advantage[trained] if count else path.advantage)}")
+    if path.temperature != 1:
+        parts.append(f"temperature {path.temperature:g}")
+    if path.policy_version is not None:
+        parts.append(
+            f"policy version {_range(path.policy_version[trained] if count else path.policy_version)}"
+        )
     return f"{printable(path.id or 'sample')}: {', '.join(parts)}"
 
 
