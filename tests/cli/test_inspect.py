@@ -107,7 +107,9 @@ def test_sample_settings_change_the_paths(capsys):
     for name, options in {
         "each": [],
         "whole": ["--sample", "turns=whole"],
+        "last": ["--sample", "turns=last"],
         "stripped": ["--sample", "keep_reasoning=false"],
+        "qwen3": ["--template", "qwen3"],
     }.items():
         status, out, _ = inspect(capsys, "demo", "--limit", 1, *options)
         assert status == 0
@@ -115,7 +117,10 @@ def test_sample_settings_change_the_paths(capsys):
         counts[name] = [int(n.replace(",", "")) for n in rows(out)["all 64"][:3]]
     assert counts["whole"][0] == 64 * 4
     assert counts["each"][0] == counts["stripped"][0] == 64 * (2 * 4 + 2 * 5)
-    assert counts["each"][2] == counts["whole"][2]  # earlier turns are prefixes of the last
+    assert (
+        counts["each"][2] == counts["whole"][2] == counts["last"][2]
+    )  # earlier turns are prefixes of the last
+    assert (counts["each"][2], counts["qwen3"][2]) == (97_885, 116_529)  # the quickstart has these numbers
     assert counts["stripped"][1] < counts["each"][1]
 
 
@@ -131,6 +136,8 @@ def test_report_shows_where_one_tree_diverges(capsys, file):
 
 
 def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"id": "a", "tokens": [65, 282]}')
     for args, message in (
         ([tmp_path / "none.jsonl"], "no such file"),
         ([file, "--report", "c"], "--report c: no tree has this name; the first ones are a, b"),
@@ -139,6 +146,10 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
         (["demo", "--show", "shop-3/trial9"], "the closest are shop-3/trial"),
         (["demo", "--show", "shp-63"], "the closest are shop-63, "),
         ([file, "--tokenizer", tmp_path], "tokenizer.json"),
+        (
+            [odd, "--tokenizer", "byte", "--show", "a"],
+            f"{odd}:1: path a: token id 282 at token 1: expected ids below",
+        ),
         (["demo", "--template", "qwen3", "--sample", "keep_reasoning=false"], "keep_reasoning"),
     ):
         status, out, err = inspect(capsys, *args)

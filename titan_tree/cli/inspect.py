@@ -37,6 +37,7 @@ from titan_tree.data.show import render_sample
 from titan_tree.data.ungrouped import UngroupedLines
 from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
+from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 NamedTree = tuple[str, TokenTree]
@@ -138,7 +139,9 @@ def run(args: argparse.Namespace) -> None:
         files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
     )
     tokenizer = _load_tokenizer(args, config)
-    reader = SampleReader(config, tokenizer)
+    decodes = args.show is not None or args.report is not None
+    vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None
+    reader = SampleReader(config, tokenizer, ModelLimits(vocab_size=vocab_size))
     # Console() has the width of the terminal, or of the variable COLUMNS.
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
     if args.show is not None:
