@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from tests.support.datasets import REAL_DATA, sample_reader
@@ -228,3 +229,19 @@ def test_control_characters_do_not_reach_the_terminal():
     for shown in (rendered(render_report(tree, odd)), rendered(render_picture(tree, odd))):
         assert "\\u001b[31m\\x9b\\u202e\\n" in shown
         assert all(char.isprintable() or char == "\n" for char in shown)
+
+
+def test_lines_of_the_report_fit_the_terminal():
+    def wide(ids):
+        return "".join(f"日\n{WORDS[i]}" for i in ids)
+
+    thoughts, _ = THOUGHTS["dropped, heavier"]
+    long = "<s>= the" + "| cat| sat| on" * 8
+    for tree in (
+        tree_of_turns(*thoughts),
+        tree_of("<s>| the|re| cat", "<s>| there| cat| on"),
+        tree_of_turns(long[:-4], long),
+    ):
+        for width in (80, 100):
+            lines = render_report(tree, wide, width).plain.splitlines()
+            assert max(map(cell_len, lines)) <= width, lines

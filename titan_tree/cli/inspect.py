@@ -231,7 +231,7 @@ def _print_report(
     for tree in found:
         if args.picture:
             console.print(render_picture(tree, decode))
-        console.print(render_report(tree, decode))
+        console.print(render_report(tree, decode, console.width))
 
 
 def _print_sample(

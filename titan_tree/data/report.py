@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
+from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
@@ -30,12 +31,13 @@ from titan_tree.tree.token_tree import TokenTree
 
 Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
-RETOKENIZED = "same text, other tokens (retokenization)"
+RETOKENIZED = "same text, other tokens"
 DROPPED_THOUGHT = "the template dropped a thought"
 OTHER_TEXT = "other text"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
 SHOWN = 50  # of these, at most so many characters are shown
+LEAST_SHOWN = 8  # and at least so many, in a narrow terminal
 THOUGHT_BEGINS = re.compile(r"\s*<think>")
 OPEN_THOUGHT = re.compile(r"<think>\s*$")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -215,24 +217,33 @@ def _text(tokens: list[int], decode: Decode | None) -> str:
     return decode(tokens) if decode else " ".join(map(str, tokens))
 
 
-def render_report(tree: TokenTree, decode: Decode | None = None) -> Text:
-    """Renders the branch points of a tree: the text before each, its children, and why they diverge."""
+def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 160) -> Text:
+    """Renders the branch points of a tree: the text before each, its children, and why they diverge.
+
+    Args:
+        tree: the tree to report on.
+        decode: see ``branch_points``.
+        width: columns of the terminal. Quoted texts are shortened until the lines fit.
+    """
     points = branch_points(tree, decode)
     tally = Counter(reason for point in points for reason in point.reasons)
     out = Text(f"{_count(len(tree.paths), 'path')}, {_count(len(points), 'branch point')}\n")
     for reason, number in tally.most_common():
         out.append(f"{number:8,} x {reason}\n")
     for point in points:
-        out.append(f"\n{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}", style="bold")
-        out.append(f"  {_quoted(point.before, last=True)}\n", style="dim")
+        place = f"{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}  "
+        out.append(f"\n{place}", style="bold")
+        out.append(f"{_quoted(point.before, last=True, room=width - len(place))}\n", style="dim")
         if point.n_ending:
-            out.append(f"{_count(point.n_ending, 'path'):>12} ending here\n", style="yellow")
+            out.append(f"{_count(point.n_ending, 'path'):>11} ending here\n", style="yellow")
         for child in point.children:
-            out.append(f"{_count(child.n_paths, 'path'):>12}, {_count(child.n_tokens, 'token'):>14}  ")
-            out.append(_quoted(child.text), style="cyan")
-            out.append(f"  token {child.token}", style="dim")
+            size = f"{_count(child.n_paths, 'path'):>11}, {_count(child.n_tokens, 'token'):>13}  "
+            ids = f"  token {child.token}" if RETOKENIZED in point.reasons else ""
+            reason = f"  {child.reason}" if child.reason else ""
+            room = width - len(size) - len(ids) - len(reason)
+            out.append(size).append(_quoted(child.text, room=room), style="cyan").append(ids, style="dim")
             style = "bold red" if child.reason == RETOKENIZED else "yellow"
-            out.append(f"  {child.reason}\n", style=style)
+            out.append(f"{reason}\n", style=style)
     return out
 
 
@@ -255,7 +266,17 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _quoted(text: str, last: bool = False) -> str:
-    """Quotes the first or last SHOWN characters of a text on one line."""
-    text = text[-SHOWN:] if last else text[:SHOWN]
-    return printable(json.dumps(text, ensure_ascii=False))
+def _quoted(text: str, last: bool = False, room: int = SHOWN + 2) -> str:
+    """Quotes the first or last SHOWN characters of a text on one line, or fewer if the room is small.
+
+    Args:
+        room: columns of the quoted text. At least LEAST_SHOWN characters are quoted nevertheless.
+    """
+    shown = min(len(text), SHOWN)
+    while True:
+        quoted = printable(
+            json.dumps(text[len(text) - shown :] if last else text[:shown], ensure_ascii=False)
+        )
+        if cell_len(quoted) <= room or shown <= LEAST_SHOWN:
+            return quoted
+        shown -= 1
