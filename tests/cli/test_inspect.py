@@ -1,5 +1,6 @@
 """titan-tree inspect: its table, its JSON, its reports and its errors."""
 
+import io
 import json
 import subprocess
 import sys
@@ -141,7 +142,8 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
     for args, message in (
         ([tmp_path / "none.jsonl"], "no such file"),
         ([file, "--report", "c"], "--report c: no tree has this name; the first ones are a, b"),
-        (["demo", "--report", "shop3"], "the closest are shop-3, "),
+        ([file, "--report", "aa"], "the closest are a\n"),
+        ([file, "--picture"], "--picture: expected --report ID as well; add it, or remove --picture"),
         ([file, "--show", "c"], "--show c: no sample or tree has this id; the first ones are a, b"),
         (["demo", "--show", "shop-3/trial9"], "the closest are shop-3/trial"),
         (["demo", "--show", "shp-63"], "the closest are shop-63, "),
@@ -265,13 +267,20 @@ def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path):
     assert "\\x1b[31m\\x9b\\u202e\\n[red]" in inspect(capsys, tmp_path / "f")[1]
 
 
-def test_a_closed_pipe_ends_the_command_quietly():
+def test_a_closed_pipe_ends_the_command_quietly(file):
     for options in ([], ["--json"]):
-        command = [sys.executable, "-m", "titan_tree.cli", "inspect", "demo", *options]
+        command = [sys.executable, "-m", "titan_tree.cli", "inspect", file, *options]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         run.stdout.close()
         assert run.stderr.read() == b""
         assert run.wait() == 1
+
+
+def test_terminals_that_are_not_unicode(monkeypatch, file):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["inspect", file, "--show", "a/2"]) == 0
+    assert stdout.buffer.getvalue().endswith(rb" 1 \u27e6 2 3 5 \u27e7" + b"\n")
 
 
 def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path):
@@ -280,8 +289,10 @@ def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path)
         "12 lines without group_id share prefixes: one tree instead of 12 would hold 15 tokens instead of 48"
     )
     assert told in inspect(capsys, tmp_path / "f")[1]
-    assert "group_id" not in inspect(capsys, tmp_path / "f", "--merge", "batch")[1]
-    assert "group_id" not in inspect(capsys, "demo")[1]
+    assert "lines without" not in inspect(capsys, tmp_path / "f", "--merge", "batch")[1]
+    line = {"trajectories": [{"tokens": [1, 2, 3]}]}  # a task is a group
+    (tmp_path / "g").write_text(f"{json.dumps(line)}\n" * 2)
+    assert "lines without" not in inspect(capsys, tmp_path / "g")[1]
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")

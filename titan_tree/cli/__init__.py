@@ -7,6 +7,7 @@ and add a line to ``VERBS``. The module's docstring becomes the verb's --help te
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns the exit status: 0, 2 after a mistake in the input, 1 if stdout was closed."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv[0] if argv else None).parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args.run(args)
         sys.stdout.flush()

@@ -135,6 +135,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
+    if args.picture and args.report is None:
+        raise UserError("--picture: expected --report ID as well; add it, or remove --picture")
     config = DataConfig(
         files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
     )
