@@ -65,6 +65,8 @@ def test_one_policy_version_or_one_per_token():
         ({"weight": "1"}, "weight: expected a finite number >= 0, got '1'"),
         ({"weight": True}, "weight: expected a finite number >= 0, got True"),
         ({"weight": 10**310}, "weight: expected a finite number >= 0, got 1000"),
+        ({"weight": 1e39}, r"weight: expected a finite number >= 0, got 1e\+39"),
+        ({"temperature": 1e-46}, "temperature: expected a finite number > 0, got 1e-46"),
         ({"temperature": 0}, "temperature: expected a finite number > 0, got 0"),
         ({"temperature": math.inf}, "temperature: expected a finite number > 0, got inf"),
         ({"temperature": "warm"}, "temperature: expected a finite number > 0, got 'warm'"),

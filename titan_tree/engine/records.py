@@ -61,6 +61,7 @@ class StepInput:
     unpartitioned: list[TreeBatch | None]
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
+    newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class GlobalSizes(NamedTuple):
     max_micro_batches: int
     max_partitions: int  # of one micro-batch
     chain_peak: int
+    newest_version: int
 
     @property
     def is_partitioned(self) -> bool:
@@ -97,7 +99,7 @@ def all_reduce_counts(step: StepInput) -> GlobalSizes:
     """Sums the counts of all ranks and takes the maxima of the other sizes, on the host."""
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
-    maxima = torch.tensor([len(step.micro_batches), max_partitions, step.chain_peak])
+    maxima = torch.tensor([len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version])
     if world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)

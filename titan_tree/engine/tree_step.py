@@ -123,7 +123,8 @@ class TreeStep:
             batches = [[batch.pin_memory() for batch in partitions] for partitions in batches]
             unpartitioned = [None if batch is None else batch.pin_memory() for batch in unpartitioned]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
-        return StepInput(batches, unpartitioned, counts, chain_peak)
+        versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
+        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
 
     def run(self, step: StepInput) -> StepResult:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
@@ -182,9 +183,12 @@ class TreeStep:
         loss, sums = all_reduce_named(loss, run.totals.sums | cost_tensors)
         token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
         routing = None if run.routing is None else run.routing.total()
+        loss_metrics = {name: value / token_weight for name, value in sums.items()}
+        if "policy_version" in loss_metrics:
+            loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
         return StepResult(
             loss=loss,
-            loss_metrics={name: value / token_weight for name, value in sums.items()},
+            loss_metrics=loss_metrics,
             routing=routing,
             router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
             counts=counts,

@@ -22,12 +22,14 @@ def wrong(field: str, expected: str, got: object) -> UserError:
 
 
 def number(field: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    """Returns a finite number that ``accepts``; ``expected`` describes these numbers."""
+    """Returns a number that float32 can represent and ``accepts``; ``expected`` describes these numbers."""
     try:
         result = float("nan") if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
-    if not (np.isfinite(result) and accepts(result)):
+    with np.errstate(over="ignore"):  # batches store numbers of paths in float32
+        rounded = float(np.float32(result))
+    if not (np.isfinite(rounded) and accepts(rounded)):
         raise wrong(field, expected, shorten(value))
     return result
 

@@ -73,7 +73,8 @@ class TokenPath:
         temperature: the sampling temperature, > 0. The model computes log-probs and entropies of
             logits / temperature. Paths that share an edge must agree on it if they count the edge.
         policy_version: version of the policy that sampled the path: one integer, or [T], as a rollout may
-            span versions. Stored as [T] int32. The metric ``policy_version`` is the mean over counted tokens.
+            span versions. Stored as [T] int32. Give it to all paths or to none. The metrics of a step show
+            its mean over counted tokens, and how far the mean lags behind the newest version.
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".

@@ -1,4 +1,4 @@
-"""Log-probs and entropies at the sampling temperature, against a model of plain torch on every path alone."""
+"""Sampling temperatures, against transformers on every path alone; and versions of the sampling policy."""
 
 import random
 
@@ -119,3 +119,15 @@ def test_the_paths_that_count_an_edge_decide_its_temperature():
     message = "path c: temperature: expected 0.5, as in path a, because .* got 1; put samples"
     with pytest.raises(UserError, match=message):
         TreeBatch.from_trees([TokenTree.from_paths([context, counted, clash])])
+
+
+def test_the_policy_lag_is_the_distance_from_the_newest_version(models):
+    old = TokenPath([1, 2, 3], policy_version=[9, 4, 5], weight=2)
+    new = TokenPath([7, 8, 9], loss_mask=[0, 0, 1], policy_version=8)
+    step = TreeStep(models[1], TreeLoss("sft"))
+    metrics = step.run(step.prepare([[TokenTree.from_paths([path])] for path in (old, new)])).loss_metrics
+    mean = (2 * 4 + 2 * 5 + 8) / 5
+    assert metrics["policy_version"].item() == pytest.approx(mean)
+    assert metrics["policy_lag"].item() == pytest.approx(9 - mean)
+    alone = step.run(step.prepare([[TokenTree.from_paths([TokenPath([1, 2])])]])).loss_metrics
+    assert "policy_lag" not in alone
