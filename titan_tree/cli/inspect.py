@@ -1,9 +1,9 @@
 """Shows how much the samples of data files share, and what is trained.
 
-titan-tree inspect rollouts.jsonl                  a table with one row per token tree
-titan-tree inspect rollouts.jsonl --report TASK    where and why the samples of one tree diverge
-titan-tree inspect rollouts.jsonl --show TASK      a sample, with the tokens that the loss counts
-titan-tree inspect rollouts.jsonl --json           the table's numbers for programs
+titan-tree inspect FILE               a table with one row per token tree
+titan-tree inspect FILE --report ID   where and why the samples of a tree diverge
+titan-tree inspect FILE --show ID     a sample, with the tokens that the loss counts
+titan-tree inspect FILE --json        the numbers of the table, for programs
 """
 
 from __future__ import annotations
