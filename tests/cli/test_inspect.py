@@ -1,5 +1,6 @@
 """titan-tree inspect: its table, its JSON, its reports and its errors."""
 
+import io
 import json
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def test_table_has_a_row_per_group_and_totals(capsys, file):
         "b": ["1", "3", "3", "0.000", "1.00x", "1", "1", "0.00", "3"],
         "all 2": ["4", "15", "11", "0.267", "1.36x", "6", "3", "2.00", "4"],
     }
-    assert "largest tree: a with 8 tokens; a tree above data.max_tokens is partitioned" in out
+    assert "largest tree: a, 8 tokens; partitioned if above data.max_tokens" in out
 
 
 def test_json_has_every_tree_and_their_sums(capsys, file):
@@ -76,7 +77,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
 
 
 def test_json_keeps_names_as_they_are(capsys, tmp_path):
-    name = "a [b] " + "é" * 300
+    name = "a [b] " + "é" * 200
     (tmp_path / "f").write_text(json.dumps({"id": name, "tokens": [1]}))
     _, out, _ = inspect(capsys, tmp_path / "f", "--json")
     assert json.loads(out)["trees"][0]["id"] == name
@@ -107,7 +108,9 @@ def test_sample_settings_change_the_paths(capsys):
     for name, options in {
         "each": [],
         "whole": ["--sample", "turns=whole"],
+        "last": ["--sample", "turns=last"],
         "stripped": ["--sample", "keep_reasoning=false"],
+        "qwen3": ["--template", "qwen3"],
     }.items():
         status, out, _ = inspect(capsys, "demo", "--limit", 1, *options)
         assert status == 0
@@ -115,7 +118,10 @@ def test_sample_settings_change_the_paths(capsys):
         counts[name] = [int(n.replace(",", "")) for n in rows(out)["all 64"][:3]]
     assert counts["whole"][0] == 64 * 4
     assert counts["each"][0] == counts["stripped"][0] == 64 * (2 * 4 + 2 * 5)
-    assert counts["each"][2] == counts["whole"][2]  # earlier turns are prefixes of the last
+    assert (
+        counts["each"][2] == counts["whole"][2] == counts["last"][2]
+    )  # earlier turns are prefixes of the last
+    assert (counts["each"][2], counts["qwen3"][2]) == (97_885, 116_529)  # the quickstart has these numbers
     assert counts["stripped"][1] < counts["each"][1]
 
 
@@ -131,10 +137,21 @@ def test_report_shows_where_one_tree_diverges(capsys, file):
 
 
 def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"id": "a", "tokens": [65, 282]}')
     for args, message in (
         ([tmp_path / "none.jsonl"], "no such file"),
-        ([file, "--report", "c"], "--report c: no tree has this name"),
+        ([file, "--report", "c"], "--report c: no tree has this name; the first ones are a, b"),
+        ([file, "--report", "aa"], "the closest are a\n"),
+        ([file, "--picture"], "--picture: expected --report ID as well; add it, or remove --picture"),
+        ([file, "--show", "c"], "--show c: no sample or tree has this id; the first ones are a, b"),
+        (["demo", "--show", "shop-3/trial9"], "the closest are shop-3/trial"),
+        (["demo", "--show", "shp-63"], "the closest are shop-63, "),
         ([file, "--tokenizer", tmp_path], "tokenizer.json"),
+        (
+            [odd, "--tokenizer", "byte", "--show", "a"],
+            f"{odd}:1: path a: token id 282 at token 1: expected ids below",
+        ),
         (["demo", "--template", "qwen3", "--sample", "keep_reasoning=false"], "keep_reasoning"),
     ):
         status, out, err = inspect(capsys, *args)
@@ -164,6 +181,118 @@ def test_it_runs_as_a_module(file):
     )
     assert run.returncode == 2
     assert "--limit: expected at least 1, got 0" in run.stderr
+
+
+def test_show_prints_a_sample_with_its_trained_tokens(capsys, file):
+    status, out, err = inspect(capsys, file, "--show", "a/2")
+    assert (status, err) == (0, "")
+    assert out == "a/2: 4 tokens, 3 trained, weight 1\n⟦trained tokens⟧\n\n 1 ⟦ 2 3 5 ⟧\n"
+    _, out, _ = inspect(capsys, "demo", "--show", "shop-63/trial2/4")
+    assert out.startswith("shop-63/trial2/4: 850 tokens, 19 trained, weight 1\n")
+    assert (
+        '{"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}}}\n</tools>'
+        in out
+    )
+    assert "\n<|im_start|>assistant\n⟦<think>\n" in out
+    assert out.endswith(
+        "<|im_end|>⟧\n\nthese tokens are bytes; use --tokenizer FOLDER to see those of your model\n"
+    )
+
+
+def test_show_accepts_trees_and_trajectories(capsys):
+    """It shows their first sample and lists the others."""
+    for name, number, others in (
+        ("shop-3", 18, [f"shop-3/trial{t}/{turn}" for t in range(4) for turn in range(1, 5 + t % 2)][1:]),
+        ("shop-3/trial1", 5, [f"shop-3/trial1/{turn}" for turn in range(2, 6)]),
+    ):
+        _, out, _ = inspect(capsys, "demo", "--show", name)
+        assert out.startswith(f"shop-3/trial{int(number == 5)}/1: ")
+        note = out.partition("this is the first of ")[2].partition("these tokens")[0]
+        assert " ".join(note.split()) == f"{number} samples; the others are {', '.join(others)}"
+    _, out, _ = inspect(capsys, "demo", "--show", "shop-3", "--limit", 2)
+    assert "the others are shop-3/trial0/2, shop-3/trial0/3, and 15 more\n" in out
+
+
+def test_show_prints_all_samples_of_one_id(capsys, tmp_path):
+    (tmp_path / "f").write_text('{"id": "a", "tokens": [1, 2]}\n{"id": "a", "tokens": [1, 3]}\n')
+    _, out, _ = inspect(capsys, tmp_path / "f", "--show", "a")
+    assert [line for line in out.splitlines() if line.startswith(" ")] == [" 1 ⟦ 2 ⟧", " 1 ⟦ 3 ⟧"]
+
+
+@pytest.fixture
+def wide_file(tmp_path):
+    """Returns a file whose numbers are too wide for a table of 80 columns."""
+    path = tmp_path / "wide.jsonl"
+    name, tokens = "0f8fad5b-d9cb-469f-a165-70867728950e", list(range(10_000))
+    path.write_text("".join(json.dumps({"group_id": name, "tokens": [*tokens, n]}) + "\n" for n in range(10)))
+    return str(path)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits_the_terminal(capsys, monkeypatch, wide_file, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = inspect(capsys, wide_file)
+    assert max(map(len, out.splitlines())) <= width
+    rule, folded = out.splitlines()[1], ""
+    for line in out.split(f"{rule}\n")[1].splitlines():
+        folded += line.split(" ")[1]
+    assert folded == "0f8fad5b-d9cb-469f-a165-70867728950e"
+    for number in (" 100,010 ", " 10,010 ", " 0.900 ", " 9.99x ", " 10,001\n"):
+        assert number in out
+    assert ("hidden at this width: fan-out, depth" in out) == (width < 120)
+    assert ("\nfan-out: " in out) == (width == 120)
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path):
+    name = "\x1b[31m\x9b\u202e\n[red]"
+    messages = [{"role": "user", "content": name}, {"role": "assistant", "content": name}]
+    (tmp_path / "f").write_text(
+        json.dumps({"id": name, "messages": messages})
+        + "\n"
+        + json.dumps({"id": "x", "messages": messages * 2})
+    )
+    for options in (
+        [],
+        ["--report", name, "--picture"],
+        ["--report", "x", "--picture"],
+        ["--show", name],
+        ["--show", "x"],
+        ["--show", "\x1b"],
+        ["--report", "\x1b"],
+        ["--json"],
+    ):
+        _, out, err = inspect(capsys, tmp_path / "f", *options)
+        assert out or err
+        assert all(char.isprintable() or char in "\n" for char in out + err), options
+    assert "\\x1b[31m\\x9b\\u202e\\n[red]" in inspect(capsys, tmp_path / "f")[1]
+
+
+def test_a_closed_pipe_ends_the_command_quietly(file):
+    for options in ([], ["--json"]):
+        command = [sys.executable, "-m", "titan_tree.cli", "inspect", file, *options]
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        run.stdout.close()
+        assert run.stderr.read() == b""
+        assert run.wait() == 1
+
+
+def test_terminals_that_are_not_unicode(monkeypatch, file):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["inspect", file, "--show", "a/2"]) == 0
+    assert stdout.buffer.getvalue().endswith(rb" 1 \u27e6 2 3 5 \u27e7" + b"\n")
+
+
+def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path):
+    (tmp_path / "f").write_text("".join(json.dumps({"tokens": [1, 2, 3, n]}) + "\n" for n in range(12)))
+    told = (
+        "12 lines without group_id share prefixes: one tree instead of 12 would hold 15 tokens instead of 48"
+    )
+    assert told in inspect(capsys, tmp_path / "f")[1]
+    assert "lines without" not in inspect(capsys, tmp_path / "f", "--merge", "batch")[1]
+    line = {"trajectories": [{"tokens": [1, 2, 3]}]}  # a task is a group
+    (tmp_path / "g").write_text(f"{json.dumps(line)}\n" * 2)
+    assert "lines without" not in inspect(capsys, tmp_path / "g")[1]
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")

@@ -1,10 +1,17 @@
 """The merge report, on trees that are small enough to read."""
 
 import io
+from collections import Counter
 
+import numpy as np
+import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from tests.support.datasets import REAL_DATA, sample_reader
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.report import (
+    DROPPED_THOUGHT,
     ENDS,
     OTHER_TEXT,
     OTHER_TOKENS,
@@ -16,7 +23,7 @@ from titan_tree.data.report import (
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-WORDS = ["<s>", " the", " there", "re", " cat", " sat", " on", " dog", " c", "at"]
+WORDS = ["<s>", " the", " there", "re", " cat", " sat", " on", " dog", " c", "at", "<think>", "</think>"]
 
 
 def decode(ids):
@@ -89,6 +96,111 @@ def test_text_before_a_branch_point_follows_the_path():
     assert [c.text for c in last.children] == [" cat", " c"]
 
 
+def tree_of_turns(*texts):
+    """Returns a tree of prompts and completions: the loss counts the words after ``=``."""
+    paths = []
+    for text in texts:
+        prompt, completion = ([WORDS.index(word) for word in part.split("|")] for part in text.split("="))
+        paths.append(TokenPath(prompt + completion, [0] * len(prompt) + [1] * len(completion)))
+    return TokenTree.from_paths(paths)
+
+
+THOUGHTS = {
+    # The second sample has the first one's turn in its history, without the thought.
+    "dropped": (["<s>=<think>| the|</think>| cat", "<s>| cat= sat| on"], DROPPED_THOUGHT),
+    "dropped, heavier": (["<s>=<think>| the| dog| on|</think>| cat", "<s>| cat= sat"], DROPPED_THOUGHT),
+    "empty": (["<s>=<think>|</think>| cat", "<s>| cat= sat| on| dog"], DROPPED_THOUGHT),
+    "next thought dropped as well": (
+        ["<s>=<think>| the|</think>| cat|<think>| on|</think>| sat", "<s>| cat| sat= on"],
+        DROPPED_THOUGHT,
+    ),
+    "block kept": (
+        ["<s>|<think>= the|</think>| cat", "<s>|<think>|</think>| cat= sat| on"],
+        DROPPED_THOUGHT,
+    ),
+    "same turn, other tokens": (["<s>=<think>| the|</think>| c|at", "<s>| cat= sat| on"], DROPPED_THOUGHT),
+    "another turn": (["<s>=<think>| the|</think>| cat", "<s>| dog= sat| on"], OTHER_TEXT),
+    "written without a thought": (
+        ["<s>=<think>| the|</think>| cat", "<s>= cat", "<s>| cat= sat| on"],
+        OTHER_TEXT,
+    ),
+    "another thought": (
+        ["<s>|<think>= the|</think>| cat", "<s>|<think>| on|</think>| cat= sat"],
+        OTHER_TEXT,
+    ),
+    "no end": (["<s>=<think>| the| cat", "<s>| cat= sat| on"], OTHER_TEXT),
+    "nothing after it": (["<s>=<think>| the|</think>", "<s>| cat= sat| on"], OTHER_TEXT),
+}
+
+
+@pytest.mark.parametrize(("texts", "reason"), THOUGHTS.values(), ids=THOUGHTS)
+def test_dropped_thoughts(texts, reason):
+    points = branch_points(tree_of_turns(*texts), decode)
+    assert points[0].depth == 1 + texts[0].startswith("<s>|<think>")
+    assert [child.reason for child in points[0].children] == ["", reason]
+    assert all(point.reasons == [ENDS] for point in points[1:])
+    reversed_points = branch_points(tree_of_turns(*texts[::-1]), decode)
+    assert [point.reasons for point in reversed_points] == [point.reasons for point in points]
+
+
+def dropped_thoughts(tree):
+    """Returns the shared prefixes of those samples of one trajectory that are no prefixes of each other.
+
+    Later samples of a trajectory repeat earlier ones, so only a dropped thought makes them diverge.
+    """
+    places = set()
+    for i, earlier in enumerate(tree.paths):
+        for later in tree.paths[i + 1 :]:
+            if later.id.rpartition("/")[0] == earlier.id.rpartition("/")[0]:
+                n = min(len(earlier), len(later))
+                differs = np.flatnonzero(earlier.tokens[:n] != later.tokens[:n])
+                if len(differs):
+                    places.add(tuple(earlier.tokens[: differs[0]].tolist()))
+    return places
+
+
+def reported(tree, decode, reason):
+    """Returns the tokens before each branch point with this reason."""
+    places = set()
+    for point in branch_points(tree, decode):
+        if reason in point.reasons:
+            through = next(
+                p for p in range(len(tree.paths)) if tree.node_offsets[point.node] in tree.indices_of(p)
+            )
+            places.add(tuple(tree.paths[through].tokens[: point.depth].tolist()))
+    return places
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "number"),
+    [("chatml", {}, 0), ("chatml", {"keep_reasoning": False}, 384 // 8), ("qwen3", {}, 64 // 8)],
+)
+def test_dropped_thoughts_of_the_demo(template, settings, number):
+    tokenizer = TreeTokenizer.byte_level(template)
+    reader = sample_reader("demo", tokenizer, sample=settings)
+    found = 0
+    for _, group in zip(range(8), reader.groups(), strict=False):
+        tree = TokenTree.from_paths(reader.paths(group))
+        places = reported(tree, tokenizer.decode, DROPPED_THOUGHT)
+        assert places == dropped_thoughts(tree)
+        found += len(places)
+    assert found == number
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
+def test_dropped_thoughts_of_real_rollouts():
+    """100 tasks of one trajectory each with 210 turns, so 110 turns have a later one."""
+    for template, settings, expected in (
+        ("chatml", {"keep_reasoning": False}, {DROPPED_THOUGHT: 110}),
+        ("qwen3", {}, {ENDS: 110}),  # the user speaks once
+    ):
+        tokenizer = TreeTokenizer.byte_level(template)
+        reader = sample_reader(REAL_DATA / "webdancer_think.jsonl.gz", tokenizer, sample=settings)
+        trees = (TokenTree.from_paths(reader.paths(group)) for group in reader.groups())
+        points = [point for tree in trees for point in branch_points(tree, tokenizer.decode)]
+        assert Counter(reason for point in points for reason in point.reasons) == expected
+
+
 def rendered(what):
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(what)
@@ -107,3 +219,29 @@ def test_renderings_show_the_branch_points():
     assert picture[0] == "8 tokens, 4 paths"
     assert picture[1] == '└── 1 token, 4 paths  "<s>"'
     assert len(picture) == 1 + tree.stats.n_nodes
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    def odd(ids):
+        return "".join("\x1b[31m\x9b\u202e\n" if i == 1 else WORDS[i] for i in ids)
+
+    tree = tree_of("<s>| the| cat", "<s>| dog| the", "<s>| dog")
+    for shown in (rendered(render_report(tree, odd)), rendered(render_picture(tree, odd))):
+        assert "\\u001b[31m\\x9b\\u202e\\n" in shown
+        assert all(char.isprintable() or char == "\n" for char in shown)
+
+
+def test_lines_of_the_report_fit_the_terminal():
+    def wide(ids):
+        return "".join(f"日\n{WORDS[i]}" for i in ids)
+
+    thoughts, _ = THOUGHTS["dropped, heavier"]
+    long = "<s>= the" + "| cat| sat| on" * 8
+    for tree in (
+        tree_of_turns(*thoughts),
+        tree_of("<s>| the|re| cat", "<s>| there| cat| on"),
+        tree_of_turns(long[:-4], long),
+    ):
+        for width in (80, 100):
+            lines = render_report(tree, wide, width).plain.splitlines()
+            assert max(map(cell_len, lines)) <= width, lines

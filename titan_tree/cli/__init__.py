@@ -7,6 +7,8 @@ and add a line to ``VERBS``. The module's docstring becomes the verb's --help te
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,19 +16,25 @@ from importlib import import_module
 from titan_tree.errors import UserError
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
-    "inspect": "show how much the samples of data files share",
+    "inspect": "show how much the samples of data files share, and what is trained",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: 0, or 2 after a mistake in the input."""
+    """Runs a verb and returns the exit status: 0, 2 after a mistake in the input, 1 if stdout was closed."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv[0] if argv else None).parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args.run(args)
+        sys.stdout.flush()
     except UserError as error:
         print(f"titan-tree: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
+        return 1
     return 0
 
 

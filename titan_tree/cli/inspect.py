@@ -1,18 +1,21 @@
-"""Shows how much the samples of data files share.
+"""Shows how much the samples of data files share, and what is trained.
 
-titan-tree inspect rollouts.jsonl.gz                  a table with one row per token tree
-titan-tree inspect rollouts.jsonl.gz --report TASK    where and why the samples of one tree diverge
-titan-tree inspect rollouts.jsonl.gz --json           the table's numbers for programs
+titan-tree inspect FILE               a table with one row per token tree
+titan-tree inspect FILE --report ID   where and why the samples of a tree diverge
+titan-tree inspect FILE --show ID     a sample, with the tokens that the loss counts
+titan-tree inspect FILE --json        the numbers of the table, for programs
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from difflib import get_close_matches
 from itertools import count, islice
 from typing import Any, BinaryIO
 
@@ -21,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
@@ -29,20 +33,26 @@ from titan_tree.data.packing import merged_trees
 from titan_tree.data.readers import AUTO, OpenFile
 from titan_tree.data.report import render_picture, render_report
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.errors import UserError
+from titan_tree.data.show import render_sample
+from titan_tree.data.ungrouped import UngroupedLines
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
+from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 NamedTree = tuple[str, TokenTree]
 NamedStats = tuple[str, TreeStats]
 
-COLUMNS = ("paths", "N_flat", "N_tree", "POR", "bound", "nodes", "depth", "fan-out", "longest")
-LEGEND = (
-    "N_flat: total tokens of all paths; N_tree: distinct tokens\n"
-    "POR: potential overlap ratio, 1 - N_tree / N_flat; bound: largest speed-up, N_flat / N_tree\n"
-    "depth: nodes on the deepest path; fan-out: mean children of a branching node;\n"
-    "longest: tokens of the longest path"
-)
+HIDDEN_FIRST = ("fan-out", "depth", "nodes")  # in this order, if the terminal is too narrow for all columns
+LEGEND = {
+    "N_flat": "total tokens of all paths; N_tree: distinct tokens",
+    "POR": "potential overlap ratio, 1 - N_tree / N_flat",
+    "bound": "largest speed-up, N_flat / N_tree",
+    "depth": "nodes on the deepest path",
+    "fan-out": "mean children of a branching node",
+    "longest": "tokens of the longest path",
+}
+FILE_WIDTH = 160  # columns if the output is not a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +96,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum tokens of a tree, for --merge batch (default 32768)",
     )
-    add("--limit", type=_positive, default=20, metavar="N", help="rows of the table (default 20)")
+    add(
+        "--limit",
+        type=_positive,
+        default=20,
+        metavar="N",
+        help="rows of the table, ids of --show (default 20)",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
+    output.add_argument(
+        "--show", metavar="ID", help="show one sample, or the first one of a tree, with its trained tokens"
+    )
     output.add_argument("--json", action="store_true", help="print the statistics of all trees as JSON")
     add("--picture", action="store_true", help="with --report: draw the tree as well")
 
@@ -116,23 +135,34 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
+    if args.picture and args.report is None:
+        raise UserError("--picture: expected --report ID as well; add it, or remove --picture")
     config = DataConfig(
         files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
     )
     tokenizer = _load_tokenizer(args, config)
-    trees = _trees(args, SampleReader(config, tokenizer))
-    # At least 100 columns: in a narrower terminal, lines wrap, but no number is cut off.
-    console = Console(width=max(100, Console().width) if sys.stdout.isatty() else 160)
-    if args.report is not None:
-        _print_report(console, args, trees, tokenizer)
+    decodes = args.show is not None or args.report is not None
+    vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None
+    reader = SampleReader(config, tokenizer, ModelLimits(vocab_size=vocab_size))
+    # Console() has the width of the terminal, or of the variable COLUMNS.
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH)
+    if args.show is not None:
+        _print_sample(console, args, reader, tokenizer)
+    elif args.report is not None:
+        _print_report(console, args, _trees(args, reader), tokenizer)
+    elif args.json:
+        print(json.dumps(_as_json([(name, tree.stats) for name, tree in _trees(args, reader)])))
         return
-    stats = [(name, tree.stats) for name, tree in trees]
-    if args.json:
-        print(json.dumps(_as_json(stats)))
-        return
-    _print_table(console, stats, args.limit)
+    else:
+        ungrouped = UngroupedLines()
+        stats = [(name, tree.stats) for name, tree in _trees(args, reader, ungrouped)]
+        _print_table(console, stats, args.limit)
+        if (advice := ungrouped.advice()) is not None:
+            console.print(advice, style="yellow", highlight=False)
     if tokenizer is not None and args.tokenizer is None:
-        console.print("these tokens are bytes; use --tokenizer to count a model's tokens", style="yellow")
+        console.print(
+            "these tokens are bytes; use --tokenizer FOLDER to see those of your model", style="yellow"
+        )
 
 
 def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokenizer | None:
@@ -144,13 +174,18 @@ def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokeniz
     return None
 
 
-def _trees(args: argparse.Namespace, reader: SampleReader) -> Iterator[NamedTree]:
+def _trees(
+    args: argparse.Namespace, reader: SampleReader, ungrouped: UngroupedLines | None = None
+) -> Iterator[NamedTree]:
     """Yields (name, tree) for each tree, and shows how much of each file has been read."""
     with _progress_bar() as open_file:
         groups = reader.groups(open_file)
         if args.merge == "group":
             for group in groups:
-                yield group.id, TokenTree.from_paths(reader.paths(group), "first")
+                tree = TokenTree.from_paths(reader.paths(group), "first")
+                if ungrouped is not None:
+                    ungrouped.add(group, tree)
+                yield group.id, tree
         elif args.merge == "all":
             paths = [path for group in groups for path in reader.paths(group)]
             yield "all", TokenTree.from_paths(paths, "first")
@@ -178,7 +213,7 @@ def _progress_bar() -> Iterator[OpenFile]:
         task = progress.add_task("")
 
         def open_file(file: str) -> BinaryIO:
-            progress.reset(task, description=file)
+            progress.reset(task, description=escape(printable(file)))
             return progress.open(file, "rb", task_id=task)
 
         yield open_file
@@ -187,14 +222,50 @@ def _progress_bar() -> Iterator[OpenFile]:
 def _print_report(
     console: Console, args: argparse.Namespace, trees: Iterator[NamedTree], tokenizer: TreeTokenizer | None
 ) -> None:
-    found = [tree for name, tree in trees if name == args.report]  # several if records share an id
+    names, found = [], []  # several trees if records share an id
+    for name, tree in trees:
+        names.append(name)
+        if name == args.report:
+            found.append(tree)
     if not found:
-        raise UserError(f"--report {args.report}: no tree has this name; run without --report to list names")
+        raise UserError(f"--report {args.report}: no tree has this name; {_similar(args.report, names)}")
     decode = tokenizer.decode if tokenizer else None
     for tree in found:
         if args.picture:
             console.print(render_picture(tree, decode))
-        console.print(render_report(tree, decode))
+        console.print(render_report(tree, decode, console.width))
+
+
+def _print_sample(
+    console: Console, args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
+) -> None:
+    """Prints the samples with the given id, or else the first sample of the tree or trajectory of this id."""
+    ids, found = [], []
+    with _progress_bar() as open_file:
+        for group in reader.groups(open_file):
+            ids.append(group.id)
+            if f"{args.show}/".startswith(f"{group.id}/") or group.id.startswith(f"{args.show}/"):
+                paths = reader.paths(group)
+                ids += [path.id for path in paths]
+                found += [path for path in paths if f"{path.id}/".startswith(f"{args.show}/")]
+    if not found:
+        raise UserError(f"--show {args.show}: no sample or tree has this id; {_similar(args.show, ids)}")
+    named = [path for path in found if path.id == args.show]  # several if records share an id
+    for path in named or found[:1]:
+        # The terminal wraps long lines of text, so that the output has the line breaks of the sample.
+        console.print(render_sample(path, tokenizer), soft_wrap=tokenizer is not None)
+    if not named and len(found) > 1:
+        others = [printable(path.id) for path in found[1 : args.limit + 1]]
+        more = f", and {len(found) - 1 - len(others):,} more" if len(found) - 1 > len(others) else ""
+        note = f"this is the first of {len(found):,} samples; the others are {', '.join(others)}{more}"
+        console.print(Text(note), style="yellow")
+
+
+def _similar(name: str, names: Sequence[str]) -> str:
+    """Returns the end of an error message about an unknown name: the names closest to it."""
+    if close := get_close_matches(name, dict.fromkeys(names[:10_000])):
+        return f"the closest are {', '.join(close)}"
+    return f"the first ones are {', '.join(names[:3])}"
 
 
 def _as_json(stats: list[NamedStats]) -> dict[str, Any]:
@@ -209,8 +280,17 @@ def _json_numbers(stats: TreeStats) -> dict[str, Any]:
 
 
 def _print_table(console: Console, stats: list[NamedStats], limit: int) -> None:
-    console.print(_table(stats, limit))
-    console.print(LEGEND, style="dim", highlight=False)
+    unlimited = console.options.update(width=10_000)
+    for number in range(len(HIDDEN_FIRST) + 1):
+        hidden = HIDDEN_FIRST[:number]
+        table = _table(stats, limit, hidden)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            break
+    console.print(table)
+    legend = [f"{column}: {meaning}" for column, meaning in LEGEND.items() if column not in hidden]
+    if hidden:
+        legend.append(f"hidden at this width: {', '.join(hidden)}")
+    console.print("\n".join(legend), style="dim", highlight=False)
     total = TreeStats.total([tree for _, tree in stats])
     if total.n_rows:
         console.print(
@@ -220,34 +300,38 @@ def _print_table(console: Console, stats: list[NamedStats], limit: int) -> None:
         )
     name, largest = max(stats, key=lambda row: row[1].n_tree)
     console.print(
-        f"largest tree: {name} with {largest.n_tree:,} tokens; a tree above data.max_tokens is partitioned",
+        f"largest tree: {printable(name)}, {largest.n_tree:,} tokens; partitioned if above data.max_tokens",
         highlight=False,
         markup=False,
     )
 
 
-def _table(stats: list[NamedStats], limit: int) -> Table:
-    table = Table("tree", box=box.SIMPLE, show_edge=False, padding=(0, 0, 0, 1), show_footer=True)
-    table.columns[0].footer = f"all {len(stats):,}"
+def _table(stats: list[NamedStats], limit: int, hidden: Sequence[str]) -> Table:
+    """Returns one row per tree, with all columns except the hidden ones."""
     total = TreeStats.total([tree for _, tree in stats])
-    for column, cell in zip(COLUMNS, _cells(total), strict=True):
-        table.add_column(column, footer=cell, justify="right", no_wrap=True)
+    table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 0, 0, 1), show_footer=True)
+    table.add_column("tree", footer=f"all {len(stats):,}", overflow="fold")
+    for column, cell in _cells(total).items():
+        if column not in hidden:
+            table.add_column(column, footer=cell, justify="right", no_wrap=True)
     for name, tree in stats[:limit]:
-        table.add_row(escape(name), *_cells(tree))
+        cells = _cells(tree)
+        table.add_row(escape(printable(name)), *(cells[column] for column in cells if column not in hidden))
     if len(stats) > limit:
         table.add_row(f"... {len(stats) - limit:,} more", style="dim")
     return table
 
 
-def _cells(stats: TreeStats) -> list[str]:
-    return [
-        f"{stats.n_paths:,}",
-        f"{stats.n_flat:,}",
-        f"{stats.n_tree:,}",
-        f"{stats.por:.3f}",
-        f"{stats.n_flat / stats.n_tree:.2f}x",
-        f"{stats.n_nodes:,}",
-        f"{stats.max_depth}",
-        f"{stats.branching:.2f}",
-        f"{stats.longest_path:,}",
-    ]
+def _cells(stats: TreeStats) -> dict[str, str]:
+    """Returns the text of each column."""
+    return {
+        "paths": f"{stats.n_paths:,}",
+        "N_flat": f"{stats.n_flat:,}",
+        "N_tree": f"{stats.n_tree:,}",
+        "POR": f"{stats.por:.3f}",
+        "bound": f"{stats.n_flat / stats.n_tree:.2f}x",
+        "nodes": f"{stats.n_nodes:,}",
+        "depth": f"{stats.max_depth}",
+        "fan-out": f"{stats.branching:.2f}",
+        "longest": f"{stats.longest_path:,}",
+    }

@@ -1,31 +1,46 @@
 """Merge report: where the paths of a token tree diverge, and why.
 
-Two samples diverge for one of three reasons: one of them ends, their texts differ, or the same text became
-other tokens. The last one is called retokenization. It happens when text is decoded and encoded again, or
-when a prompt is cut inside a word. It reduces sharing without need, so it is worth fixing.
+Two samples diverge for one of four reasons:
+
+- One of them ends.
+- Their texts differ.
+- The chat template dropped a thought: one sample has the reasoning of a turn, and the other one continues
+  without it. Qwen3's template does so once the user speaks again.
+- The same text became other tokens. This is called retokenization. It happens when text is decoded and
+  encoded again, or when a prompt is cut inside a word. It reduces sharing without need, so it is worth
+  fixing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
+from rich.cells import cell_len
 from rich.text import Text
 from rich.tree import Tree
 
+from titan_tree.errors import printable
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
-RETOKENIZED = "same text, other tokens (retokenization)"
+RETOKENIZED = "same text, other tokens"
+DROPPED_THOUGHT = "the template dropped a thought"
 OTHER_TEXT = "other text"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
 SHOWN = 50  # of these, at most so many characters are shown
+LEAST_SHOWN = 8  # and at least so many, in a narrow terminal
+THOUGHT_BEGINS = re.compile(r"\s*<think>")
+OPEN_THOUGHT = re.compile(r"<think>\s*$")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +78,8 @@ def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchP
 
     Args:
         tree: the tree to report on.
-        decode: token ids -> text. Without it, ids are shown as text, and retokenization cannot be told from
-            other text.
+        decode: token ids -> text. Without it, ids are shown as text, and the reasons retokenization and
+            dropped thought are not found.
     """
     return list(_branch_points(tree, decode))
 
@@ -79,20 +94,20 @@ def _branch_points(tree: TokenTree, decode: Decode | None) -> Iterator[BranchPoi
         is_branch = len(nodes) > 1 or (len(nodes) == 1 and node >= 0 and ending[node] > 0)
         if not is_branch:
             continue
-        end = int(tree.node_offsets[node + 1]) if node >= 0 else 0
+        before = _tokens_before(tree, int(tree.node_offsets[node + 1]) if node >= 0 else 0)
         yield BranchPoint(
             node=node,
             depth=int(tree.node_depth[node] + tree.node_length[node]) if node >= 0 else 0,
             n_paths=int(tree.node_paths[node]) if node >= 0 else len(tree.paths),
             n_ending=int(ending[node]) if node >= 0 else 0,
-            before=_text(_tokens_before(tree, end), decode),
-            children=tuple(_children(tree, nodes, decode)),
+            before=_text(before, decode),
+            children=tuple(_children(tree, nodes, before, decode)),
         )
 
 
-def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Iterator[Child]:
+def _children(tree: TokenTree, nodes: list[int], before: list[int], decode: Decode | None) -> Iterator[Child]:
     """Yields the children at a branch point, heaviest first, which is their order in the tree."""
-    siblings: list[list[int]] = []  # how heavier siblings begin
+    siblings: list[tuple[int, list[int]]] = []  # heavier siblings: node, and how it begins
     for node in nodes:
         start, end = int(tree.node_offsets[node]), int(tree.node_subtree_end[node])
         ahead = tree.tokens[start : start + min(CONTEXT, _heavy_length(tree, node))].tolist()
@@ -100,9 +115,13 @@ def _children(tree: TokenTree, nodes: list[int], decode: Decode | None) -> Itera
             reason = ""
         elif decode is None:
             reason = OTHER_TOKENS
+        elif any(_same_text(ahead, tokens, decode) for _, tokens in siblings):
+            reason = RETOKENIZED
+        elif any(_thought_was_dropped(tree, (node, other), before, decode) for other, _ in siblings):
+            reason = DROPPED_THOUGHT
         else:
-            reason = RETOKENIZED if any(_same_text(ahead, s, decode) for s in siblings) else OTHER_TEXT
-        siblings.append(ahead)
+            reason = OTHER_TEXT
+        siblings.append((node, ahead))
         yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
 
 
@@ -134,28 +153,97 @@ def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
     return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)
 
 
+def _thought_was_dropped(
+    tree: TokenTree, siblings: tuple[int, int], before: list[int], decode: Decode
+) -> bool:
+    """Returns whether the paths through one sibling repeat a turn of the other one without its thought.
+
+    Args:
+        siblings: two nodes with the same parent.
+        before: the last tokens that they share.
+    """
+    open_thought = OPEN_THOUGHT.search(decode(before))
+    shared = open_thought[0] if open_thought else ""
+
+    def begins_with_thought(node: int) -> bool:
+        start = int(tree.node_offsets[node])
+        return (
+            THOUGHT_BEGINS.match(shared + decode(tree.tokens[start : start + CONTEXT].tolist())) is not None
+        )
+
+    return any(
+        begins_with_thought(node) and _repeats_without_thought(tree, node, other, shared, decode)
+        for node, other in (siblings, siblings[::-1])
+    )
+
+
+def _repeats_without_thought(tree: TokenTree, node: int, other: int, shared: str, decode: Decode) -> bool:
+    """Returns whether some path through ``other`` continues as one through ``node`` does after its thought.
+
+    The turn must be history in all paths through ``other``: if the loss counts it, the model wrote it without
+    a thought, and the texts differ for that reason.
+    """
+    depth = int(tree.node_depth[node])
+    history = _paths_through(tree, other)
+    if any(path.loss_mask[depth] for path in history):
+        return False
+    turns = set()  # texts from the end of the thought to the next thought, which may be dropped as well
+    for path in _paths_through(tree, node):
+        _, rest = _split_thought(shared + decode(path.tokens[depth:].tolist()))
+        turns.add(rest.partition("<think>")[0])
+    turns = {turn for turn in turns if turn.strip()}
+    size = max((len(turn.encode()) for turn in turns), default=0) + CONTEXT  # tokens; each has a byte or more
+    for path in history:
+        thought, rest = _split_thought(shared + decode(path.tokens[depth : depth + size].tolist()))
+        if not thought and rest.startswith(tuple(turns)):
+            return True
+    return False
+
+
+def _split_thought(text: str) -> tuple[str | None, str]:
+    """Returns the thought at the beginning of a text, or None if there is none, and the text after it."""
+    thought = THOUGHT.match(text)
+    return (thought[1].strip(), text[thought.end() :]) if thought else (None, text.lstrip())
+
+
+def _paths_through(tree: TokenTree, node: int) -> list[TokenPath]:
+    depth = tree.node_depth[node]
+    longer = np.flatnonzero(np.diff(tree.path_offsets) > depth)
+    tokens = tree.path_index[tree.path_offsets[longer] + depth]
+    return [tree.paths[p] for p in longer[tokens == tree.node_offsets[node]]]
+
+
 def _text(tokens: list[int], decode: Decode | None) -> str:
     return decode(tokens) if decode else " ".join(map(str, tokens))
 
 
-def render_report(tree: TokenTree, decode: Decode | None = None) -> Text:
-    """Renders the branch points of a tree: the text before each, its children, and why they diverge."""
+def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 160) -> Text:
+    """Renders the branch points of a tree: the text before each, its children, and why they diverge.
+
+    Args:
+        tree: the tree to report on.
+        decode: see ``branch_points``.
+        width: columns of the terminal. Quoted texts are shortened until the lines fit.
+    """
     points = branch_points(tree, decode)
     tally = Counter(reason for point in points for reason in point.reasons)
     out = Text(f"{_count(len(tree.paths), 'path')}, {_count(len(points), 'branch point')}\n")
     for reason, number in tally.most_common():
         out.append(f"{number:8,} x {reason}\n")
     for point in points:
-        out.append(f"\n{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}", style="bold")
-        out.append(f"  {_quoted(point.before, last=True)}\n", style="dim")
+        place = f"{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}  "
+        out.append(f"\n{place}", style="bold")
+        out.append(f"{_quoted(point.before, last=True, room=width - len(place))}\n", style="dim")
         if point.n_ending:
-            out.append(f"{_count(point.n_ending, 'path'):>12} ending here\n", style="yellow")
+            out.append(f"{_count(point.n_ending, 'path'):>11} ending here\n", style="yellow")
         for child in point.children:
-            out.append(f"{_count(child.n_paths, 'path'):>12}, {_count(child.n_tokens, 'token'):>14}  ")
-            out.append(_quoted(child.text), style="cyan")
-            out.append(f"  token {child.token}", style="dim")
+            size = f"{_count(child.n_paths, 'path'):>11}, {_count(child.n_tokens, 'token'):>13}  "
+            ids = f"  token {child.token}" if RETOKENIZED in point.reasons else ""
+            reason = f"  {child.reason}" if child.reason else ""
+            room = width - len(size) - len(ids) - len(reason)
+            out.append(size).append(_quoted(child.text, room=room), style="cyan").append(ids, style="dim")
             style = "bold red" if child.reason == RETOKENIZED else "yellow"
-            out.append(f"  {child.reason}\n", style=style)
+            out.append(f"{reason}\n", style=style)
     return out
 
 
@@ -178,7 +266,17 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _quoted(text: str, last: bool = False) -> str:
-    """Quotes the first or last SHOWN characters of a text on one line."""
-    text = text[-SHOWN:] if last else text[:SHOWN]
-    return json.dumps(text, ensure_ascii=False)
+def _quoted(text: str, last: bool = False, room: int = SHOWN + 2) -> str:
+    """Quotes the first or last SHOWN characters of a text on one line, or fewer if the room is small.
+
+    Args:
+        room: columns of the quoted text. At least LEAST_SHOWN characters are quoted nevertheless.
+    """
+    shown = min(len(text), SHOWN)
+    while True:
+        quoted = printable(
+            json.dumps(text[len(text) - shown :] if last else text[:shown], ensure_ascii=False)
+        )
+        if cell_len(quoted) <= room or shown <= LEAST_SHOWN:
+            return quoted
+        shown -= 1
