@@ -126,7 +126,7 @@ LOSSES: Registry[Any] = Registry(
 # Readers of data files; data/readers/__init__.py describes their interface.
 READERS: Registry[Any] = Registry(
     "data format",
-    {"jsonl": "titan_tree.data.readers.jsonl:JsonLinesReader"},
+    {"jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader"},
 )
 
 # Instances of distributed.optimizers.OptimizerSpec.
