@@ -1,9 +1,12 @@
 """Formats: every reader gives the paths that the same tasks give in titan_tree's own schema."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import zstandard
+from rich.progress import Progress
 
 from tests.support import formats
 from tests.support.datasets import REAL_DATA, sample_reader
@@ -181,3 +184,26 @@ def test_zstandard_files_are_read_and_damage_is_an_error(tmp_path):
     file.write_bytes(frames[:5] + bytes(100))
     with pytest.raises(UserError, match=r"f.zst: damaged zstd file"):
         list(read_records(str(file)))
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "zstandard"])
+def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path, monkeypatch, package):
+    file = tmp_path / "f"
+    file.write_bytes(zstandard.compress(b"{}") if package == "zstandard" else b"PAR1")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        UserError, match=rf"needs the package {package}; run pip install 'titan_tree\[data\]'"
+    ):
+        list(read_records(str(file)))
+
+
+def test_a_progress_bar_can_wrap_every_container(tmp_path):
+    records = formats.chat_text(formats.demo_tasks(1))
+    plain = write_lines(tmp_path / "lines", records)
+    packed = tmp_path / "lines.zst"
+    packed.write_bytes(zstandard.compress(Path(plain).read_bytes()))
+    files = [plain, packed, write_parquet(tmp_path / "p", records), write_dataset(tmp_path / "d", records)]
+    with Progress(disable=True) as progress:
+        for file in files:
+            read = read_records(str(file), open_file=lambda name: progress.open(name, "rb"))
+            assert [record["id"] for _, record in read] == [record["id"] for record in records]

@@ -1,13 +1,9 @@
 """Rows that a reader converts in a particular way, and rows that it refuses with one line."""
 
-import random
-
 import pytest
 
-from tests.support import formats
-from tests.support.datasets import sample_reader
-from tests.support.formats import write_document, write_lines
-from titan_tree.components.tree_tokenizer import TreeTokenizer
+from tests.data.fuzz_formats import fuzz
+from tests.support.formats import TOKEN_ROWS, write_document, write_lines
 from titan_tree.data.readers import read_records
 from titan_tree.errors import UserError
 
@@ -114,91 +110,7 @@ def test_alpaca_with_history(tmp_path):
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
-TOKENS = {  # columns of the frameworks -> records of 3 tokens of prompt and 2 of response
-    "TRL": (
-        {
-            "prompt_ids": [0, 1, 2, 3],
-            "prompt_mask": [0, 1, 1, 1],
-            "completion_ids": [4, 5],
-            "completion_mask": [1, 1],
-        }
-        | {"tool_mask": [1, 0], "old_per_token_logps": [-1.0, -2.0], "advantages": 0.5},
-        {"loss_mask": [0, 0, 0, 1, 0], "old_logprobs": [NUL, NUL, NUL, -1.0, -2.0], "advantage": 0.5},
-    ),
-    "verl": (
-        {"prompts": [0, 1, 2, 3], "responses": [4, 5, 0], "attention_mask": [0, 1, 1, 1, 1, 1, 0], "uid": "u"}
-        | {"response_mask": [1, 1, 0], "rollout_log_probs": [-1.0, -2.0, 0.0], "advantages": [0.5, 0.25, 0.0]}
-        | {"input_ids": [0, 1, 2, 3, 4, 5, 0], "position_ids": [0, 0, 1, 2, 3, 4, 4]},
-        {"loss_mask": [0, 0, 0, 1, 1], "advantage": [0, 0, 0, 0.5, 0.25], "group_id": "u"}
-        | {"rollout_logprobs": [NUL, NUL, NUL, -1.0, -2.0]},
-    ),
-    "verl, one list": (
-        {"input_ids": [1, 2, 3, 4, 5], "response_mask": [1, 0]},
-        {"loss_mask": [0, 0, 0, 1, 0]},
-    ),
-    "slime": (
-        {
-            "tokens": [1, 2, 3, 4, 5],
-            "response_length": 2,
-            "loss_mask": [1, 1],
-            "rollout_id": 7,
-            "group_index": 3,
-        }
-        | {"rollout_log_probs": [-1.0, -2.0], "reward": 1.0, "index": 9, "prompt": "p", "response": "r"},
-        {"loss_mask": [0, 0, 0, 1, 1], "rollout_logprobs": [NUL, NUL, NUL, -1.0, -2.0], "rollout_id": 7}
-        | {"reward": 1.0, "id": 9, "group_id": 3},
-    ),
-    "prime-rl": (
-        {
-            "token_ids": [1, 2, 3, 4, 5],
-            "mask": [False, False, False, True, True],
-            "advantages": [0, 0, 0, 1, 1],
-        }
-        | {
-            "logprobs": [0.0, 0.0, 0.0, -1.0, -2.0],
-            "temperatures": [1.0, 1.0, 1.0, 0.7, 0.7],
-            "example_id": 4,
-        },
-        {"loss_mask": [0, 0, 0, 1, 1], "rollout_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0], "temperature": 0.7}
-        | {"advantage": [0, 0, 0, 1, 1], "group_id": 4},
-    ),
-    "AReaL": (
-        {
-            "input_ids": [1, 2, 3, 4, 5],
-            "loss_mask": [0, 0, 0, 1, 1],
-            "versions": [-1, -1, -1, 6, 7],
-            "rewards": 1.0,
-        }
-        | {"logprobs": [0.0, 0.0, 0.0, -1.0, -2.0], "attention_mask": [1, 1, 1, 1, 1]},
-        {"loss_mask": [0, 0, 0, 1, 1], "policy_version": [NUL, NUL, NUL, 6, 7], "reward": 1.0}
-        | {"rollout_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0]},
-    ),
-    "labels": (
-        {
-            "input_ids": [1, 2, 3, 4, 5, 0],
-            "labels": [-100] * 3 + [4, 5, -100],
-            "attention_mask": [1] * 5 + [0],
-        },
-        {"loss_mask": [0, 0, 0, 1, 1]},
-    ),
-    "a mask of the whole row": (
-        {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5], "loss_mask": [0, 1, 0, 1, 1], "kept": "k"},
-        {"loss_mask": [0, 1, 0, 1, 1], "kept": "k"},
-    ),
-    "no mask": ({"prompt_ids": [1, 2, 3], "completion_ids": [4, 5]}, {"loss_mask": [0, 0, 0, 1, 1]}),
-    "prompt_mask that is a loss mask": (
-        {
-            "prompt_ids": [1, 2, 3],
-            "prompt_mask": [False] * 3,
-            "completion_ids": [4, 5],
-            "completion_mask": [1, 1],
-        },
-        {"loss_mask": [0, 0, 0, 1, 1]},
-    ),
-}
-
-
-@pytest.mark.parametrize(("row", "record"), TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize(("row", "record"), TOKEN_ROWS.values(), ids=TOKEN_ROWS)
 def test_columns_of_the_frameworks(tmp_path, row, record):
     assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
 
@@ -258,6 +170,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 PAIR = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]}
 NODE = {"id": 0, "tokens": [1]}
 REFUSED = [
+    ("openai_responses", {"input": [{"type": []}]}, r"input\[0\]: items of type \[\] are not supported"),
     ("openai_chat", chat(3), r"messages\[0\]: expected an object with role and content, got 3"),
     (
         "openai_chat",
@@ -363,6 +276,7 @@ REFUSED = [
     ("token_rows", PAIR | {"input_ids": [1, 2]}, "input_ids: expected prompt_ids followed by completion_ids"),
     ("token_rows", PAIR | {"responses": [1]}, "responses: expected only one of completion_ids and responses"),
     ("token_rows", PAIR | {"temperatures": [1, 2, 2]}, "temperatures: expected one temperature"),
+    ("token_rows", PAIR | {"temperatures": [{}, 2, 2]}, "temperatures: expected numbers, got {}"),
     ("token_rows", PAIR | {"prompt_mask": [1, 0]}, "prompt_mask: expected 2 entries: 0 for padding"),
     ("token_rows", {"prompt_ids": [1, 2]}, "prompt_ids: expected ids of a prompt and a response"),
     ("token_rows", {"token_ids": [1, 2]}, "loss_mask: missing, and nothing tells the prompt"),
@@ -447,52 +361,7 @@ def test_broken_documents_and_tables_are_errors(tmp_path):
         list(read_records(str(folder)))
 
 
-def mutations(random: random.Random, value):
-    """Returns the value with one place of it replaced, removed or nested."""
-    if isinstance(value, dict) and value and random.random() < 0.8:
-        name = random.choice(list(value))
-        return (
-            {**value, name: mutations(random, value[name])}
-            if random.random() < 0.9
-            else {k: v for k, v in value.items() if k != name}
-        )
-    if isinstance(value, list) and value and random.random() < 0.8:
-        index = random.randrange(len(value))
-        return [*value[:index], mutations(random, value[index]), *value[index + 1 :]]
-    return random.choice([None, 3, -1, 0.5, True, "", "x", [], {}, [[]], [None], {"type": "text"}, [value]])
-
-
-def outcome(file: str, format: str) -> str:
-    try:
-        list(read_records(file, format))
-    except UserError as error:
-        is_one_line = str(error).startswith(file) and "\n" not in str(error)
-        return "refused" if is_one_line else str(error)
-    return "read"
-
-
 def test_mutated_rows_are_read_or_refused_in_one_line(tmp_path):
-    """Anything but a UserError of one line fails the test."""
-    draw = random.Random(0)
-    tasks = formats.demo_tasks(1)
-    tokenizer = TreeTokenizer.byte_level()
-    own = sample_reader(write_lines(tmp_path / "own", tasks), tokenizer)
-    groups = [(group.id, own.paths(group)[:2]) for group in own.groups()]
-    rows = {
-        "openai_chat": [*formats.openai_chat(tasks)[:1], *formats.chat_pairs(tasks)[:1]],
-        "openai_responses": formats.openai_responses(tasks)[:1],
-        "anthropic": formats.anthropic(tasks)[:1],
-        "sharegpt": formats.sharegpt(formats.only_text_or_calls(tasks))[:1],
-        "alpaca": [{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}],
-        "token_rows": [*formats.token_rows(groups)[:1], *(row for row, _ in TOKENS.values())],
-        "tree": [*formats.message_trees(tasks), *formats.token_trees(groups)],
-        "tau_bench": [formats.tau_bench(tasks)[:1]],
-        "tau2_bench": [formats.tau2_bench(tasks)],
-        "swe_agent": [formats.swe_agent(tasks[0]["trajectories"][0])],
-    }
-    outcomes = {"read": 0, "refused": 0}
-    for _ in range(40):
-        for format, originals in rows.items():
-            file = write_lines(tmp_path / "f", [mutations(draw, draw.choice(originals))])
-            outcomes[outcome(file, draw.choice([format, "auto"]))] += 1
+    outcomes = fuzz(400, 0, tmp_path)
+    assert set(outcomes) == {"read", "refused"}, outcomes
     assert min(outcomes.values()) > 50, outcomes

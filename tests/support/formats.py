@@ -24,7 +24,9 @@ def real_tasks(name: str, count: int | None = None) -> list[Task]:
     with gzip.open(REAL_DATA / f"{name}.jsonl.gz") as file:
         tasks = [json.loads(line) for line in itertools.islice(file, count)]
     kept = [{key: task[key] for key in ("tools", "trajectories") if key in task} for task in tasks]
-    return [{"id": f"{number}-{tasks[number]['id']}"} | task for number, task in enumerate(kept)]  # ids repeat
+    return [
+        {"id": f"{number}-{tasks[number]['id']}"} | task for number, task in enumerate(kept)
+    ]  # ids repeat
 
 
 def demo_tasks(count: int) -> list[Task]:
@@ -288,6 +290,92 @@ def token_rows(groups: list[tuple[str, list[Any]]]) -> list[Task]:
             response = {"completion_ids": tokens[start:], "completion_mask": [int(m) for m in mask[start:]]}
             result.append({"uid": name, "prompt_ids": tokens[:start], **response})
     return result
+
+
+TOKEN_ROWS: dict[
+    str, tuple[Task, Task]
+] = {  # columns of the frameworks -> records of 3 tokens of prompt and 2 of response
+    "TRL": (
+        {
+            "prompt_ids": [0, 1, 2, 3],
+            "prompt_mask": [0, 1, 1, 1],
+            "completion_ids": [4, 5],
+            "completion_mask": [1, 1],
+        }
+        | {"tool_mask": [1, 0], "old_per_token_logps": [-1.0, -2.0], "advantages": 0.5},
+        {"loss_mask": [0, 0, 0, 1, 0], "old_logprobs": [None, None, None, -1.0, -2.0], "advantage": 0.5},
+    ),
+    "verl": (
+        {"prompts": [0, 1, 2, 3], "responses": [4, 5, 0], "attention_mask": [0, 1, 1, 1, 1, 1, 0], "uid": "u"}
+        | {"response_mask": [1, 1, 0], "rollout_log_probs": [-1.0, -2.0, 0.0], "advantages": [0.5, 0.25, 0.0]}
+        | {"input_ids": [0, 1, 2, 3, 4, 5, 0], "position_ids": [0, 0, 1, 2, 3, 4, 4]},
+        {"loss_mask": [0, 0, 0, 1, 1], "advantage": [0, 0, 0, 0.5, 0.25], "group_id": "u"}
+        | {"rollout_logprobs": [None, None, None, -1.0, -2.0]},
+    ),
+    "verl, one list": (
+        {"input_ids": [1, 2, 3, 4, 5], "response_mask": [1, 0]},
+        {"loss_mask": [0, 0, 0, 1, 0]},
+    ),
+    "slime": (
+        {
+            "tokens": [1, 2, 3, 4, 5],
+            "response_length": 2,
+            "loss_mask": [1, 1],
+            "rollout_id": 7,
+            "group_index": 3,
+        }
+        | {"rollout_log_probs": [-1.0, -2.0], "reward": 1.0, "index": 9, "prompt": "p", "response": "r"},
+        {"loss_mask": [0, 0, 0, 1, 1], "rollout_logprobs": [None, None, None, -1.0, -2.0], "rollout_id": 7}
+        | {"reward": 1.0, "id": 9, "group_id": 3},
+    ),
+    "prime-rl": (
+        {
+            "token_ids": [1, 2, 3, 4, 5],
+            "mask": [False, False, False, True, True],
+            "advantages": [0, 0, 0, 1, 1],
+        }
+        | {
+            "logprobs": [0.0, 0.0, 0.0, -1.0, -2.0],
+            "temperatures": [1.0, 1.0, 1.0, 0.7, 0.7],
+            "example_id": 4,
+        },
+        {"loss_mask": [0, 0, 0, 1, 1], "rollout_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0], "temperature": 0.7}
+        | {"advantage": [0, 0, 0, 1, 1], "group_id": 4},
+    ),
+    "AReaL": (
+        {
+            "input_ids": [1, 2, 3, 4, 5],
+            "loss_mask": [0, 0, 0, 1, 1],
+            "versions": [-1, -1, -1, 6, 7],
+            "rewards": 1.0,
+        }
+        | {"logprobs": [0.0, 0.0, 0.0, -1.0, -2.0], "attention_mask": [1, 1, 1, 1, 1]},
+        {"loss_mask": [0, 0, 0, 1, 1], "policy_version": [None, None, None, 6, 7], "reward": 1.0}
+        | {"rollout_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0]},
+    ),
+    "labels": (
+        {
+            "input_ids": [1, 2, 3, 4, 5, 0],
+            "labels": [-100] * 3 + [4, 5, -100],
+            "attention_mask": [1] * 5 + [0],
+        },
+        {"loss_mask": [0, 0, 0, 1, 1]},
+    ),
+    "a mask of the whole row": (
+        {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5], "loss_mask": [0, 1, 0, 1, 1], "kept": "k"},
+        {"loss_mask": [0, 1, 0, 1, 1], "kept": "k"},
+    ),
+    "no mask": ({"prompt_ids": [1, 2, 3], "completion_ids": [4, 5]}, {"loss_mask": [0, 0, 0, 1, 1]}),
+    "prompt_mask that is a loss mask": (
+        {
+            "prompt_ids": [1, 2, 3],
+            "prompt_mask": [False] * 3,
+            "completion_ids": [4, 5],
+            "completion_mask": [1, 1],
+        },
+        {"loss_mask": [0, 0, 0, 1, 1]},
+    ),
+}
 
 
 def write_lines(path: Path, records: list[Task]) -> str:

@@ -24,7 +24,7 @@ RESPONSE_FIELDS = (
     *("object", "created_at", "completed_at", "status", "error", "incomplete_details", "usage", "billing"),
     *("reasoning", "text", "conversation", "moderation"),
 )
-OUTPUTS = {"function_call_output", "custom_tool_call_output"}
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 class OpenAIResponsesReader(RowReader):

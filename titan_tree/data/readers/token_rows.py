@@ -206,6 +206,8 @@ def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> Any:
     values = columns.values(name, None)
     if not isinstance(values, list):
         return values
+    if bad := next((repr(n) for n in values if not isinstance(n, int | float | None)), None):
+        raise UserError(f"{name}: expected numbers, got {bad:.40}")
     trained = {value for value, mask in zip(values, loss_mask, strict=True) if mask}
     if len(trained) > 1:
         raise UserError(
