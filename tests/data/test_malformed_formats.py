@@ -39,8 +39,15 @@ CHAT = {
 
 @pytest.mark.parametrize(("message", "converted"), CHAT.values(), ids=CHAT)
 def test_chat_messages_are_converted(tmp_path, message, converted):
-    record = convert(tmp_path, "openai_chat", {"messages": [ASK, message], "temperature": 0.5, "model": "m"})
+    record = convert(
+        tmp_path, "openai_chat", {"messages": [ASK, message], "temperature": 0.5, "logprobs": True}
+    )
     assert record == {"messages": [ASK, converted], "temperature": 0.5}
+
+
+def test_numbers_that_share_a_name_with_a_parameter_are_kept(tmp_path):
+    row = {"messages": [ASK, ANSWER], "logprobs": [-1.0], "model": "m", "system": NUL}
+    assert convert(tmp_path, "auto", row) == {"messages": [ASK, ANSWER], "logprobs": [-1.0]}
 
 
 def test_several_choices_become_trajectories(tmp_path, caplog):

@@ -36,7 +36,7 @@ def claims(row: Record) -> bool:
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     tools = row.get("tools")
     return (
-        "system" in row
+        row.get("system") is not None
         or any(isinstance(block, dict) and block.get("type") in BLOCKS for block in blocks)
         or (isinstance(tools, list) and any(isinstance(t, dict) and "input_schema" in t for t in tools))
     )

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 REQUEST_FIELDS = (
     *("model", "max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls", "n", "seed"),
     *("stop", "stop_sequences", "stream", "stream_options", "top_p", "top_k", "frequency_penalty"),
-    *("presence_penalty", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls"),
+    *("presence_penalty", "top_logprobs", "tool_choice", "parallel_tool_calls"),
     *("response_format", "user", "metadata", "store", "service_tier", "include", "truncation", "background"),
     *("prompt_cache_key", "safety_identifier", "anthropic_version", "betas"),
 )

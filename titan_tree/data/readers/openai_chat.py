@@ -36,9 +36,9 @@ class OpenAIChatReader(RowReader):
         return _are_messages(row.get("prompt")) and _are_messages(row.get("completion"))
 
     def convert(self, row: Record) -> Record:
-        if "request" in row:
+        if row.get("request") is not None:
             return self._pair(row)
-        if "completion" in row and "messages" not in row:
+        if row.get("completion") is not None and "messages" not in row:
             return self._prompt_and_completion(row)
         if "messages" in row:
             return {**converted_request(row), "messages": converted_messages(row["messages"], "messages")}
@@ -78,11 +78,13 @@ class OpenAIChatReader(RowReader):
 
 def converted_request(row: Record) -> Record:
     """Returns the row without the parameters of a request, and with legacy ``functions`` as ``tools``."""
-    if "system" in row:
+    if row.get("system") is not None:
         raise UserError(
             "system: a field of Anthropic's API; set data.format = 'anthropic', or make it a message"
         )
-    record = without(row, {*REQUEST_FIELDS, "functions", "function_call"})
+    record = without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"})
+    if isinstance(row.get("logprobs"), bool):  # whether the API should return them
+        del record["logprobs"]
     if row.get("functions") is not None:
         if row.get("tools") is not None:
             raise UserError("functions: expected either tools or functions, got both; remove one")
