@@ -126,7 +126,19 @@ LOSSES: Registry[Any] = Registry(
 # Readers of data files; data/readers/__init__.py describes their interface.
 READERS: Registry[Any] = Registry(
     "data format",
-    {"jsonl": "titan_tree.data.readers.jsonl:JsonLinesReader"},
+    {
+        "jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader",
+        "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
+        "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
+        "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
+        "sharegpt": "titan_tree.data.readers.sharegpt:ShareGptReader",
+        "alpaca": "titan_tree.data.readers.alpaca:AlpacaReader",
+        "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
+        "tree": "titan_tree.data.readers.trees:TreeReader",
+        "tau_bench": "titan_tree.data.readers.tau_bench:TauBenchReader",
+        "tau2_bench": "titan_tree.data.readers.tau2_bench:Tau2BenchReader",
+        "swe_agent": "titan_tree.data.readers.swe_agent:SweAgentReader",
+    },
 )
 
 # Instances of distributed.optimizers.OptimizerSpec.

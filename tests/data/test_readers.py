@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import Reader, find_files, read_records
-from titan_tree.data.readers.jsonl import json_objects
+from titan_tree.data.readers import find_files, read_records
+from titan_tree.data.readers.rows import RowReader
 from titan_tree.errors import UserError
 from titan_tree.registry import READERS
 
@@ -60,30 +60,27 @@ def test_files_are_opened_through_the_callback(tmp_path):
     assert opened == [plain, zipped]
 
 
-class ShareGptReader(Reader):
-    """Conversations in ShareGPT's fields, one JSON object per line."""
+class DialogueReader(RowReader):
+    """Turns of two speakers, who alternate."""
 
-    def recognizes(self, file):
-        return b'"conversations"' in file.readline()
+    def claims(self, row):
+        return "dialogue" in row
 
-    def records(self, file, name):
-        roles = {"human": "user", "gpt": "assistant"}
-        for place, record in json_objects(file, name):
-            turns = record["conversations"]
-            yield place, {"messages": [{"role": roles[t["from"]], "content": t["value"]} for t in turns]}
+    def convert(self, row):
+        roles = ("user", "assistant")
+        return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(row["dialogue"])]}
 
 
 @pytest.fixture
-def sharegpt():
-    READERS.register("sharegpt", ShareGptReader)
+def dialogue(monkeypatch):
+    monkeypatch.setattr(READERS, "_entries", READERS._entries | {"dialogue": DialogueReader})
 
 
-@pytest.mark.usefixtures("sharegpt")
-@pytest.mark.parametrize("format", ["auto", "sharegpt"])
+@pytest.mark.usefixtures("dialogue")
+@pytest.mark.parametrize("format", ["auto", "dialogue"])
 def test_a_new_format_is_one_class_and_one_registration(tmp_path, format):
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    foreign = write(tmp_path / "a", {"conversations": turns})
+    foreign = write(tmp_path / "a", {"dialogue": ["hi", "yo"]})
     assert read([foreign], format=format) == [(f"{foreign}:1", {"messages": messages})]
     zipped = tmp_path / "a.gz"
     zipped.write_bytes(gzip.compress((tmp_path / "a").read_bytes()))
@@ -94,13 +91,13 @@ def test_a_new_format_is_one_class_and_one_registration(tmp_path, format):
     assert tree.tokens.tolist() == TreeTokenizer.byte_level().samples(messages)[0].tokens.tolist()
 
 
-@pytest.mark.usefixtures("sharegpt")
+@pytest.mark.usefixtures("dialogue")
 def test_auto_recognizes_each_file_by_its_content(tmp_path):
-    foreign = write(tmp_path / "a.jsonl", {"conversations": [{"from": "human", "value": "hi"}]})
+    foreign = write(tmp_path / "a.jsonl", {"dialogue": ["hi"]})
     own = write(tmp_path / "b.jsonl", {"tokens": [1]})
     assert [list(record) for _, record in read([foreign, own])] == [["messages"], ["tokens"]]
     assert [list(record) for _, record in read([foreign, own], format="jsonl")] == [
-        ["conversations"],
+        ["dialogue"],
         ["tokens"],
     ]
 
@@ -119,7 +116,7 @@ def test_unreadable_files_are_errors(tmp_path):
     with pytest.raises(UserError, match="got none"):
         read([])
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="folder: cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="folder: expected a file, or a folder that datasets"):
         list(read_records(str(tmp_path / "folder")))
     empty = write(tmp_path / "empty", " ")
     with pytest.raises(

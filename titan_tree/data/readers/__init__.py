@@ -1,50 +1,100 @@
 """Readers turn data files into records, one file of this folder per data format.
 
 A record is a dict in titan_tree's own schema (data/schema.py): a task with trajectories, a conversation, or
-token ids. A JSON Lines file holds one record per line. To support another format, write a subclass of
-``Reader`` in a new file here and add one line to ``READERS`` in titan_tree/registry.py.
+token ids. To support another format, write a subclass of ``Reader`` in a new file here and add one line to
+``READERS`` in titan_tree/registry.py. docs/data.md describes the formats.
+
+containers   a file -> rows: jsonl.py (lines), json_document.py (one JSON value), arrow.py (Parquet, Arrow)
+             rows.py chooses the container; decompress.py reads gzip and Zstandard
+formats      a row -> a record: own_schema.py, openai_chat.py, anthropic.py, token_rows.py, ...
+             chat.py holds what several of them need
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from titan_tree.data import demo
+from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
 from titan_tree.errors import UserError
 from titan_tree.registry import READERS
 
 Record = dict[str, Any]
-Place = str  # where a record comes from, for error messages: "file:line"
+Place = str  # where a record comes from, for error messages: "file:line", "file:[3]" or "file:row 3"
 OpenFile = Callable[[str], BinaryIO]
 
 AUTO = "auto"  # data.format that recognizes each file by its content
+DEFAULT_FORMAT = "jsonl"  # the format of a file that no other reader recognizes
 DEMO = "demo"  # the name of the embedded sample, accepted in place of a file
+HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
+
+
+def open_binary(file: str) -> BinaryIO:
+    """Opens a file for reading. This is the default of every ``open_file`` argument."""
+    return open(file, "rb")
+
+
+@dataclass(eq=False)
+class Source:
+    """A data file, or a folder that holds a data set.
+
+    Args:
+        path: the file or folder. The places of records begin with it.
+        open_file: opens a file for reading; a progress bar wraps files here.
+    """
+
+    path: str
+    open_file: OpenFile = open_binary
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.path).is_dir()
+
+    @cached_property
+    def compression(self) -> str | None:
+        """How the file is compressed: "gzip", "zstd", or None."""
+        if self.is_folder:
+            return None
+        with open_binary(self.path) as raw:
+            return compression(raw.read(4))
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first ``HEAD_BYTES`` of the decompressed content: fewer if it is damaged, none of a folder."""
+        head = b""
+        if self.is_folder:
+            return head
+        with decompressed(open_binary(self.path), self.compression) as stream, suppress(*DAMAGE):
+            while len(head) < HEAD_BYTES and (chunk := cast(BufferedIOBase, stream).read1(HEAD_BYTES)):
+                head += chunk
+        return head
+
+    def open(self) -> BinaryIO:
+        """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
+        return decompressed(self.open_file(self.path), self.compression)
 
 
 class Reader(ABC):
     """Reads one data format. Entries of the registry ``READERS`` are subclasses of this class."""
 
     @abstractmethod
-    def recognizes(self, file: BinaryIO) -> bool:
+    def recognizes(self, source: Source) -> bool:
         """Returns whether the content is of this format. It is used with ``data.format = "auto"``.
 
-        Args:
-            file: the decompressed content, from its first byte on.
+        It must be cheap: look at ``source.head``, or at ``rows.first_rows(source)``.
         """
 
     @abstractmethod
-    def records(self, file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
-        """Yields the file's records in titan_tree's schema, each with its place in the file.
-
-        Args:
-            file: the decompressed content, from its first byte on.
-            name: the file's name; places begin with it.
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        """Yields the records in titan_tree's schema, each with its place.
 
         Raises:
             UserError: malformed content. The message starts with the place and says what was expected.
@@ -54,6 +104,8 @@ class Reader(ABC):
 def find_files(files: Sequence[str]) -> list[str]:
     """Returns the files that paths and glob patterns name, in the given order, each glob sorted.
 
+    A path may also name a folder that holds a data set.
+
     Raises:
         UserError: no names, or a name without a file.
     """
@@ -61,22 +113,17 @@ def find_files(files: Sequence[str]) -> list[str]:
         raise UserError("data.files: expected at least one path or glob pattern, got none")
     found = []
     for name in files:
-        matches = [name] if name == DEMO or Path(name).is_file() else sorted(glob.glob(name, recursive=True))
+        matches = [name] if name == DEMO or Path(name).exists() else sorted(glob.glob(name, recursive=True))
         if not matches:
             raise UserError(f"{name}: no such file")
         found += matches
     return found
 
 
-def open_binary(file: str) -> BinaryIO:
-    """Opens a file for reading. This is the default of every ``open_file`` argument."""
-    return open(file, "rb")
-
-
 def read_records(
     file: str, format: str = AUTO, open_file: OpenFile = open_binary
 ) -> Iterator[tuple[Place, Record]]:
-    """Yields the records of a data file, plain or gzip, each with its place.
+    """Yields the records of a data file, each with its place. The file may be compressed.
 
     Args:
         file: a path, or "demo" for the embedded sample.
@@ -89,17 +136,16 @@ def read_records(
     if file == DEMO:
         yield from ((f"{DEMO}:{number}", record) for number, record in enumerate(demo.records(), start=1))
         return
+    source = Source(file, open_file)
     place = None
     try:
-        name = _recognized_format(file) if format == AUTO else format
+        name = _recognized_format(source) if format == AUTO else format
         reader: Reader = READERS[name]()
-        with open_file(file) as raw:
-            for place, record in reader.records(_decompressed(raw, file), file):
-                yield place, record
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        where = (
-            f"{file}: damaged gzip file" if place is None else f"{place}: damaged gzip file after this record"
-        )
+        for place, record in reader.records(source):
+            yield place, record
+    except DAMAGE as error:
+        damage = f"damaged {source.compression} file"
+        where = f"{file}: {damage}" if place is None else f"{place}: {damage} after this record"
         raise UserError(f"{where} ({error}); copy the file again") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
@@ -107,20 +153,15 @@ def read_records(
         raise UserError(f"{file}: expected at least one record in the format {name}, got an empty file")
 
 
-def _recognized_format(file: str) -> str:
-    """Returns the name of the first reader that recognizes the file.
+def _recognized_format(source: Source) -> str:
+    """Returns the name of the reader that recognizes the content.
 
-    The newest entry is asked first, because it may be a special case of an older one. JSON Lines is asked
-    last and accepts every file, so that its error messages say what is wrong.
+    Without one it is the default format, whose error messages say what is wrong with a file.
     """
-    for name in reversed(list(READERS)):
-        with open_binary(file) as raw:
-            if READERS[name]().recognizes(_decompressed(raw, file)):
-                return name
-    raise UserError(f"{file}: no reader recognizes this file; set data.format to one of {', '.join(READERS)}")
-
-
-def _decompressed(raw: BinaryIO, file: str) -> BinaryIO:
-    with open_binary(file) as content:
-        is_gzip = content.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_gzip else raw
+    names = [name for name in READERS if name != DEFAULT_FORMAT and READERS[name]().recognizes(source)]
+    if len(names) > 1:
+        raise UserError(
+            f"{source.path}: several readers recognize this file: {', '.join(names)}; "
+            "set data.format to one of them"
+        )
+    return names[0] if names else DEFAULT_FORMAT

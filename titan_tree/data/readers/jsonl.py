@@ -1,24 +1,13 @@
-"""JSON Lines: one record per line, already in titan_tree's own schema (data/schema.py)."""
+"""JSON Lines: one JSON object per line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from titan_tree.data.readers import Place, Reader, Record
+from titan_tree.data.readers import Place, Record
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError
-
-
-class JsonLinesReader(Reader):
-    """Reads JSON Lines. Blank lines are skipped, and places are "file:line"."""
-
-    def recognizes(self, file: BinaryIO) -> bool:
-        """Returns True: this is the default format, and its errors say what is wrong with a file."""
-        return True
-
-    def records(self, file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
-        yield from json_objects(file, name)
 
 
 def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:

@@ -1,0 +1,374 @@
+"""Rows that a reader converts in a particular way, and rows that it refuses with one line."""
+
+import pytest
+
+from tests.data.fuzz_formats import fuzz
+from tests.support.formats import TOKEN_ROWS, write_document, write_lines
+from titan_tree.data.readers import read_records
+from titan_tree.errors import UserError
+
+ASK = {"role": "user", "content": "?"}
+ANSWER = {"role": "assistant", "content": "!"}
+NUL = None
+
+
+def convert(tmp_path, format, row):
+    ((_, record),) = read_records(write_lines(tmp_path / "f", [row]), format)
+    return record
+
+
+CHAT = {
+    "custom tool": (
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "f", "input": "x"}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": "x"}}],
+        },
+    ),
+    "refusal": (
+        {"role": "assistant", "content": NUL, "refusal": "no", "audio": NUL, "weight": 1},
+        {"role": "assistant", "content": "no"},
+    ),
+    "developer": ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
+    "null call": ({**ANSWER, "function_call": NUL, "tool_calls": NUL}, {**ANSWER, "tool_calls": NUL}),
+}
+
+
+@pytest.mark.parametrize(("message", "converted"), CHAT.values(), ids=CHAT)
+def test_chat_messages_are_converted(tmp_path, message, converted):
+    record = convert(
+        tmp_path, "openai_chat", {"messages": [ASK, message], "temperature": 0.5, "logprobs": True}
+    )
+    assert record == {"messages": [ASK, converted], "temperature": 0.5}
+
+
+def test_numbers_that_share_a_name_with_a_parameter_are_kept(tmp_path):
+    row = {"messages": [ASK, ANSWER], "logprobs": [-1.0], "model": "m", "system": NUL}
+    assert convert(tmp_path, "auto", row) == {"messages": [ASK, ANSWER], "logprobs": [-1.0]}
+
+
+def test_several_choices_become_trajectories(tmp_path, caplog):
+    choices = [{"message": {**ANSWER, "content": text}} for text in "ab"]
+    row = {"request": {"messages": [ASK, ANSWER, ASK], "n": 2}, "response": {"choices": choices}}
+    record = convert(tmp_path, "openai_chat", row)
+    ends = [trajectory["messages"][-1]["content"] for trajectory in record["trajectories"]]
+    assert ends == ["a", "b"]
+    assert [len(trajectory["messages"]) for trajectory in record["trajectories"]] == [4, 4]
+    assert "the prompts have assistant turns" in caplog.text
+
+
+def test_interleaved_blocks_become_several_assistant_messages(tmp_path, caplog):
+    blocks = [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "thinking", "thinking": "a"},
+        {"type": "thinking", "thinking": "b"},
+        {"type": "text", "text": "c"},
+        {"type": "text", "text": "d"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+        {"type": "text", "text": "e"},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "r"}]}
+    user = {"role": "user", "content": [result, {"type": "text", "text": "u"}]}
+    record = convert(
+        tmp_path, "anthropic", {"messages": [ASK, {"role": "assistant", "content": blocks}, user]}
+    )
+    called = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}
+    assert record["messages"][1:] == [
+        {"role": "assistant", "content": "cd", "reasoning_content": "a\nb", "tool_calls": [called]},
+        {"role": "assistant", "content": "e"},
+        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
+        {"role": "user", "content": "u"},
+    ]
+    assert "some thoughts are encrypted" in caplog.text
+
+
+def test_request_and_response_of_responses(tmp_path):
+    output = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}], "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": "b"},
+    ]
+    row = {"request": {"input": "?", "instructions": "s"}, "response": {"output": output}, "reward": 1.0}
+    assert convert(tmp_path, "auto", row) == {
+        "reward": 1.0,
+        "messages": [
+            {"role": "system", "content": "s"},
+            ASK,
+            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            {"role": "assistant", "content": "b"},
+        ],
+    }
+
+
+def test_alpaca_with_history(tmp_path):
+    row = {
+        "instruction": "i",
+        "input": "j",
+        "output": "o",
+        "system": "s",
+        "history": [["q", "a"]],
+        "text": "t",
+    }
+    messages = convert(tmp_path, "auto", row)["messages"]
+    assert [m["content"] for m in messages] == ["s", "q", "a", "i\nj", "o"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(("row", "record"), TOKEN_ROWS.values(), ids=TOKEN_ROWS)
+def test_columns_of_the_frameworks(tmp_path, row, record):
+    assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
+
+
+def test_texts_of_a_tree_join_into_one_answer(tmp_path):
+    nodes = [
+        {"id": "c", "parent": "b", "text": " yes", "reward": 1.0},
+        {"id": "a", "messages": [ASK]},
+        {"id": "b", "parent": "a", "text": "Hm,", "sample": True, "weight": 0.5},
+        {"id": "d", "parent": "b", "text": " no", "sample": False},
+    ]
+    record = convert(
+        tmp_path, "auto", {"id": "t", "prompt": [{"role": "system", "content": "s"}], "nodes": nodes}
+    )
+    system = {"role": "system", "content": "s"}
+    assert record == {
+        "id": "t",
+        "trajectories": [
+            {
+                "id": "c",
+                "reward": 1.0,
+                "messages": [system, ASK, {"role": "assistant", "content": "Hm, yes"}],
+            },
+            {"id": "b", "weight": 0.5, "messages": [system, ASK, {"role": "assistant", "content": "Hm,"}]},
+        ],
+    }
+
+
+def test_tokens_of_a_tree_keep_their_values(tmp_path):
+    nodes = [
+        {"tokens": [1, 2], "loss_mask": 0},
+        {"parent": 0, "tokens": [3], "rollout_logprobs": [-1.0], "advantage": 0.5},
+    ]
+    (trajectory,) = convert(tmp_path, "auto", {"nodes": nodes})["trajectories"]
+    assert trajectory == {
+        "id": "1",
+        "tokens": [1, 2, 3],
+        "loss_mask": [0, 0, 1],
+        "rollout_logprobs": [NUL, NUL, -1.0],
+        "advantage": [0, 0, 0.5],
+    }
+
+
+def chat(*messages, **fields):
+    return {"messages": list(messages), **fields}
+
+
+def blocks(*parts):
+    return {"role": "assistant", "content": list(parts)}
+
+
+def tree(*nodes):
+    return {"nodes": list(nodes)}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+PAIR = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]}
+NODE = {"id": 0, "tokens": [1]}
+REFUSED = [
+    ("openai_responses", {"input": [{"type": []}]}, r"input\[0\]: items of type \[\] are not supported"),
+    ("openai_chat", chat(3), r"messages\[0\]: expected an object with role and content, got 3"),
+    (
+        "openai_chat",
+        chat({**ASK, "content": [IMAGE]}),
+        r"messages\[0\].content\[0\]: .* trains on text, not on im",
+    ),
+    (
+        "openai_chat",
+        chat(ASK, {**ANSWER, "audio": {"id": "1"}}),
+        r"messages\[1\].audio: titan_tree trains on text",
+    ),
+    ("openai_chat", chat(ASK, {**ANSWER, "weight": 0}), r"messages\[1\].weight: expected 1 or none, got 0"),
+    (
+        "openai_chat",
+        chat(ASK, {**ANSWER, "refusal": "no"}),
+        r"messages\[1\].refusal: expected either content or",
+    ),
+    (
+        "openai_chat",
+        chat(ASK, {"role": "assistant", "function_call": 3}),
+        r"messages\[1\].function_call: expected",
+    ),
+    ("openai_chat", chat(ASK, ANSWER, system="s"), "system: a field of Anthropic's API"),
+    (
+        "openai_chat",
+        chat(ASK, ANSWER, tools=[], functions=[]),
+        "functions: expected either tools or functions",
+    ),
+    ("openai_chat", chat(ASK, ANSWER, images=["x"]), "images: titan_tree trains on text"),
+    ("openai_chat", {"messages": "[1"}, "messages: expected a list or its JSON text"),
+    ("openai_chat", {"request": chat(ASK), "response": {}}, "response.choices: expected a non-empty list"),
+    (
+        "openai_responses",
+        {"input": [{"type": "web_search_call"}]},
+        r"input\[0\]: items of type 'web_search_call'",
+    ),
+    (
+        "openai_responses",
+        {"input": [{"role": "x", "content": "?"}]},
+        r"input\[0\].role: expected system, dev",
+    ),
+    (
+        "openai_responses",
+        {"input": [ASK], "previous_response_id": "r"},
+        "previous_response_id: expected the items",
+    ),
+    ("openai_responses", {"input": [ASK], "tools": [{"type": "mcp"}]}, r"tools\[0\]: a tool of type 'mcp'"),
+    (
+        "openai_responses",
+        {"input": [{"role": "user", "content": [IMAGE]}]},
+        r"input\[0\].content\[0\]: expected t",
+    ),
+    (
+        "anthropic",
+        chat(blocks({"type": "image"}), system="s"),
+        r"messages\[0\].content\[0\]: .*of type 'image'",
+    ),
+    (
+        "anthropic",
+        chat({"role": "tool"}, system="s"),
+        r"messages\[0\].role: expected user or assistant, got 'tool'",
+    ),
+    (
+        "anthropic",
+        chat(blocks({"type": "thinking"})),
+        r"messages\[0\].content\[0\].thinking: expected a string",
+    ),
+    ("anthropic", chat(ASK, tools=[{"type": "bash_20250124"}]), r"tools\[0\]: a tool that runs at Anthropic"),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "alien", "value": "x"}]},
+        r"conversations\[0\].from: expected one of",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "gpt"}]},
+        r"conversations\[0\].value: expected a string, got None",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "", "loss": 0}]},
+        r"conversations\[0\].loss: expected",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        r"conversations\[0\].value: expected",
+    ),
+    ("sharegpt", {"conversations": [], "chosen": {}}, "chosen: preference data is not supported"),
+    ("alpaca", {"instruction": "a", "output": 3}, "output: expected a string, got 3"),
+    (
+        "alpaca",
+        {"instruction": "a", "output": "b", "history": [["q"]]},
+        r"history\[0\]: expected a question and",
+    ),
+    (
+        "token_rows",
+        PAIR | {"response_mask": [1] * 5},
+        r"response_mask: expected 3 entries \(the response\), got 5",
+    ),
+    ("token_rows", PAIR | {"loss_mask": [1] * 4}, r"loss_mask: expected 3 .*or 5 \(the row\), got 4"),
+    ("token_rows", PAIR | {"completion_mask": ["1", 1, 1]}, "completion_mask: expected numbers, got '1'"),
+    ("token_rows", PAIR | {"input_ids": [1, 2]}, "input_ids: expected prompt_ids followed by completion_ids"),
+    ("token_rows", PAIR | {"responses": [1]}, "responses: expected only one of completion_ids and responses"),
+    ("token_rows", PAIR | {"temperatures": [1, 2, 2]}, "temperatures: expected one temperature"),
+    ("token_rows", PAIR | {"temperatures": [{}, 2, 2]}, "temperatures: expected numbers, got {}"),
+    ("token_rows", PAIR | {"prompt_mask": [1, 0]}, "prompt_mask: expected 2 entries: 0 for padding"),
+    ("token_rows", {"prompt_ids": [1, 2]}, "prompt_ids: expected ids of a prompt and a response"),
+    ("token_rows", {"token_ids": [1, 2]}, "loss_mask: missing, and nothing tells the prompt"),
+    ("token_rows", {"token_ids": [1, "x"], "mask": [1, 1]}, "token_ids: expected integers, got 'x'"),
+    (
+        "token_rows",
+        {"input_ids": [1, 2], "labels": [-100, 3]},
+        "labels: expected -100 or the token 2 at token 1",
+    ),
+    (
+        "token_rows",
+        {"tokens": [1, 2], "response_length": 3, "mask": [1]},
+        "response_length: expected at most 2",
+    ),
+    ("tree", tree(), r"nodes: expected a non-empty list, got \[\]"),
+    ("tree", tree({"id": 1}), r"nodes\[0\]: expected one of messages, text, tokens, got none"),
+    ("tree", tree(NODE, NODE), r"nodes\[1\].id: expected different ids, got 0 twice"),
+    ("tree", tree({**NODE, "parent": 7}), r"nodes\[0\].parent: no node has the id 7"),
+    ("tree", tree({**NODE, "parent": 0}), r"nodes\[0\].parent: the node is its own ancestor"),
+    ("tree", tree({**NODE, "loss_mask": [1, 1]}), r"nodes\[0\].loss_mask: expected 1 entries"),
+    ("tree", tree({**NODE, "rewards": 1}), r"nodes\[0\].rewards: unknown field; expected one of advantage"),
+    (
+        "tree",
+        tree({**NODE, "reward": 1}, {"parent": 0, "text": "x"}),
+        r"nodes\[0\].reward: no sample ends here",
+    ),
+    ("tree", tree(NODE, {"parent": 0, "text": "x"}), r"nodes\[1\]: expected either tokens or messages"),
+    ("tree", tree({**NODE, "sample": False}), "nodes: expected a leaf or a node with sample = true"),
+]
+
+
+@pytest.mark.parametrize(("format", "row", "message"), REFUSED, ids=[f"{r[0]} {r[2][:30]}" for r in REFUSED])
+def test_a_malformed_row_is_an_error_with_file_line_and_field(tmp_path, format, row, message):
+    file = write_lines(tmp_path / "f.jsonl", [row])
+    with pytest.raises(UserError, match=rf"f\.jsonl:1: {message}") as error:
+        list(read_records(file, format))
+    assert "\n" not in str(error.value)
+
+
+RUN = {"trajectory": []}
+DOCUMENTS = [
+    ("tau_bench", [{"task_id": 1, "traj": 3}], r":\[0\]: traj: expected a list of messages, got 3"),
+    ("tau_bench", [{"traj": []}], r":\[0\]: task_id: expected a string or an integer, got None"),
+    ("tau_bench", {}, ": document: expected a list of results"),
+    (
+        "tau2_bench",
+        {"simulations": [{"task_id": "a", "messages": [3]}]},
+        r":simulations\[0\]: messages\[0\]: exp",
+    ),
+    ("tau2_bench", {"info": 3, "simulations": []}, ": info: expected an object, got 3"),
+    ("tau2_bench", {}, ": simulations: expected a list, got None"),
+    ("swe_agent", RUN, ": history: expected a list of messages, got None"),
+    (
+        "swe_agent",
+        RUN | {"history": [{**ANSWER, "is_demo": True}]},
+        r": history\[0\].is_demo: a demonstration",
+    ),
+    ("sharegpt", [{"conversations": []}, 3], r":\[1\]: expected a JSON object, got int"),
+]
+
+
+@pytest.mark.parametrize(("format", "document", "message"), DOCUMENTS)
+def test_a_malformed_document_is_an_error_with_its_place(tmp_path, format, document, message):
+    with pytest.raises(UserError, match=rf"f\.json{message}"):
+        list(read_records(write_document(tmp_path / "f.json", document), format))
+
+
+def test_broken_documents_and_tables_are_errors(tmp_path):
+    file = tmp_path / "f"
+    file.write_text('[{"instruction": "a",\n "output": }]')
+    with pytest.raises(
+        UserError, match=r"f:2: broken JSON at character 12: Expecting value; expected one JSON"
+    ):
+        list(read_records(str(file), "alpaca"))
+    file.write_bytes(b"PAR1" + bytes(100))
+    with pytest.raises(UserError, match=r"f: damaged file after row 0 \("):
+        list(read_records(str(file)))
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    (folder / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match=r"several splits \(train\); set data.files to one of them"):
+        list(read_records(str(folder)))
+
+
+def test_mutated_rows_are_read_or_refused_in_one_line(tmp_path):
+    outcomes = fuzz(400, 0, tmp_path)
+    assert set(outcomes) == {"read", "refused"}, outcomes
+    assert min(outcomes.values()) > 50, outcomes

@@ -1,0 +1,147 @@
+"""Anthropic's Messages API: a system prompt beside the messages, and content in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_tree.data.readers import Record, Source
+from titan_tree.data.readers.chat import (
+    EARLIER_TURNS,
+    REQUEST_FIELDS,
+    Message,
+    assistant_messages,
+    call,
+    not_text,
+    text_of,
+    without,
+)
+from titan_tree.data.readers.rows import RowReader, expect, first_rows
+from titan_tree.errors import UserError
+
+BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these
+ENCRYPTED = "some thoughts are encrypted and have no text; their turns are trained without them"
+RESPONSE_FIELDS = ("thinking", "context_management", "container", "mcp_servers")  # more bookkeeping
+
+
+def claims(row: Record) -> bool:
+    """Returns whether a row has messages, and something that only Anthropic's API has."""
+    if isinstance(row.get("request"), dict):
+        response = row.get("response")
+        return isinstance(response, dict) and isinstance(response.get("content"), list)
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    tools = row.get("tools")
+    return (
+        row.get("system") is not None
+        or any(isinstance(block, dict) and block.get("type") in BLOCKS for block in blocks)
+        or (isinstance(tools, list) and any(isinstance(t, dict) and "input_schema" in t for t in tools))
+    )
+
+
+class AnthropicReader(RowReader):
+    """Reads {"messages", "system"?, "tools"?}, or {"request": {the same}, "response": {"content": [...]}}.
+
+    The blocks of an assistant's message become its reasoning, text and tool calls, and ``tool_result`` blocks
+    become messages of role "tool". Encrypted thoughts have no text; they are left out with a warning.
+    Parameters of the request are left out, except for ``temperature``.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        """Returns whether some of the first rows are Anthropic's. Others may look like OpenAI's."""
+        return any(map(claims, first_rows(source)))
+
+    def claims(self, row: Record) -> bool:
+        return claims(row)
+
+    def convert(self, row: Record) -> Record:
+        if "request" not in row:
+            return self._conversation(row)
+        request = expect(row["request"], dict, "request", "an object with messages")
+        response = expect(row.get("response"), dict, "response", "an object with content")
+        messages = expect(request.get("messages"), list, "request.messages", "a list of messages")
+        if any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages):
+            self.warn(EARLIER_TURNS)
+        answer = {"role": "assistant", "content": response.get("content")}
+        outer = without(row, ("request", "response"))
+        return outer | self._conversation({**request, "messages": [*messages, answer]})
+
+    def _conversation(self, row: Record) -> Record:
+        record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"})
+        messages: list[Message] = []
+        if system := text_of(row.get("system"), "system"):
+            messages.append({"role": "system", "content": system})
+        names: dict[Any, Any] = {}  # of the tools, by the ids of calls
+        for index, message in enumerate(expect(row.get("messages"), list, "messages", "a list of messages")):
+            messages += self._messages(message, names, f"messages[{index}]")
+        record["messages"] = messages
+        if row.get("tools") is not None:
+            tools = expect(row["tools"], list, "tools", "a list of schemas")
+            record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        return record
+
+    def _messages(self, message: Any, names: dict[Any, Any], where: str) -> list[Message]:
+        role = expect(message, dict, where, "an object with role and content").get("role")
+        if role not in ("user", "assistant", "system"):
+            raise UserError(f"{where}.role: expected user or assistant, got {role!r:.40}")
+        content, where = message.get("content"), f"{where}.content"
+        if not isinstance(content, list):
+            return [{"role": role, "content": text_of(content, where)}]
+        blocks = [
+            (expect(block, dict, f"{where}[{index}]", "a content block"), f"{where}[{index}]")
+            for index, block in enumerate(content)
+        ]
+        if role != "assistant":
+            return _user_messages(role, blocks, names)
+        parts = [part for block, place in blocks for part in self._parts(block, names, place)]
+        return assistant_messages(parts) or [{"role": role, "content": ""}]
+
+    def _parts(self, block: Message, names: dict[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
+        kind = block.get("type")
+        if kind == "text":
+            yield "text", text_of([block], where)
+        elif kind == "thinking":
+            yield "reasoning", expect(block.get("thinking"), str, f"{where}.thinking", "a string")
+        elif kind == "tool_use":
+            identifier = block.get("id")
+            names[str(identifier)] = block.get("name")
+            yield "call", call(block.get("name"), block.get("input"), identifier)
+        elif kind == "redacted_thinking":
+            self.warn(ENCRYPTED)
+        else:
+            raise not_text(where, kind)
+
+
+def _user_messages(role: str, blocks: list[tuple[Message, str]], names: dict[Any, Any]) -> list[Message]:
+    """Returns the messages that the blocks of a user's message become, in order."""
+    messages: list[Message] = []
+    for block, where in blocks:
+        if block.get("type") == "tool_result":
+            text = text_of(block.get("content"), f"{where}.content")
+            identifier = block.get("tool_use_id")
+            name = names.get(str(identifier))
+            result = {"role": "tool", "content": text, "tool_call_id": identifier}
+            messages.append(result if name is None else {**result, "name": name})
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += text_of([block], where)
+        else:
+            messages.append({"role": role, "content": text_of([block], where)})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _tool(tool: Any, where: str) -> Any:
+    """Returns the tool's schema in OpenAI's spelling."""
+    if not isinstance(tool, dict) or "input_schema" not in tool:
+        if isinstance(tool, dict) and tool.get("type", "custom") not in ("custom", "function"):
+            raise UserError(
+                f"{where}: a tool that runs at Anthropic ({tool['type']!r:.40}) has no schema here; "
+                "add its schema as input_schema"
+            )
+        return tool
+    function = {"name": tool.get("name")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}

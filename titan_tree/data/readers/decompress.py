@@ -1,0 +1,94 @@
+"""Decompresses gzip and Zstandard files while they are read."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+from titan_tree.errors import UserError
+
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+CHUNK_BYTES = 128 * 1024
+
+
+class ZstdError(Exception):
+    """A Zstandard file is truncated, or its content is damaged."""
+
+
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)  # what reading a damaged file raises
+
+
+def compression(first_bytes: bytes) -> str | None:
+    """Returns "gzip" or "zstd" by the first bytes of a file, or None for any other file."""
+    return next((name for magic, name in MAGIC.items() if first_bytes.startswith(magic)), None)
+
+
+def decompressed(raw: BinaryIO, kind: str | None) -> BinaryIO:
+    """Returns a stream of the decompressed content. Closing it closes ``raw``.
+
+    Raises:
+        UserError: Zstandard without the package zstandard.
+    """
+    if kind is None:
+        return raw
+    stream = _Gzip(fileobj=raw) if kind == "gzip" else io.BufferedReader(_ZstdStream(raw), CHUNK_BYTES)
+    return cast(BinaryIO, stream)
+
+
+class _Gzip(gzip.GzipFile):
+    """GzipFile leaves a file open that it did not open itself."""
+
+    def close(self) -> None:
+        raw = cast(BinaryIO | None, self.fileobj)
+        super().close()
+        if raw is not None:
+            raw.close()
+
+
+class _ZstdStream(io.RawIOBase):
+    """Decompresses the frames of a Zstandard file. A truncated last frame is an error."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._new_frame, self._error = _zstandard()
+        self._frame = self._new_frame()
+        self._is_inside = False  # the current frame has begun
+        self._pending = memoryview(b"")  # decompressed, not yet read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            chunk = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._is_inside = self._new_frame(), False
+            if not (chunk := chunk or self._raw.read(CHUNK_BYTES)):
+                if self._is_inside:
+                    raise ZstdError("the file ended before the end of its last frame")
+                return 0
+            try:
+                self._pending, self._is_inside = memoryview(self._frame.decompress(chunk)), True
+            except self._error as error:
+                raise ZstdError(str(error)) from None
+        count = min(len(buffer), len(self._pending))
+        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
+        return count
+
+    def close(self) -> None:
+        super().close()
+        self._raw.close()
+
+
+def _zstandard() -> tuple[Callable[[], Any], type[Exception]]:
+    """Returns a constructor of decompressors for one frame, and the error that they raise."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            "reading Zstandard files needs the package zstandard; run pip install 'titan_tree[data]'"
+        ) from None
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError

@@ -1,0 +1,149 @@
+"""OpenAI Chat Completions: conversations, fine-tuning files, and requests with their responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_tree.data.readers import Record, Source, anthropic
+from titan_tree.data.readers.chat import EARLIER_TURNS, REQUEST_FIELDS, Message, call, text_of, without
+from titan_tree.data.readers.rows import RowReader, expect, first_rows
+from titan_tree.errors import UserError
+
+
+class OpenAIChatReader(RowReader):
+    """Reads rows of one of these forms, and leaves rows of titan_tree's own schema as they are:
+
+        {"messages": [...], "tools" or "functions"?}
+        {"request": {"messages": [...], ...}, "response": {"choices": [{"message": {...}}]}}
+        {"prompt": [messages], "completion": [messages]}
+
+    Legacy ``function_call`` and role "function" become tool calls and role "tool", and role "developer"
+    becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories.
+    Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, finish reasons,
+    log-probs of text) are left out; ``temperature`` is kept.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        """Returns whether some of the first rows are conversations, and none is Anthropic's."""
+        found = first_rows(source)
+        return any(map(self.claims, found)) and not any(map(anthropic.claims, found))
+
+    def claims(self, row: Record) -> bool:
+        if isinstance(row.get("messages"), list | str):
+            return True
+        if isinstance(request := row.get("request"), dict):
+            return "messages" in request
+        return _are_messages(row.get("prompt")) and _are_messages(row.get("completion"))
+
+    def convert(self, row: Record) -> Record:
+        if row.get("request") is not None:
+            return self._pair(row)
+        if row.get("completion") is not None and "messages" not in row:
+            return self._prompt_and_completion(row)
+        if "messages" in row:
+            return {**converted_request(row), "messages": converted_messages(row["messages"], "messages")}
+        if isinstance(trajectories := row.get("trajectories"), list):
+            return {**row, "trajectories": [_trajectory(t, i) for i, t in enumerate(trajectories)]}
+        return row
+
+    def _pair(self, row: Record) -> Record:
+        request = expect(row["request"], dict, "request", "an object with messages")
+        response = expect(row.get("response"), dict, "response", "an object with choices")
+        choices = expect(response.get("choices"), list, "response.choices", "a non-empty list")
+        if not choices:
+            raise UserError("response.choices: expected a non-empty list, got []")
+        prompt = converted_messages(request.get("messages"), "request.messages")
+        self._warn_about_turns(prompt)
+        record = without(row, ("request", "response")) | without(converted_request(request), ("messages",))
+        answers = []
+        for index, choice in enumerate(choices):
+            where = f"response.choices[{index}]"
+            message = expect(choice, dict, where, "an object with a message").get("message")
+            answers.append(converted_messages([message], where))
+        if len(answers) == 1:
+            return {**record, "messages": prompt + answers[0]}
+        shared = {name: record.pop(name) for name in ("temperature", "reward") if name in record}
+        return {**record, "trajectories": [{"messages": prompt + answer, **shared} for answer in answers]}
+
+    def _prompt_and_completion(self, row: Record) -> Record:
+        prompt = converted_messages(row.get("prompt"), "prompt")
+        self._warn_about_turns(prompt)
+        completion = converted_messages(row["completion"], "completion")
+        return {**converted_request(without(row, ("prompt", "completion"))), "messages": prompt + completion}
+
+    def _warn_about_turns(self, prompt: list[Message]) -> None:
+        if any(message.get("role") == "assistant" for message in prompt):
+            self.warn(EARLIER_TURNS)
+
+
+def converted_request(row: Record) -> Record:
+    """Returns the row without the parameters of a request, and with legacy ``functions`` as ``tools``."""
+    if row.get("system") is not None:
+        raise UserError(
+            "system: a field of Anthropic's API; set data.format = 'anthropic', or make it a message"
+        )
+    record = without(row, {*REQUEST_FIELDS, "functions", "function_call", "system"})
+    if isinstance(row.get("logprobs"), bool):  # whether the API should return them
+        del record["logprobs"]
+    if row.get("functions") is not None:
+        if row.get("tools") is not None:
+            raise UserError("functions: expected either tools or functions, got both; remove one")
+        functions = expect(row["functions"], list, "functions", "a list of schemas")
+        record["tools"] = [{"type": "function", "function": function} for function in functions]
+    return record
+
+
+def converted_messages(messages: Any, where: str) -> list[Message]:
+    """Returns OpenAI's messages in the spelling that titan_tree's tokenizer reads."""
+    expect(messages, list, where, "a list of messages")
+    return [_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Message:
+    expect(message, dict, where, "an object with role and content")
+    result = without(message, ("function_call", "refusal", "audio", "annotations", "weight"))
+    result["role"] = {"developer": "system", "function": "tool"}.get(
+        str(message.get("role")), message.get("role")
+    )
+    if message.get("audio"):
+        raise UserError(f"{where}.audio: titan_tree trains on text; remove the sample")
+    if isinstance(message.get("content"), list):
+        result["content"] = text_of(message["content"], f"{where}.content")
+    if message.get("weight") not in (None, 1):
+        raise UserError(
+            f"{where}.weight: expected 1 or none, got {message['weight']!r:.20}; every assistant turn is a "
+            'sample, or only the last one with data.sample = {turns = "last"}'
+        )
+    if (refusal := message.get("refusal")) is not None:
+        if message.get("content"):
+            raise UserError(f"{where}.refusal: expected either content or refusal, got both; remove one")
+        result["content"] = refusal
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        result["tool_calls"] = [_tool_call(item) for item in calls]
+    if (legacy := message.get("function_call")) is not None:
+        if calls:
+            raise UserError(
+                f"{where}.function_call: expected either this or tool_calls, got both; remove one"
+            )
+        expect(legacy, dict, f"{where}.function_call", "an object with name and arguments")
+        result["tool_calls"] = [call(legacy.get("name"), legacy.get("arguments"), None)]
+    return result
+
+
+def _tool_call(item: Any) -> Any:
+    """Returns a tool call; that of a custom tool has free text as its arguments."""
+    if isinstance(item, dict) and isinstance(custom := item.get("custom"), dict):
+        return call(custom.get("name"), custom.get("input"), item.get("id"))
+    return item
+
+
+def _trajectory(trajectory: Any, index: int) -> Any:
+    if not isinstance(trajectory, dict) or "messages" not in trajectory:
+        return trajectory
+    where = f"trajectories[{index}].messages"
+    return {**trajectory, "messages": converted_messages(trajectory["messages"], where)}
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]

@@ -1,0 +1,161 @@
+"""OpenAI Responses: items of input and output, with instructions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import (
+    EARLIER_TURNS,
+    REQUEST_FIELDS,
+    Message,
+    assistant_messages,
+    call,
+    text_of,
+    without,
+)
+from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.errors import UserError
+
+ENCRYPTED = (
+    "some reasoning items have no text (encrypted, or without summary); their turns are trained without them"
+)
+RESPONSE_FIELDS = (
+    *("object", "created_at", "completed_at", "status", "error", "incomplete_details", "usage", "billing"),
+    *("reasoning", "text", "conversation", "moderation"),
+)
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+class OpenAIResponsesReader(RowReader):
+    """Reads {"input", "output"?, "instructions"?, "tools"?}, or a request with its response:
+
+        {"request": {"input", "instructions"?, "tools"?}, "response": {"output"}}
+
+    ``input`` is a string or a list of items, ``output`` a list of items. Instructions become the system
+    message. Adjacent reasoning, text and function calls become one assistant message. Reasoning is the text
+    of its content, or else of its summary. Parameters are left out, except for ``temperature``.
+    Items of tools that run at OpenAI are refused. ``previous_response_id`` is refused, because the earlier
+    items are not in the file.
+    """
+
+    def claims(self, row: Record) -> bool:
+        if isinstance(request := row.get("request"), dict):
+            return "input" in request
+        return _are_items(row.get("input")) or (
+            isinstance(row.get("input"), str) and _are_items(row.get("output"))
+        )
+
+    def convert(self, row: Record) -> Record:
+        if "request" in row:
+            request = expect(row["request"], dict, "request", "an object with input")
+            response = expect(row.get("response"), dict, "response", "an object with output")
+            row = {**without(row, ("request", "response")), **request, "output": response.get("output")}
+        if row.get("previous_response_id") is not None:
+            raise UserError(
+                "previous_response_id: expected the items of the earlier response in input; add them, and "
+                "remove this field"
+            )
+        messages: list[Message] = []
+        if instructions := row.get("instructions"):
+            messages.append({"role": "system", "content": text_of(instructions, "instructions")})
+        given = row.get("input")
+        if isinstance(given, str):
+            messages.append({"role": "user", "content": given})
+            given = []
+        prompt = self._messages(given, "input")
+        if row.get("output") is None:
+            messages += prompt
+        else:
+            if any(message["role"] == "assistant" for message in prompt):
+                self.warn(EARLIER_TURNS)
+            messages += self._messages([*(given or []), *_items(row["output"], "output")], "input + output")
+        record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "instructions", "input", "output"})
+        record["messages"] = messages
+        if row.get("tools") is not None:
+            tools = expect(row["tools"], list, "tools", "a list of schemas")
+            record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+        return without(record, () if row.get("tools") is not None else ("tools",))
+
+    def _messages(self, items: Any, where: str) -> list[Message]:
+        messages: list[Message] = []
+        parts: list[tuple[str, Any]] = []  # of the assistant, since the last message of another role
+        names: dict[str, Any] = {}  # of the tools, by the ids of calls
+        for index, item in enumerate(_items(items, where)):
+            place = f"{where}[{index}]"
+            kind = expect(item, dict, place, "an item").get("type", "message")
+            role = item.get("role") if kind == "message" else None
+            if kind in OUTPUTS or (kind == "message" and role != "assistant"):
+                messages += [*assistant_messages(parts), _other_message(item, kind, names, place)]
+                parts = []
+            elif kind == "message":
+                after_text = [("end", None)] if parts and parts[-1][0] == "text" else []
+                parts += [*after_text, ("text", text_of(item.get("content"), f"{place}.content"))]
+            elif kind == "reasoning":
+                if text := _reasoning(item, place):
+                    parts.append(("reasoning", text))
+                else:
+                    self.warn(ENCRYPTED)
+            elif kind in ("function_call", "custom_tool_call"):
+                names[str(item.get("call_id"))] = item.get("name")
+                arguments = item.get("arguments" if kind == "function_call" else "input")
+                parts.append(("call", call(item.get("name"), arguments, item.get("call_id"))))
+            else:
+                raise UserError(
+                    f"{place}: items of type {kind!r:.40} are not supported; expected message, reasoning, "
+                    "function_call or function_call_output. titan_tree trains on text: remove the sample"
+                )
+        return messages + assistant_messages(parts)
+
+
+def _other_message(item: Message, kind: str, names: dict[str, Any], where: str) -> Message:
+    """Returns the message of a tool's output, or of a system, developer or user item."""
+    if kind in OUTPUTS:
+        identifier = item.get("call_id")
+        text = text_of(item.get("output"), f"{where}.output")
+        message = {"role": "tool", "content": text, "tool_call_id": identifier}
+        name = names.get(str(identifier))
+        return message if name is None else {**message, "name": name}
+    role = item.get("role")
+    if role not in ("system", "developer", "user"):
+        raise UserError(f"{where}.role: expected system, developer, user or assistant, got {role!r:.40}")
+    content = text_of(item.get("content"), f"{where}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _reasoning(item: Message, where: str) -> str:
+    for field in ("content", "summary"):
+        parts = item.get(field) or []
+        texts = []
+        for index, part in enumerate(expect(parts, list, f"{where}.{field}", "a list of texts")):
+            place = f"{where}.{field}[{index}]"
+            texts.append(
+                expect(expect(part, dict, place, "a text").get("text"), str, f"{place}.text", "a string")
+            )
+        if texts:
+            return "\n\n".join(texts)
+    return ""
+
+
+def _items(items: Any, where: str) -> list[Any]:
+    return [] if items is None else expect(items, list, where, "a list of items")
+
+
+def _are_items(value: Any) -> bool:
+    """Returns whether a value is a list of items: messages, or objects with a type that Responses has."""
+    kinds = ("message", "reasoning", "function_call", "function_call_output")
+    return isinstance(value, list) and any(
+        isinstance(item, dict) and (item.get("type") in kinds or ("role" in item and "content" in item))
+        for item in value
+    )
+
+
+def _tool(tool: Any, where: str) -> Any:
+    """Returns the tool's schema in the spelling of Chat Completions."""
+    if not isinstance(tool, dict) or "function" in tool:
+        return tool
+    if tool.get("type") != "function":
+        raise UserError(
+            f"{where}: a tool of type {tool.get('type')!r:.40} has no schema; expected tools of type function"
+        )
+    return {"type": "function", "function": without(tool, ("type", "strict"))}

@@ -1,0 +1,77 @@
+"""ShareGPT: conversations of "from" and "value", also with the tools and roles of LLaMA-Factory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import Message, call, without
+from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.errors import UserError
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+    "function_call": "function_call",
+}
+
+
+class ShareGptReader(RowReader):
+    """Reads {"conversations": [{"from", "value"}], "system"?, "tools"?}.
+
+    Turns of "function_call" hold the JSON of a call {"name", "arguments"}, or of a list of calls. Turns of
+    "observation" hold a tool's result. ``tools`` may be JSON text. Other members of a turn are refused.
+    """
+
+    def claims(self, row: Record) -> bool:
+        turns = row.get("conversations")
+        if isinstance(turns, str):
+            return turns.lstrip().startswith("[")
+        return isinstance(turns, list) and all(
+            isinstance(turn, dict) and "from" in turn for turn in turns[:1]
+        )
+
+    def convert(self, row: Record) -> Record:
+        messages: list[Message] = []
+        if row.get("system"):
+            messages.append({"role": "system", "content": expect(row["system"], str, "system", "a string")})
+        turns = expect(row.get("conversations"), list, "conversations", "a non-empty list of turns")
+        for index, turn in enumerate(turns):
+            messages.append(_message(turn, f"conversations[{index}]"))
+        record = without(row, ("conversations", "system", "tools"))
+        if row.get("tools"):
+            tools = expect(row["tools"], list, "tools", "a list of schemas")
+            record["tools"] = [_tool(tool) for tool in tools]
+        return {**record, "messages": messages}
+
+
+def _message(turn: Any, where: str) -> Message:
+    expect(turn, dict, where, "an object with from and value")
+    speaker, value = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise UserError(f"{where}.from: expected one of {', '.join(ROLES)}, got {speaker!r:.40}")
+    expect(value, str, f"{where}.value", "a string")
+    for name in without(turn, ("from", "value")):
+        if turn[name] is not None:
+            raise UserError(f"{where}.{name}: expected only from and value; remove the field")
+    if ROLES[speaker] != "function_call":
+        return {"role": ROLES[speaker], "content": value}
+    try:
+        calls = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}.value: expected the JSON of a function call: {error}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    converted = []
+    for item in calls:
+        expect(item, dict, f"{where}.value", "calls with name and arguments")
+        converted.append(call(item.get("name"), item.get("arguments"), None))
+    return {"role": "assistant", "content": "", "tool_calls": converted}
+
+
+def _tool(tool: Any) -> Any:
+    """Returns a schema in OpenAI's envelope {"type": "function", "function": ...}."""
+    is_bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if is_bare else tool

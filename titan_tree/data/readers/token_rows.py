@@ -1,0 +1,251 @@
+"""Rows of token ids, in the columns of TRL, verl, slime, prime-rl, AReaL and SkyRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import without
+from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.errors import UserError
+
+PROMPTS = ("prompt_ids", "prompt_token_ids", "prompts", "input_tokens")
+RESPONSES = ("completion_ids", "completion_token_ids", "response_ids", "responses", "output_tokens")
+WHOLE = ("tokens", "input_ids", "token_ids")
+
+# Columns by the field of titan_tree's schema that they become. The product of all masks is the loss mask.
+MASKS = (
+    "loss_mask",
+    "loss_masks",
+    "mask",
+    "response_mask",
+    "completion_mask",
+    "tool_mask",
+    "assistant_masks",
+)
+PER_TOKEN = {
+    "old_logprobs": ("old_logprobs", "old_log_probs", "old_per_token_logps", "prox_logp"),
+    "rollout_logprobs": (
+        *("rollout_logprobs", "rollout_log_probs", "sampling_per_token_logps", "logprobs"),
+        *("response_logprobs", "completion_logprobs", "output_logprobs"),
+    ),
+    "ref_logprobs": ("ref_logprobs", "ref_log_prob", "ref_per_token_logps"),
+    "policy_version": ("policy_version", "versions", "output_versions", "weight_version"),
+    "advantage": ("advantage", "advantages"),
+}
+PER_ROW = {
+    "reward": ("reward", "rewards", "reward_score"),
+    "group_id": ("group_id", "uid", "group_index", "example_id", "problem_id"),
+    "rollout_id": ("rollout_id",),
+    "id": ("id",),
+    "routed_experts": ("routed_experts", "rollout_routed_experts", "rollout_expert_indices"),
+}
+TEMPERATURES = ("temperature", "temperatures", "completion_temperatures")
+# These columns describe the response and never the prompt, whatever their length.
+OF_RESPONSE = (
+    *("response_mask", "tool_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "response_logprobs"),
+    *("completion_logprobs", "output_logprobs", "output_versions", "completion_temperatures"),
+)
+# Text that the tokens already hold, values for a critic, and positions that follow from the tokens.
+BOOKKEEPING = (
+    *("prompt", "response", "completion", "text", "position_ids", "response_length", "returns", "values"),
+    *("token_level_rewards", "token_level_scores"),
+)
+
+
+class TokenRowReader(RowReader):
+    """Reads a prompt and a response as two lists of token ids, or both as one list with a mask.
+
+    - A column of the response's length belongs to the response: the prompt gets mask 0, and null or 0
+      elsewhere. Columns of the whole length are taken as they are. Any other length is an error.
+    - ``response_length``, or the length of ``response_mask``, says where a response begins in a single list.
+    - ``labels`` (-100: not trained on) become a mask.
+    - Tokens with 0 in ``attention_mask`` are padding and are removed, also those of ``prompt_mask``. A
+      ``prompt_mask`` of zeros alone is a loss mask.
+    - Several temperatures in a row are refused. ``BOOKKEEPING`` is left out.
+    """
+
+    def claims(self, row: Record) -> bool:
+        if any(_are_ids(row.get(name)) for name in PROMPTS) and any(
+            _are_ids(row.get(name)) for name in RESPONSES
+        ):
+            return True
+        own = {"tokens", "input_ids"} & row.keys() and not _foreign(row)
+        return not own and any(_are_ids(row.get(name)) for name in WHOLE)
+
+    def convert(self, row: Record) -> Record:
+        tokens, num_prompt = _tokens(row)
+        columns = _Columns(row, len(tokens), num_prompt)
+        kept = _kept(row, columns)
+        record: Record = {"tokens": tokens, "loss_mask": _loss_mask(row, columns, tokens)}
+        for field, names in PER_TOKEN.items():
+            if (name := _only(row, names)) is not None:
+                record[field] = columns.values(name, 0 if field == "advantage" else None)
+        for field, names in PER_ROW.items():
+            if (name := _only(row, names)) is not None:
+                record[field] = row[name]
+        if row.get("index") is not None:
+            record.setdefault("id", row["index"])
+        if (name := _only(row, TEMPERATURES)) is not None:
+            record["temperature"] = _temperature(columns, name, record["loss_mask"])
+        if isinstance(versions := record.get("policy_version"), list):  # AReaL marks prompts by -1
+            record["policy_version"] = [None if version == -1 else version for version in versions]
+        if not all(kept):
+            _remove_padding(record, kept)
+        return {**without(row, KNOWN), **record}
+
+
+class _Columns:
+    """The per-token columns of a row, aligned with the tokens of prompt and response."""
+
+    def __init__(self, row: Record, num_tokens: int, num_prompt: int) -> None:
+        self.row, self.num_tokens, self.num_prompt = row, num_tokens, num_prompt
+
+    def values(self, name: str, fill: float | None) -> Any:
+        """Returns one value per token, with ``fill`` for the prompt, or the single number of the row."""
+        column = self.row[name]
+        if isinstance(column, int | float) and not isinstance(column, bool):
+            return column
+        expect(column, list, name, "a list of numbers")
+        num_response = self.num_tokens - self.num_prompt
+        if len(column) == num_response:
+            return [fill] * self.num_prompt + column
+        if len(column) == self.num_tokens and name not in OF_RESPONSE:
+            return column
+        whole = "" if name in OF_RESPONSE else f" or {self.num_tokens} (the row)"
+        raise UserError(f"{name}: expected {num_response} entries (the response){whole}, got {len(column)}")
+
+
+def _tokens(row: Record) -> tuple[list[int], int]:
+    """Returns the token ids of prompt and response, and how many of them are the prompt's."""
+    prompt, response, whole = (_only(row, names) for names in (PROMPTS, RESPONSES, WHOLE))
+    if prompt is not None and response is not None:
+        ids = [*_ids(row, prompt), *_ids(row, response)]
+        if whole is not None and row[whole] != ids:
+            raise UserError(
+                f"{whole}: expected {prompt} followed by {response}, got other token ids; remove it"
+            )
+        return ids, len(row[prompt])
+    if prompt is not None or response is not None or whole is None:
+        raise UserError(
+            f"{prompt or response or 'tokens'}: expected ids of a prompt and a response, or of both; "
+            f"got {', '.join(row)}"
+        )
+    ids = _ids(row, whole)
+    if (length := row.get("response_length")) is None:
+        length = len(row["response_mask"]) if isinstance(row.get("response_mask"), list) else len(ids)
+    if not 0 <= expect(length, int, "response_length", "an integer") <= len(ids):
+        raise UserError(f"response_length: expected at most {len(ids)}, the number of tokens, got {length}")
+    return ids, len(ids) - length
+
+
+def _loss_mask(row: Record, columns: _Columns, tokens: list[int]) -> list[float]:
+    """Returns the product of all masks; without any, the prompt has 0 and the response 1."""
+    masks = [(name, columns.values(name, 0)) for name in MASKS if row.get(name) is not None]
+    if (labels := row.get("labels")) is not None:
+        masks.append(("labels", _mask_of_labels(labels, tokens)))
+    if not masks and not columns.num_prompt:
+        raise UserError(
+            "loss_mask: missing, and nothing tells the prompt from the response; add a mask with 1 for each "
+            "token that is trained on"
+        )
+    num_response = len(tokens) - columns.num_prompt
+    product = [1.0] * len(tokens) if masks else [0.0] * columns.num_prompt + [1.0] * num_response
+    for name, mask in masks:
+        numbers = expect(mask, list, name, "a list of numbers")
+        if bad := next((repr(n) for n in numbers if not isinstance(n, int | float)), None):
+            raise UserError(f"{name}: expected numbers, got {bad:.40}")
+        product = [before * float(number) for before, number in zip(product, numbers, strict=True)]
+    return product
+
+
+def _mask_of_labels(labels: Any, tokens: list[int]) -> list[int]:
+    expect(labels, list, "labels", "a list of token ids")
+    if len(labels) != len(tokens):
+        raise UserError(f"labels: expected {len(tokens)} entries, one per token, got {len(labels)}")
+    for index, (label, token) in enumerate(zip(labels, tokens, strict=True)):
+        if label not in (-100, token):
+            raise UserError(f"labels: expected -100 or the token {token} at token {index}, got {label!r:.20}")
+    return [int(label != -100) for label in labels]
+
+
+def _kept(row: Record, columns: _Columns) -> list[bool]:
+    """Returns for each token whether it is not padding."""
+    attention = row.get("attention_mask")
+    if attention is None:
+        kept = [True] * columns.num_tokens
+    else:
+        expect(attention, list, "attention_mask", "a list of 0 and 1")
+        if len(attention) != columns.num_tokens:
+            raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(attention)}")
+        kept = [bool(entry) for entry in attention]
+    prompt_mask = row.get("prompt_mask")
+    if prompt_mask is None or not any(expect(prompt_mask, list, "prompt_mask", "a list of 0 and 1")):
+        return kept
+    if len(prompt_mask) != columns.num_prompt or sorted(map(bool, prompt_mask)) != list(
+        map(bool, prompt_mask)
+    ):
+        raise UserError(
+            f"prompt_mask: expected {columns.num_prompt} entries: 0 for padding at the left, then 1; or all 0"
+        )
+    return [*map(bool, prompt_mask), *kept[columns.num_prompt :]]
+
+
+def _remove_padding(record: Record, kept: list[bool]) -> None:
+    """Removes the tokens that are padding, and their values."""
+    for field in ("tokens", "loss_mask", "routed_experts", *PER_TOKEN):
+        if isinstance(values := record.get(field), list):
+            if len(values) != len(kept):
+                raise UserError(f"{field}: expected {len(kept)} entries beside padding, got {len(values)}")
+            record[field] = [value for value, keep in zip(values, kept, strict=True) if keep]
+
+
+def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> Any:
+    values = columns.values(name, None)
+    if not isinstance(values, list):
+        return values
+    if bad := next((repr(n) for n in values if not isinstance(n, int | float | None)), None):
+        raise UserError(f"{name}: expected numbers, got {bad:.40}")
+    trained = {value for value, mask in zip(values, loss_mask, strict=True) if mask}
+    if len(trained) > 1:
+        raise UserError(
+            f"{name}: expected one temperature for all trained tokens, got {len(trained)}; split the row"
+        )
+    return trained.pop() if trained else None
+
+
+def _only(row: Record, names: Iterable[str]) -> str | None:
+    """Returns the name that the row has; two names of one field are an error."""
+    found = [name for name in names if row.get(name) is not None]
+    if len(found) > 1:
+        raise UserError(
+            f"{found[1]}: expected only one of {' and '.join(found)}, which mean the same; remove one"
+        )
+    return found[0] if found else None
+
+
+def _ids(row: Record, name: str) -> list[int]:
+    ids = expect(row[name], list, name, "a list of token ids")
+    for token in ids:
+        expect(token, int, name, "integers")
+    return ids
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and type(value[0]) is int
+
+
+def _foreign(row: Record) -> set[str]:
+    """Returns the columns that titan_tree's own schema does not have."""
+    own = {"loss_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "policy_version", "advantage"}
+    own |= {"reward", "group_id", "rollout_id", "id", "routed_experts", "temperature", "tokens", "input_ids"}
+    return (KNOWN - own - set(BOOKKEEPING)) & row.keys() | ({"response_length", "labels"} & row.keys())
+
+
+KNOWN = {
+    *(*PROMPTS, *RESPONSES, *WHOLE, *MASKS, *TEMPERATURES, *BOOKKEEPING),
+    *("labels", "attention_mask", "prompt_mask", "index"),
+    *(name for names in (*PER_TOKEN.values(), *PER_ROW.values()) for name in names),
+}

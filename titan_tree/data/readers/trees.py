@@ -1,0 +1,182 @@
+"""Explicit trees: nodes with a parent, as search and sampling engines have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import Message, without
+from titan_tree.data.readers.openai_chat import converted_messages
+from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.errors import UserError
+
+Node = dict[str, Any]
+
+KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
+PER_TOKEN = ("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "policy_version", "advantage")
+OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id")  # of the node at which a sample ends
+
+
+class TreeReader(RowReader):
+    """Reads trees, one per row. Fields marked ? are optional:
+
+        {"id"?, "group_id"?, "tools"?, "prompt"?, "nodes": [
+            {"id"?, "parent"?, "messages" or "text" or "tokens", "sample"?, "reward"?, "weight"?, ...}]}
+
+    A node without a parent (missing or null) is a root. A node without an id is known by its index in the
+    list. Nodes may be in any order. A sample is the path from a root to a leaf, or to a node with
+    ``"sample": true``. A leaf with ``"sample": false`` ends no sample.
+
+    - ``messages``: chat messages. The tree's ``prompt`` comes before those of every root. It is a list of
+      messages, or the text of a user's message.
+    - ``text``: a part of an assistant's message. The texts of adjacent nodes are joined without a separator.
+    - ``tokens``: token ids. ``loss_mask`` (default 1), ``old_logprobs``, ``rollout_logprobs``,
+      ``ref_logprobs``, ``policy_version`` and ``advantage`` have one entry per token of the node, or one
+      number for all of them.
+    - ``reward``, ``weight``, ``temperature``, ``rollout_id``, and the ``advantage`` of messages belong to the
+      sample that ends at the node. Other nodes must not have them.
+    """
+
+    def claims(self, row: Record) -> bool:
+        return isinstance(nodes := row.get("nodes"), list) and any(
+            isinstance(node, dict) and set(KINDS) & node.keys() for node in nodes
+        )
+
+    def convert(self, row: Record) -> Record:
+        nodes = expect(row.get("nodes"), list, "nodes", "a non-empty list")
+        for index, node in enumerate(nodes):
+            _check_node(node, f"nodes[{index}]")
+        parents = _parents(nodes)
+        ends = _sample_ends(nodes, parents)
+        prompt = row.get("prompt") or []
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        shared = converted_messages(given, "prompt")
+        trajectories = [_sample(nodes, parents, end, shared) for end in ends]
+        return {**without(row, ("nodes", "prompt")), "trajectories": trajectories}
+
+
+def _check_node(node: Any, where: str) -> None:
+    expect(node, dict, where, "an object")
+    kinds = [kind for kind in KINDS if node.get(kind) is not None]
+    if len(kinds) != 1:
+        raise UserError(f"{where}: expected one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
+    expect(node[kinds[0]], str if kinds == ["text"] else list, f"{where}.{kinds[0]}", "text or a list")
+    if node.get("sample") is not None:
+        expect(node["sample"], bool, f"{where}.sample", "true or false")
+    per_token = PER_TOKEN if kinds == ["tokens"] else ("advantage",)
+    allowed = {"id", "parent", "sample", *kinds, *OF_SAMPLE, *per_token}
+    for name in node:
+        if name not in allowed and node[name] is not None:
+            raise UserError(f"{where}.{name}: unknown field; expected one of {', '.join(sorted(allowed))}")
+
+
+def _parents(nodes: list[Node]) -> list[int]:
+    """Returns the index of each node's parent, -1 for roots. Raises UserError if the nodes form no forest."""
+    if not nodes:
+        raise UserError("nodes: expected a non-empty list, got []")
+    index_of: dict[str | int, int] = {}
+    for index, node in enumerate(nodes):
+        name = index if node.get("id") is None else node["id"]
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise UserError(f"nodes[{index}].id: expected a string or an integer, got {name!r:.40}")
+        if index_of.setdefault(name, index) != index:
+            raise UserError(f"nodes[{index}].id: expected different ids, got {name!r:.40} twice")
+    parents = []
+    for index, node in enumerate(nodes):
+        parent = node.get("parent")
+        if parent is not None and (type(parent) not in (str, int) or parent not in index_of):
+            raise UserError(f"nodes[{index}].parent: no node has the id {parent!r:.40}; roots have no parent")
+        parents.append(-1 if parent is None else index_of[parent])
+    _check_acyclic(parents)
+    return parents
+
+
+def _check_acyclic(parents: list[int]) -> None:
+    rooted = [False] * len(parents)
+    for start in range(len(parents)):
+        chain: list[int] = []
+        seen: set[int] = set()
+        node = start
+        while node != -1 and not rooted[node]:
+            if node in seen:
+                raise UserError(f"nodes[{node}].parent: the node is its own ancestor; roots have no parent")
+            chain.append(node)
+            seen.add(node)
+            node = parents[node]
+        for node in chain:
+            rooted[node] = True
+
+
+def _sample_ends(nodes: list[Node], parents: list[int]) -> list[int]:
+    """Returns the nodes at which samples end, in the order of the file."""
+    inner = set(parents)
+    marks = [node.get("sample") for node in nodes]
+    ends = [i for i, mark in enumerate(marks) if mark or (mark is None and i not in inner)]
+    if not ends:
+        raise UserError("nodes: expected a leaf or a node with sample = true, got none")
+    for index in set(range(len(nodes))) - set(ends):
+        node = nodes[index]
+        fields = (*OF_SAMPLE, *(() if "tokens" in node else ("advantage",)))
+        if name := next((name for name in fields if node.get(name) is not None), None):
+            raise UserError(
+                f"nodes[{index}].{name}: no sample ends here; set sample = true, or move the field"
+            )
+    return ends
+
+
+def _sample(nodes: list[Node], parents: list[int], end: int, shared: list[Message]) -> Record:
+    """Returns the sample that ends at a node, in titan_tree's schema."""
+    path = [end]
+    while parents[path[-1]] != -1:
+        path.append(parents[path[-1]])
+    path.reverse()
+    node = nodes[end]
+    record = {name: node[name] for name in OF_SAMPLE if node.get(name) is not None}
+    record["id"] = str(end if node.get("id") is None else node["id"])
+    has_tokens = {nodes[index].get("tokens") is not None for index in path}
+    if has_tokens == {True}:
+        if shared:
+            raise UserError("prompt: not allowed beside nodes of tokens; make it a node of tokens")
+        return record | _joined_tokens(nodes, path)
+    if len(has_tokens) == 2:
+        raise UserError(f"nodes[{end}]: expected either tokens or messages and texts on a path, got both")
+    if node.get("advantage") is not None:
+        record["advantage"] = node["advantage"]
+    return record | {"messages": shared + _joined_messages(nodes, path)}
+
+
+def _joined_messages(nodes: list[Node], path: list[int]) -> list[Message]:
+    messages: list[Message] = []
+    is_text = False  # the last message consists of texts
+    for index in path:
+        node = nodes[index]
+        if node.get("messages") is not None:
+            messages += converted_messages(node["messages"], f"nodes[{index}].messages")
+            is_text = False
+        elif is_text:
+            messages[-1] = {"role": "assistant", "content": messages[-1]["content"] + node["text"]}
+        else:
+            messages.append({"role": "assistant", "content": node["text"]})
+            is_text = True
+    return messages
+
+
+def _joined_tokens(nodes: list[Node], path: list[int]) -> Record:
+    """Returns the tokens of the path and their values; null where a node has none, 0 for the advantage."""
+    tokens = [token for index in path for token in nodes[index]["tokens"]]
+    record: Record = {"tokens": tokens}
+    for name in PER_TOKEN:
+        if name != "loss_mask" and all(nodes[index].get(name) is None for index in path):
+            continue
+        default = {"loss_mask": 1, "advantage": 0}.get(name)
+        record[name] = [value for index in path for value in _node_values(nodes[index], name, default, index)]
+    return record
+
+
+def _node_values(node: Node, name: str, default: Any, index: int) -> list[Any]:
+    value, count = node.get(name), len(node["tokens"])
+    if not isinstance(value, list):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise UserError(f"nodes[{index}].{name}: expected {count} entries, one per token, got {len(value)}")
+    return value
