@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,3 +223,60 @@ def test_a_run_starts_from_the_weights_of_a_snapshot(tmp_path: Path) -> None:
     for name, value in train(config).model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     assert json.loads((Path(config.folder) / "checkpoints" / "model.json").read_text())["name"] == "qwen3_moe"
+
+
+def test_a_run_over_epochs_trains_on_every_group_that_often(tmp_path: Path) -> None:
+    """9 groups, 2 epochs, 4 groups per step: 5 steps, the last with 2 groups."""
+    options = {"data__global_batch_groups": 4, "training__steps": "null", "training__epochs": 2}
+    trainer = train(tiny_config(tmp_path, **options))
+    assert trainer.num_steps == 5
+    assert [counts.num_trees for counts in trainer.history] == [4, 4, 4, 4, 2]
+    assert [row["epoch"] for row in read_metrics(trainer.config)] == ["0", "0", "1", "1", "1"]
+    sizes = trainer.data_sizes
+    assert sizes is not None
+    assert sizes.groups == 9
+    assert 2 * sizes.samples == sum(counts.num_paths for counts in trainer.history)
+
+
+def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"training\.steps: expected no value together with training\.epochs"):
+        tiny_config(tmp_path, training__epochs=2)
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused(tmp_path: Path) -> None:
+    options = {"training__steps": "null", "training__epochs": 1, "lr_scheduler__warmup_steps": 4}
+    with pytest.raises(
+        UserError, match=r"lr_scheduler\.warmup_steps: expected at most the 3 steps of the run"
+    ):
+        train(tiny_config(tmp_path, **options))
+
+
+def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> None:
+    """Loss and accuracy equal those of plain forward passes over every path; partitions change nothing."""
+    held_out = write_groups(tmp_path / "held_out.jsonl", num_groups=3, seed=1)
+    options = {"validation__files": held_out, "validation__interval": 3, "training__steps": 4}
+    trainer = train(tiny_config(tmp_path / "whole", **options))
+    rows = read_metrics(trainer.config)
+    assert [row["step"] for row in rows if row["validation_loss"]] == ["3", "4"]
+
+    hidden: list[torch.Tensor] = []
+    trainer.model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output.detach()))
+    loss = correct = weight = 0.0
+    for record in map(json.loads, held_out.read_text().splitlines()):
+        tokens = torch.tensor(record["tokens"])
+        with torch.no_grad():
+            trainer.model(TreeBatch.from_trees([TokenTree.from_paths([TokenPath(record["tokens"])])]))
+            head = trainer.model.lm_head or trainer.model.embed_tokens
+            logits = hidden.pop()[:-1] @ head.weight.T
+        w = record["weight"] * torch.tensor(record["loss_mask"][1:])
+        loss += float((w * F.cross_entropy(logits, tokens[1:], reduction="none")).sum())
+        correct += float((w * (logits.argmax(1) == tokens[1:])).sum())
+        weight += float(w.sum())
+    assert float(rows[-1]["validation_loss"]) == pytest.approx(loss / weight, rel=1e-5)
+    assert float(rows[-1]["validation_accuracy"]) == pytest.approx(correct / weight, abs=1e-6)
+
+    cut = train(tiny_config(tmp_path / "cut", **options, data__max_tokens=12))
+    for ours, theirs in zip(read_metrics(cut.config), rows, strict=True):
+        if theirs["validation_loss"]:
+            expected = pytest.approx(float(theirs["validation_loss"]), rel=1e-4)
+            assert float(ours["validation_loss"]) == expected

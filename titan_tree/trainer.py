@@ -59,6 +59,7 @@ from titan_tree.registry import LOGGERS
 
 logger = logging.getLogger(__name__)
 
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps its graphs
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
 
@@ -100,6 +101,9 @@ class Trainer:
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
+
+        if config.training.compile:
+            os.environ.setdefault(COMPILED, str(Path(config.folder).absolute() / "compiled"))
 
         # Mistakes in these tables are reported before weights are read.
         loss = build_loss(config.loss)
@@ -152,6 +156,8 @@ class Trainer:
         logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
+        if steps > done and config.training.compile:
+            self._compile()
         inputs = self.inputs()
         profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
         with self.loggers or nullcontext(), profiler_context as profiler:
@@ -164,6 +170,16 @@ class Trainer:
         if config.checkpoint.export_hf:
             dtype = getattr(torch, config.training.dtype)
             export_hf(self.model, Path(config.folder) / "hf", dtype, source=config.model.hf_path)
+
+    def _compile(self) -> None:
+        """Compiles the graphs of a run before its first step, so that no later step waits for them."""
+        started, partition = time.perf_counter(), self.config.partition
+        logger.info("compiling into %s; a later start reads it from there", os.environ[COMPILED])
+        self.tree_step.warm_up(
+            replay=self.config.data.replay != "off",
+            evaluates=self.validation_data is not None or partition.device_gb is not None,
+        )
+        logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
         """Leaves the process group."""

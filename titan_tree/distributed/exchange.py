@@ -9,7 +9,8 @@ P ranks hold e = E / P consecutive experts each, and each rank has tokens of its
 3. combine: A second all-to-all returns the results to the ranks and positions that the copies came from.
 
 Nothing is dropped or rounded. Both steps are permutations and each other's transpose, so the backward pass
-of dispatch is combine and vice versa. The experts multiply the same rows as on a single rank.
+of dispatch is combine and vice versa. The experts multiply the same rows as on one
+rank that has all experts and all trees.
 
 Every rank must know on the host how many rows it receives. This needs one small copy from the device per
 layer and forward pass, which waits for the device. The backward pass reuses the numbers. All ranks of a group

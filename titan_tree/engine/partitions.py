@@ -5,8 +5,8 @@
 A partition writes its keys, values and recurrent states into the gateway cache. Its children read them as
 leaves of their own autograd graphs. The children's backward passes sum the gradients of these leaves in fp32.
 When all children are done, the parent runs its backward pass with these sums as gradients of its exports.
-Every token runs once, and only the activations of one chain of partitions are live. The result is exact: only
-the order of the chain rule changes.
+Every token runs once, unless its activations are recomputed, and only the activations of one chain of
+partitions are live. The result is exact: only the order of the chain rule changes.
 
 Method: Tree Training, arXiv:2511.00413, version 5.
 """

@@ -23,7 +23,7 @@ from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.evaluation import evaluate
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
-from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.preparation import StepPreparer, warm_up_inputs
 from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
@@ -121,6 +121,24 @@ class TreeStep:
             run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return self._result(run, sizes, dummy_forwards)
+
+    def warm_up(self, replay: bool = False, evaluates: bool = False) -> None:
+        """Runs all kinds of passes on a tiny tree, so that a compiled model compiles its graphs now.
+
+        Weights and gradients stay unchanged. Call it before the first step, on every rank.
+
+        Args:
+            replay: whether steps will replay recorded experts.
+            evaluates: whether ``evaluate`` will be called, or partitions will drop their activations.
+        """
+        experts = self.model.experts.sizes if replay and self.model.experts else None
+        inputs = warm_up_inputs(self.preparer(), experts)
+        for step in inputs:
+            self.run(step)
+        if evaluates:
+            self.evaluate(inputs)
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def evaluate(self, steps: Iterable[StepInput]) -> dict[str, float]:
         """Scores held-out trees, see ``evaluate``."""

@@ -1,8 +1,8 @@
 """The causal convolution on trees: Triton kernels on GPUs, plain PyTorch on CPUs and in float64.
 
 A chunk (``tree/chunks.py``) is a run of tokens, each the successor of the one before on the same path. A
-program walks along a chunk and keeps the last W - 1 rows in registers. So it reads each row once for a window
-of any width; only the W - 1 rows before a chunk are looked up.
+program walks along a few chunks, one after another, and keeps the last W - 1 rows in registers. So it reads
+each row once for a window of any width; only the W - 1 rows before a chunk are looked up.
 
 The backward kernel walks the same way. A token's dx is complete W - 1 tokens later, so the kernel continues
 past the chunk's end by up to W - 1 tokens of the same path. A chunk that branches off also has gradients for

@@ -1,0 +1,55 @@
+"""TreeStep.warm_up compiles every graph that later steps need, and changes nothing else."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.support.oracle import hf_model, tree_model
+from tests.support.partitions import OneRank
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_no_step_compiles_after_the_warm_up() -> None:
+    torch._dynamo.reset()
+    eager = tree_model(hf_model(tied=True, max_position_embeddings=4096))
+    model = copy.deepcopy(eager)
+    parallelize(model, OneRank(), dtype=torch.float32, compile=True)
+    step = TreeStep(model, TreeLoss("gspo"), "cpu", TreePartitioner("redundancy_free", 34))
+    step.warm_up(evaluates=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    forwards = []
+    for seed in range(6):
+        inputs = step.prepare([[random_tree(random.Random(seed))]])
+        step.run(inputs)
+        step.evaluate([inputs])
+        forwards.append(inputs.counts.forwards)
+    assert min(forwards) == 1
+    assert max(forwards) > 3
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def random_tree(draw: random.Random) -> TokenTree:
+    """Returns a tree of one root whose nodes have at least four tokens.
+
+    A partition of a single token has graphs of its own, and so has a forest of roots that need no context.
+    """
+    prefixes = [[1, 2, 3, 4]]
+    for _ in range(draw.randrange(1, 8)):
+        prefixes.append(draw.choice(prefixes) + [draw.randrange(60) for _ in range(draw.randrange(4, 20))])
+    return TokenTree.from_paths(
+        [TokenPath(tokens, advantage=1.0, old_logprobs=[-1.0] * len(tokens)) for tokens in prefixes[1:]]
+    )
