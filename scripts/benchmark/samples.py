@@ -2,15 +2,15 @@
 
     python scripts/benchmark/samples.py tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
 
-| column      | CPU seconds, medians over the rounds, of                                      |
+| column      | CPU seconds, minima over the rounds, of                                       |
 |-------------|-------------------------------------------------------------------------------|
 | once        | rendering and encoding each conversation once                                 |
 | each        | `TreeTokenizer.samples`, which makes one sample per assistant turn            |
 | encode once | the encoding in "once"                                                        |
 | encode each | the rest of "each" if all turns are rendered beforehand: encoding, TokenPaths |
 
-All work begins with empty caches. The cache of the encoder also speeds up "once", because conversations of
-one task share the system prompt.
+Other processes disturb a minimum less than a median. All work begins with empty caches. The cache of the
+encoder also speeds up "once", because conversations of one task share the system prompt.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
     }
     contenders = [Contender(name, cpu_timer(tokenizer, run)) for name, run in work.items()]
     run_rounds(contenders, rounds)
-    seconds = {contender.name: contender.median("s") for contender in contenders}
+    seconds = {contender.name: min(contender.samples["s"]) for contender in contenders}
     lengths = samples()
     return {
         "conversations": len(conversations),

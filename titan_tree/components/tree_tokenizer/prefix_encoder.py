@@ -16,7 +16,7 @@ class _Cut(NamedTuple):
 
     Whether a control token is found at character s depends on no character behind s + n, n being the length
     of the longest control token: "<a>" may become "<ab>" or "<a>b". A text that agrees up to there has the
-    same cut, because control tokens further left depend only on characters further left.
+    same cut, because what is found further left depends on fewer characters.
     """
 
     offset: int  # characters before the cut
@@ -46,8 +46,8 @@ class PrefixEncoder:
         def differs(cut: _Cut) -> bool:
             return cut.needed > len(old) or not text.startswith(old[: cut.needed])
 
-        del self._cuts[bisect_left(self._cuts, True, key=differs) :]
-        offset, needed, num_ids = self._cuts[-1]
+        cuts = self._cuts[: bisect_left(self._cuts, True, key=differs)]
+        offset, needed, num_ids = cuts[-1]
         pieces = [self._ids[:num_ids]]
         for span, special in self._template.spans(text[offset:]):
             for piece, is_control, ids in self._encoder.encode_pieces(span, special):
@@ -55,8 +55,8 @@ class PrefixEncoder:
                 num_ids += len(ids)
                 if is_control:
                     needed = max(needed, offset + self._longest)
-                    self._cuts.append(_Cut(offset + len(piece), needed, num_ids))
+                    cuts.append(_Cut(offset + len(piece), needed, num_ids))
                 offset += len(piece)
             offset += 1  # the mark behind the span
-        self._text, self._ids = text, np.concatenate(pieces)
+        self._text, self._ids, self._cuts = text, np.concatenate(pieces), cuts
         return self._ids
