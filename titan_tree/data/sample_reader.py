@@ -7,9 +7,12 @@ import dataclasses
 import io
 import math
 import os
+import random
 import tokenize
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,7 +20,7 @@ import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
 from titan_tree.data.groups import Group, Sample, errors_at, group_records, group_samples
-from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
+from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
 from titan_tree.data.schema import (
     KNOWN,
     LOGPROB_FIELDS,
@@ -31,9 +34,12 @@ from titan_tree.data.schema import (
     refuse_fields,
     turn_weights,
 )
+from titan_tree.data.token_store import STORED, StoredGroup, TokenStore, is_store
 from titan_tree.errors import UserError
 from titan_tree.tree.path_fields import wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.replay import Replay, has_records
+from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from titan_tree.config import DataConfig
@@ -46,6 +52,9 @@ class SampleTokenizer(Protocol):
 
     template_fields: frozenset[str]  # fields of messages that the chat template reads
 
+    def fingerprint(self) -> str:
+        """Returns a hash of everything that decides the token ids of a sample."""
+
     def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
         """Returns one path per training sample of a conversation."""
 
@@ -53,8 +62,12 @@ class SampleTokenizer(Protocol):
 class DataSizes(NamedTuple):
     """Sizes of data files."""
 
-    groups: int
+    file_groups: tuple[int, ...]  # groups of each file
     samples: int
+
+    @property
+    def groups(self) -> int:
+        return sum(self.file_groups)
 
 
 class SampleReader:
@@ -69,6 +82,7 @@ class SampleReader:
 
     Attributes:
         files: the paths that ``config.files`` names, globs expanded.
+        weights: for each file, how often an epoch contains each of its groups.
 
     Raises:
         UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
@@ -86,20 +100,42 @@ class SampleReader:
                 raise UserError(
                     f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
                 )
-        self.files = find_files(config.files)
+        found = [find_files([name]) for name in config.files]
+        weights = config.weights or [1.0] * len(found)
+        self.files = [file for files in found for file in files]
+        self.weights = [weight for files, weight in zip(found, weights, strict=True) for _ in files]
         _refuse_repeated(self.files)
+        self._checked_stores: set[str] = set()
 
-    def groups(self, open_file: OpenFile = open_binary) -> Iterator[Group]:
+    def groups(self, open_file: OpenFile = open_binary, epoch: int | None = None) -> Iterator[Group]:
         """Yields all groups in file order, without tokenizing them.
 
         Args:
             open_file: opens each file for reading; a progress bar wraps files here.
+            epoch: repeats and leaves out groups as their files' weights say, differently in each epoch. None
+                yields every group once.
 
         Raises:
             UserError: unreadable or malformed files, or a group whose records are not adjacent.
         """
-        format = self.config.format
-        return group_records(read_records(file, format, open_file) for file in self.files)
+        first_places: dict[str, Place] = {}
+        for number, file in enumerate(self.files):
+            records = read_records(file, self.config.format, open_file)
+            copies = repeat(1) if epoch is None else self._copies(number, epoch)
+            for group, times in zip(group_records(records, first_places), copies):  # noqa: B905  # endless
+                yield from repeat(group, times)
+
+    def _copies(self, number: int, epoch: int) -> Iterator[int]:
+        """Yields how often an epoch contains each group of file ``number``."""
+        whole, fraction = divmod(self.weights[number], 1)
+        draw = random.Random(f"{self.config.seed}/{epoch}/{number}")
+        while True:
+            yield int(whole) + (fraction > 0 and draw.random() < fraction)
+
+    def num_groups(self, epoch: int, sizes: DataSizes) -> int:
+        """Returns the number of groups that ``groups`` yields in an epoch."""
+        counts = zip(count(), sizes.file_groups)  # endless
+        return sum(sum(islice(self._copies(number, epoch), groups)) for number, groups in counts)
 
     def num_bytes(self) -> int:
         """Returns the size of all files on disk."""
@@ -107,17 +143,83 @@ class SampleReader:
 
     def sizes(self) -> DataSizes:
         """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
+        first_places: dict[str, Place] = {}
+        file_groups, samples = [], 0
+        for file in self.files:
+            records = read_records(file, self.config.format)
+            of_groups = list(map(self._num_samples, group_records(records, first_places)))
+            file_groups.append(len(of_groups))
+            samples += sum(of_groups)
+        return DataSizes(tuple(file_groups), samples)
+
+    def _num_samples(self, group: Group) -> int:
         each_turn = self.config.sample.get("turns", "each") == "each"
-        groups = samples = 0
-        for group in self.groups():
-            groups += 1
-            for sample in group_samples(group):
-                messages = sample.record.get("messages") if each_turn else None
-                if isinstance(messages, list):
-                    samples += sum(map(_is_trained, messages))
-                else:
-                    samples += 1
-        return DataSizes(groups, samples)
+        total = 0
+        for _, _, record in group_samples(group):
+            messages = record.get("messages") if each_turn else None
+            if STORED in record:
+                total += record[STORED].num_paths
+            elif isinstance(messages, list):
+                total += sum(map(_is_trained, messages))
+            else:
+                total += 1
+        return total
+
+    def checksums(self) -> list[list[int]]:
+        """Returns [bytes, CRC-32] of each file. Reads all files, but of a token store only its end."""
+        try:
+            return [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
+        """Returns the token tree of a group's samples.
+
+        Args:
+            replay: what the tree does with recorded experts; None: as configured.
+
+        Raises:
+            UserError: see ``paths``.
+        """
+        replay = self.config.replay if replay is None else replay
+        tree = self._stored_tree(group)
+        if tree is not None and (replay == "off" or not any(map(has_records, tree.paths))):
+            return tree
+        return TokenTree.from_paths(self.paths(group) if tree is None else tree.paths, replay)
+
+    def _stored_tree(self, group: Group) -> TokenTree | None:
+        """Returns the tree of a group of a token store, or None for other groups."""
+        place, record = group.records[0]
+        if STORED not in record:
+            return None
+        stored: StoredGroup = record[STORED]
+        if stored.store.file not in self._checked_stores:
+            self._check_store(stored.store)
+            self._checked_stores.add(stored.store.file)
+        tree = stored.tree()
+        with errors_at(place):
+            for path in tree.paths:
+                path.check_limits(self.limits)
+        return tree
+
+    def _check_store(self, store: TokenStore) -> None:
+        """Raises UserError if the configuration asks for other samples than the store holds."""
+        made, config = store.header, self.config
+        if config.sample and config.sample != made["sample"]:
+            raise UserError(
+                f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
+                "remove data.sample, or ingest the sources again"
+            )
+        if config.advantage == "group" and made["advantage"] != "group":
+            raise UserError(
+                f"{store.file}: made without group advantages, which data.advantage = 'group' needs; ingest "
+                "the sources again with --advantage group"
+            )
+        if self.tokenizer is not None and made["tokenizer"] not in (None, self.tokenizer.fingerprint()):
+            raise UserError(
+                f"{store.file}: made with another tokenizer or chat template ({made['tokenizer_name']}) than "
+                "that of this run; ingest the sources again with this one"
+            )
 
     def paths(self, group: Group) -> list[TokenPath]:
         """Returns the training samples of a group in file order.
@@ -125,6 +227,8 @@ class SampleReader:
         Raises:
             UserError: a malformed sample; the message names file, line and field, and what was expected.
         """
+        if (stored := self._stored_tree(group)) is not None:
+            return list(stored.paths)
         samples = list(group_samples(group, self.ignored))
         if self.config.advantage == "group":
             samples = with_group_advantages(samples)
@@ -174,6 +278,22 @@ class SampleReader:
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
         return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+
+
+def _checksum(path: Path) -> list[int]:
+    """Returns [bytes, CRC-32] of a file, or of all files of a folder."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    elif is_store(path):
+        return [path.stat().st_size, TokenStore(path).checksum]
+    else:
+        files = [path]
+    size = crc = 0
+    for file in files:
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
 
 
 def _is_trained(message: object) -> bool:
