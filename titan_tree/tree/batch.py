@@ -201,9 +201,11 @@ def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
 
 
 def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_paths: bool) -> PathPairs:
-    """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs, given the labels of its edges.
+    """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs. Paths are numbered within the batch.
 
-    Paths are numbered within the batch. ``all_paths``: the batch contains paths without pairs, too.
+    Args:
+        place: [N] the number of the edge to each token, within the edge's batch.
+        all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
