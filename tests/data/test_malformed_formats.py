@@ -3,6 +3,7 @@
 import pytest
 
 from tests.data.fuzz_formats import fuzz
+from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, write_document, write_lines
 from titan_tree.data.readers import read_records
 from titan_tree.errors import UserError
@@ -29,8 +30,8 @@ CHAT = {
         },
     ),
     "refusal": (
-        {"role": "assistant", "content": NUL, "refusal": "no", "audio": NUL, "weight": 1},
-        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": NUL, "refusal": "no", "audio": NUL, "weight": 0},
+        {"role": "assistant", "content": "no", "weight": 0},
     ),
     "developer": ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
     "null call": ({**ANSWER, "function_call": NUL, "tool_calls": NUL}, {**ANSWER, "tool_calls": NUL}),
@@ -120,6 +121,10 @@ def test_alpaca_with_history(tmp_path):
 @pytest.mark.parametrize(("row", "record"), TOKEN_ROWS.values(), ids=TOKEN_ROWS)
 def test_columns_of_the_frameworks(tmp_path, row, record):
     assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
+    reader = sample_reader(str(tmp_path / "f"), ignore_fields=["kept"])
+    ((path,),) = map(reader.paths, reader.groups())
+    assert path.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert path.loss_mask.tolist() == record["loss_mask"]
 
 
 def test_texts_of_a_tree_join_into_one_answer(tmp_path):
@@ -189,7 +194,6 @@ REFUSED = [
         chat(ASK, {**ANSWER, "audio": {"id": "1"}}),
         r"messages\[1\].audio: titan_tree trains on text",
     ),
-    ("openai_chat", chat(ASK, {**ANSWER, "weight": 0}), r"messages\[1\].weight: expected 1 or none, got 0"),
     (
         "openai_chat",
         chat(ASK, {**ANSWER, "refusal": "no"}),

@@ -55,16 +55,20 @@ def error_of(tmp_path, *lines, **settings):
             {"messages": [{**CHAT["messages"][0], "nmae": "x"}]},
             "messages[0].nmae: unknown field; did you mean",
         ),
-        (
-            {"messages": [{"role": "user", "function_call": 1}]},
-            "messages[0].function_call: not read; give tool",
-        ),
     ],
 )
 def test_an_unknown_field_is_an_error_that_names_the_nearest_one(tmp_path, record, message):
     error = error_of(tmp_path, ROW, record)
     assert error.startswith(f"2: {message}")
     assert error.endswith("ist it in data.ignore_fields to ignore it")
+
+
+def test_legacy_calls_are_refused_unless_the_reader_converts_them(tmp_path):
+    legacy = {"messages": [CHAT["messages"][0], {"role": "assistant", "function_call": {"name": "f"}}]}
+    error = error_of(tmp_path, legacy, format="jsonl")
+    assert error.startswith("1: messages[1].function_call: not read; give tool_calls")
+    legacy["messages"][1]["function_call"]["arguments"] = "{}"
+    assert len(paths_of(tmp_path, legacy)[0]) == 1
 
 
 def test_fields_can_be_ignored(tmp_path):

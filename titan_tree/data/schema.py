@@ -26,7 +26,8 @@ Fields of token ids; entry t of each list belongs to ``tokens[t]``:
   were not scored. Lists that start at the second token have other names: entry t of
   ``shifted_old_logprobs``, ``shifted_ref_logprobs`` and ``shifted_rollout_logprobs`` belongs to
   ``tokens[t + 1]``.
-- ``advantage`` and ``policy_version`` may be lists, too.
+- ``advantage`` and ``policy_version`` may be lists, too. A version is null or -1 for tokens with loss mask 0
+  that were not sampled.
 - ``routed_experts``: the experts that the sampling engine chose, see ``TokenPath``. A nested list [tokens]
   [MoE layers][experts per token], or a string: the same integers as ``numpy.save`` writes them, in base64.
   Trailing tokens may be missing, such as the last one, which no engine reads.
@@ -98,7 +99,7 @@ _INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
     "tokens": _INTEGERS,
     "input_ids": _INTEGERS,
-    "policy_version": _INTEGERS,
+    "policy_version": _INTEGERS | {type(None)},
     "loss_mask": _NUMBERS,
     "weight": _NUMBERS,
     "advantage": _NUMBERS,
@@ -150,7 +151,7 @@ def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
             continue
         index = next(i for i, item in enumerate(items) if type(item) not in types)
         where = f"{field}[{index}]" if isinstance(value, list) else field
-        noun = "an integer" if types == _INTEGERS else "a number"
+        noun = "a number" if float in types else "an integer"
         raise UserError(f"{where}: expected {noun}, got {shorten(items[index])}")
 
 

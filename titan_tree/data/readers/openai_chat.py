@@ -101,7 +101,7 @@ def converted_messages(messages: Any, where: str) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     expect(message, dict, where, "an object with role and content")
-    result = without(message, ("function_call", "refusal", "audio", "annotations", "weight"))
+    result = without(message, ("function_call", "refusal", "audio", "annotations"))
     result["role"] = {"developer": "system", "function": "tool"}.get(
         str(message.get("role")), message.get("role")
     )
@@ -109,11 +109,6 @@ def _message(message: Any, where: str) -> Message:
         raise UserError(f"{where}.audio: titan_tree trains on text; remove the sample")
     if isinstance(message.get("content"), list):
         result["content"] = text_of(message["content"], f"{where}.content")
-    if message.get("weight") not in (None, 1):
-        raise UserError(
-            f"{where}.weight: expected 1 or none, got {message['weight']!r:.20}; every assistant turn is a "
-            'sample, or only the last one with data.sample = {turns = "last"}'
-        )
     if (refusal := message.get("refusal")) is not None:
         if message.get("content"):
             raise UserError(f"{where}.refusal: expected either content or refusal, got both; remove one")
