@@ -262,6 +262,34 @@ def test_the_samples_of_a_rollout_share_their_tokens(tmp_path):
     assert [[path.rollout_tokens for path in paths] for paths in groups] == [[4, 4, 3, 0.5, 3], [1]]
 
 
+def test_a_record_chooses_its_turns(tmp_path):
+    turns = [*CHAT["messages"], *CHAT["messages"], *CHAT["messages"]]
+    task = {
+        "id": "t",
+        "turns": "last",
+        "trajectories": [{"messages": turns}, ROW, {"messages": turns, "turns": "each"}],
+    }
+    records = [{"id": name, "messages": turns, "turns": name} for name in ("each", "last", "whole", None)]
+    groups = paths_of(
+        tmp_path, *records[:3], {"id": "none", "messages": turns}, task, sample={"turns": "last"}
+    )
+    counts = [3, 1, 1, 1, 1 + 1 + 3]
+    assert [len(paths) for paths in groups] == counts
+    reader = sample_reader(tmp_path / "rollouts.jsonl", BYTES, sample={"turns": "last"})
+    assert reader.sizes() == (5, sum(counts))
+    each, last, whole, *_ = groups
+    assert last[0].tokens.tolist() == each[2].tokens.tolist()
+    assert last[0].loss_mask.tolist() == each[2].loss_mask.tolist()
+    assert whole[0].loss_tokens == sum(path.loss_tokens for path in each)
+    assert (
+        error_of(tmp_path, CHAT | {"turns": "first"})
+        == "1: turns: expected one of each, last, whole, got 'first'"
+    )
+    assert error_of(tmp_path, ROW | {"turns": "last"}).startswith(
+        "1: turns: not read here; only conversations"
+    )
+
+
 def test_turns_of_weight_0_make_no_samples(tmp_path):
     def chat(*weights):
         turns = [

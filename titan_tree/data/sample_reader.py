@@ -107,11 +107,11 @@ class SampleReader:
 
     def sizes(self) -> DataSizes:
         """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
-        each_turn = self.config.sample.get("turns", "each") == "each"
         groups = samples = 0
         for group in self.groups():
             groups += 1
             for sample in group_samples(group):
+                each_turn = self._options(sample.record).get("turns", "each") == "each"
                 messages = sample.record.get("messages") if each_turn else None
                 if isinstance(messages, list):
                     samples += sum(map(_is_trained, messages))
@@ -169,11 +169,16 @@ class SampleReader:
                 raise wrong(field, "one number for a conversation", "a list")
         messages = record["messages"]
         check_messages(messages, self.tokenizer.template_fields, self.ignored)
-        paths = self.tokenizer.samples(messages, record.get("tools"), **self.config.sample)
-        turns = _trained_turns(messages, paths, self.config.sample.get("turns", "each"))
+        options = self._options(record)
+        paths = self.tokenizer.samples(messages, record.get("tools"), **options)
+        turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
         return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+
+    def _options(self, record: Record) -> dict[str, Any]:
+        """Returns the options of ``TreeTokenizer.samples`` for a conversation."""
+        return self.config.sample | present_fields(record, ("turns",))
 
 
 def _is_trained(message: object) -> bool:

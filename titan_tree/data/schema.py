@@ -3,10 +3,10 @@
 A record is one sample, or one task with several samples. Fields marked ? are optional, null counts as
 missing, and ... stands for the fields that all samples can have:
 
-    {"messages": [...], "tools"?, ...}                                  a conversation
+    {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
      "routed_experts"?, ...}                                            token ids
-    {"trajectories": [samples of either kind], "tools"?, ...}           a task
+    {"trajectories": [samples of either kind], "tools"?, "turns"?, ...} a task
 
 Fields of samples. A task passes those marked * on to trajectories that do not set their own:
 
@@ -18,6 +18,13 @@ Fields of samples. A task passes those marked * on to trajectories that do not s
   values in different groups are different rollouts. Not on tasks.
 - ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
 - ``reward``: read only if data.advantage = "group" (data/advantages.py). Not on tasks.
+
+Fields of conversations. A task passes both on to its conversations:
+
+- ``tools``: JSON schemas of the tools.
+- ``turns``: which turns become samples, "each", "last" or "whole", see ``TreeTokenizer.samples``. It
+  overrides data.sample.turns. Use "last" if the messages are a request and its response, so that earlier
+  turns are the answers to other requests.
 
 Fields of token ids; entry t of each list belongs to ``tokens[t]``:
 
@@ -52,11 +59,12 @@ SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one o
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any sample
-INHERITED_FIELDS = ("tools", *PATH_FIELDS)  # a task passes them on to its trajectories
+CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
+INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
 KNOWN = {  # the fields of each kind of record
     "a conversation": frozenset(
-        {"messages", "tools", "group_id", "id", "rollout_id", "reward", *PATH_FIELDS}
+        {"messages", "group_id", "id", "rollout_id", "reward", *CONVERSATION_FIELDS, *PATH_FIELDS}
     ),
     "token ids": frozenset(
         {"tokens", "input_ids", "group_id", "id", "rollout_id", "reward", *TOKEN_FIELDS, *PATH_FIELDS}
@@ -92,6 +100,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "reward": "not read here; give each trajectory a reward of its own",
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",
+    "turns": "not read here; only conversations have turns",
 }
 MAX_NAME = 512  # characters of an id, which error messages and reports show
 

@@ -52,7 +52,7 @@ def version_array(field: str, value: Any, loss_mask: np.ndarray) -> np.ndarray:
     """
     array = _array(field, value, "integers")
     if array.dtype.kind == "O":
-        array = np.where(np.equal(array, None), -1, array)
+        array = np.where(array == np.array(None), -1, array)
     versions = _per_token(field, _integers(field, array, "versions", lowest=-1), len(loss_mask))
     bad = (versions == -1) & (loss_mask > 0)
     bad[0] = False  # nothing predicts the first token
