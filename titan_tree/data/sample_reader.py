@@ -174,7 +174,10 @@ class SampleReader:
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
-        return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+        for turn, path in turns:
+            path.id = f"{name}/{turn}"
+        chosen = [path for _, path in turns]
+        return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
 
     def _options(self, record: Record) -> dict[str, Any]:
         """Returns the options of ``TreeTokenizer.samples`` for a conversation."""
