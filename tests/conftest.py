@@ -25,6 +25,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes COLUMNS, which Python's readline sets in the workers of xdist. Tables would become narrow."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles modules up to Inductor's graphs. Inductor would take minutes to build C++ from them."""

@@ -3,7 +3,9 @@
 import pytest
 
 from tests.data.fuzz_formats import fuzz
+from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, write_document, write_lines
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import read_records
 from titan_tree.errors import UserError
 
@@ -29,8 +31,8 @@ CHAT = {
         },
     ),
     "refusal": (
-        {"role": "assistant", "content": NUL, "refusal": "no", "audio": NUL, "weight": 1},
-        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": NUL, "refusal": "no", "audio": NUL, "weight": 0},
+        {"role": "assistant", "content": "no", "weight": 0},
     ),
     "developer": ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
     "null call": ({**ANSWER, "function_call": NUL, "tool_calls": NUL}, {**ANSWER, "tool_calls": NUL}),
@@ -57,7 +59,47 @@ def test_several_choices_become_trajectories(tmp_path, caplog):
     ends = [trajectory["messages"][-1]["content"] for trajectory in record["trajectories"]]
     assert ends == ["a", "b"]
     assert [len(trajectory["messages"]) for trajectory in record["trajectories"]] == [4, 4]
-    assert "the prompts have assistant turns" in caplog.text
+    assert "the assistant turns in prompts are context" in caplog.text
+
+
+def request(*messages):
+    return {"request": {"messages": list(messages)}}
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+TEXT = {"type": "text", "text": "!"}
+SAYS = {"type": "message", "role": "assistant", "content": "!"}
+# Rows whose history has two assistant turns, and the ids of the samples that the answer makes.
+CALLS = {
+    "openai_chat": (
+        request(ASK, ANSWER, ASK, ANSWER, ASK) | {"response": {"choices": [{"message": ANSWER}]}},
+        "1",
+    ),
+    "prompt and completion": (
+        {"prompt": [ASK, ANSWER, ANSWER, ASK], "completion": [ANSWER, ASK, ANSWER]},
+        "34",
+    ),
+    "anthropic": (request(ASK, ANSWER, ASK, ANSWER, ASK) | {"response": {"content": [TEXT]}}, "1"),
+    "anthropic, two messages": (
+        request(ASK, ANSWER, ASK, ANSWER, ASK) | {"response": {"content": [USE, TEXT]}},
+        "34",
+    ),
+    "openai_responses": ({"input": [ASK, SAYS, ASK, SAYS, ASK], "output": [SAYS, CALL]}, "1"),
+    "openai_responses, two messages": ({"input": [ASK, SAYS, ASK, SAYS, ASK], "output": [CALL, SAYS]}, "34"),
+}
+
+
+@pytest.mark.parametrize(("row", "turns"), CALLS.values(), ids=CALLS)
+def test_of_a_call_with_its_history_only_the_answer_is_trained(tmp_path, row, turns):
+    tokenizer = TreeTokenizer.byte_level()
+    reader = sample_reader(write_lines(tmp_path / "f", [{"id": "x"} | row]), tokenizer)
+    (paths,) = map(reader.paths, reader.groups())
+    assert [path.id for path in paths] == [f"x/{turn}" for turn in turns]
+    assert reader.sizes().samples == len(turns)
+    for path in paths:
+        assert tokenizer.decode(path.tokens[path.loss_mask > 0]).count("<|im_end|>") == 1
+        assert tokenizer.decode(path.tokens).count("<|im_start|>assistant") >= 3  # the history is context
 
 
 def test_interleaved_blocks_become_several_assistant_messages(tmp_path, caplog):
@@ -120,6 +162,10 @@ def test_alpaca_with_history(tmp_path):
 @pytest.mark.parametrize(("row", "record"), TOKEN_ROWS.values(), ids=TOKEN_ROWS)
 def test_columns_of_the_frameworks(tmp_path, row, record):
     assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
+    reader = sample_reader(str(tmp_path / "f"), ignore_fields=["kept"])
+    ((path,),) = map(reader.paths, reader.groups())
+    assert path.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert path.loss_mask.tolist() == record["loss_mask"]
 
 
 def test_texts_of_a_tree_join_into_one_answer(tmp_path):
@@ -189,7 +235,6 @@ REFUSED = [
         chat(ASK, {**ANSWER, "audio": {"id": "1"}}),
         r"messages\[1\].audio: titan_tree trains on text",
     ),
-    ("openai_chat", chat(ASK, {**ANSWER, "weight": 0}), r"messages\[1\].weight: expected 1 or none, got 0"),
     (
         "openai_chat",
         chat(ASK, {**ANSWER, "refusal": "no"}),

@@ -55,16 +55,20 @@ def error_of(tmp_path, *lines, **settings):
             {"messages": [{**CHAT["messages"][0], "nmae": "x"}]},
             "messages[0].nmae: unknown field; did you mean",
         ),
-        (
-            {"messages": [{"role": "user", "function_call": 1}]},
-            "messages[0].function_call: not read; give tool",
-        ),
     ],
 )
 def test_an_unknown_field_is_an_error_that_names_the_nearest_one(tmp_path, record, message):
     error = error_of(tmp_path, ROW, record)
     assert error.startswith(f"2: {message}")
     assert error.endswith("ist it in data.ignore_fields to ignore it")
+
+
+def test_legacy_calls_are_refused_unless_the_reader_converts_them(tmp_path):
+    legacy = {"messages": [CHAT["messages"][0], {"role": "assistant", "function_call": {"name": "f"}}]}
+    error = error_of(tmp_path, legacy, format="jsonl")
+    assert error.startswith("1: messages[1].function_call: not read; give tool_calls")
+    legacy["messages"][1]["function_call"]["arguments"] = "{}"
+    assert len(paths_of(tmp_path, legacy)[0]) == 1
 
 
 def test_fields_can_be_ignored(tmp_path):
@@ -256,6 +260,34 @@ def test_the_samples_of_a_rollout_share_their_tokens(tmp_path):
     ]
     groups = paths_of(tmp_path, *rows)
     assert [[path.rollout_tokens for path in paths] for paths in groups] == [[4, 4, 3, 0.5, 3], [1]]
+
+
+def test_a_record_chooses_its_turns(tmp_path):
+    turns = [*CHAT["messages"], *CHAT["messages"], *CHAT["messages"]]
+    task = {
+        "id": "t",
+        "turns": "last",
+        "trajectories": [{"messages": turns}, ROW, {"messages": turns, "turns": "each"}],
+    }
+    records = [{"id": name, "messages": turns, "turns": name} for name in ("each", "last", "whole", None)]
+    groups = paths_of(
+        tmp_path, *records[:3], {"id": "none", "messages": turns}, task, sample={"turns": "last"}
+    )
+    counts = [3, 1, 1, 1, 1 + 1 + 3]
+    assert [len(paths) for paths in groups] == counts
+    reader = sample_reader(tmp_path / "rollouts.jsonl", BYTES, sample={"turns": "last"})
+    assert reader.sizes() == (5, sum(counts))
+    each, last, whole, *_ = groups
+    assert last[0].tokens.tolist() == each[2].tokens.tolist()
+    assert last[0].loss_mask.tolist() == each[2].loss_mask.tolist()
+    assert whole[0].loss_tokens == sum(path.loss_tokens for path in each)
+    assert (
+        error_of(tmp_path, CHAT | {"turns": "first"})
+        == "1: turns: expected one of each, last, whole, got 'first'"
+    )
+    assert error_of(tmp_path, ROW | {"turns": "last"}).startswith(
+        "1: turns: not read here; only conversations"
+    )
 
 
 def test_turns_of_weight_0_make_no_samples(tmp_path):

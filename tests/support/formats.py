@@ -350,7 +350,7 @@ TOKEN_ROWS: dict[
             "rewards": 1.0,
         }
         | {"logprobs": [0.0, 0.0, 0.0, -1.0, -2.0], "attention_mask": [1, 1, 1, 1, 1]},
-        {"loss_mask": [0, 0, 0, 1, 1], "policy_version": [None, None, None, 6, 7], "reward": 1.0}
+        {"loss_mask": [0, 0, 0, 1, 1], "policy_version": [-1, -1, -1, 6, 7], "reward": 1.0}
         | {"rollout_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0]},
     ),
     "labels": (

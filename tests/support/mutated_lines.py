@@ -245,7 +245,8 @@ def _compare(path: TokenPath, want: dict[str, Any]) -> None:
         values = [None, *shifted] if shifted is not None else values
         values = values if isinstance(values, list) else [values] * len(tokens)
         assert not any(isinstance(x, bool | str) for x in values), name
-        numbers = [math.nan if x is None else x for x in values]
+        missing = -1 if name == "policy_version" else math.nan
+        numbers = [missing if x is None else x for x in values]
         np.testing.assert_array_equal(got[1:], np.array(numbers[1:], got.dtype), err_msg=name)
 
 

@@ -57,6 +57,8 @@ def test_tokens_outside_of_the_loss_need_no_log_probs():
 def test_one_policy_version_or_one_per_token():
     assert TokenPath([5, 6], policy_version=3).policy_version.tolist() == [3, 3]
     assert TokenPath([5, 6], policy_version=[3, 4]).policy_version.tolist() == [3, 4]
+    prompt = TokenPath([5, 6, 7], [1, 0, 1], policy_version=[None, -1, 4])  # the first mask is not read
+    assert prompt.policy_version.tolist() == [-1, -1, 4]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,10 @@ def test_one_policy_version_or_one_per_token():
         ({"old_logprobs": ["-1", "-2"]}, "old_logprobs: expected numbers"),
         ({"old_logprobs": [[0, -1]]}, r"old_logprobs: expected 2 entries, one per token, got shape \(1, 2\)"),
         ({"policy_version": 1.5}, "policy_version: expected integer versions, got dtype float64"),
-        ({"policy_version": -1}, r"policy_version: expected versions from 0 to 2\*\*31 - 1, got -1"),
-        ({"policy_version": 10**30}, r"policy_version: expected versions from 0 to 2\*\*31 - 1, got 1000"),
+        ({"policy_version": -2}, r"policy_version: expected versions from -1 to 2\*\*31 - 1, got -2"),
+        ({"policy_version": [3, None]}, "policy_version: expected versions >= 0, got none at token 1"),
+        ({"policy_version": [None, "4"]}, "policy_version: expected integer versions, got dtype object"),
+        ({"policy_version": 10**30}, r"policy_version: expected versions from -1 to 2\*\*31 - 1, got 1000"),
         ({"policy_version": [1]}, "policy_version: expected one value, or 2 entries, one per token, got 1"),
         ({"rollout_tokens": 0.5}, "rollout_tokens: expected at least the path's own 1 loss tokens, got 0.5"),
         ({"tokens": [True, False]}, "tokens: expected integer ids, got dtype bool"),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from titan_tree.data.readers import Place, Record
 from titan_tree.data.schema import (
+    CONVERSATION_FIELDS,
     INHERITED_FIELDS,
     SAMPLE_KINDS,
     TOKEN_FIELDS,
@@ -130,5 +131,6 @@ def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]
         own = present_fields(trajectory, trajectory)
         if "group_id" in own:
             raise UserError(f"{here}: group_id: not read here; a task is one group, so set it on the task")
-        passed_on = {name: x for name, x in inherited.items() if name != "tools" or "messages" in own}
+        others = () if "messages" in own else CONVERSATION_FIELDS
+        passed_on = {name: value for name, value in inherited.items() if name not in others}
         yield Sample(here, f"{group_id}/{_id(here, trajectory, str(index))}", passed_on | own)

@@ -153,9 +153,9 @@ class SampleReader:
         return DataSizes(tuple(file_groups), samples)
 
     def _num_samples(self, group: Group) -> int:
-        each_turn = self.config.sample.get("turns", "each") == "each"
         total = 0
         for _, _, record in group_samples(group):
+            each_turn = self._options(record).get("turns", "each") == "each"
             messages = record.get("messages") if each_turn else None
             if STORED in record:
                 total += record[STORED].num_paths
@@ -273,11 +273,19 @@ class SampleReader:
                 raise wrong(field, "one number for a conversation", "a list")
         messages = record["messages"]
         check_messages(messages, self.tokenizer.template_fields, self.ignored)
-        paths = self.tokenizer.samples(messages, record.get("tools"), **self.config.sample)
-        turns = _trained_turns(messages, paths, self.config.sample.get("turns", "each"))
+        options = self._options(record)
+        paths = self.tokenizer.samples(messages, record.get("tools"), **options)
+        turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
-        return [dataclasses.replace(path, id=f"{name}/{turn}", **fields) for turn, path in turns]
+        for turn, path in turns:
+            path.id = f"{name}/{turn}"
+        chosen = [path for _, path in turns]
+        return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
+
+    def _options(self, record: Record) -> dict[str, Any]:
+        """Returns the options of ``TreeTokenizer.samples`` for a conversation."""
+        return self.config.sample | present_fields(record, ("turns",))
 
 
 def _checksum(path: Path) -> list[int]:

@@ -3,10 +3,10 @@
 A record is one sample, or one task with several samples. Fields marked ? are optional, null counts as
 missing, and ... stands for the fields that all samples can have:
 
-    {"messages": [...], "tools"?, ...}                                  a conversation
+    {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
      "routed_experts"?, ...}                                            token ids
-    {"trajectories": [samples of either kind], "tools"?, ...}           a task
+    {"trajectories": [samples of either kind], "tools"?, "turns"?, ...} a task
 
 Fields of samples. A task passes those marked * on to trajectories that do not set their own:
 
@@ -19,6 +19,13 @@ Fields of samples. A task passes those marked * on to trajectories that do not s
 - ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
 - ``reward``: read only if data.advantage = "group" (data/advantages.py). Not on tasks.
 
+Fields of conversations. A task passes both on to its conversations:
+
+- ``tools``: JSON schemas of the tools.
+- ``turns``: which turns become samples, "each", "last" or "whole", see ``TreeTokenizer.samples``. It
+  overrides data.sample.turns. Use "last" if the messages are a request and its response, so that earlier
+  turns are the answers to other requests.
+
 Fields of token ids; entry t of each list belongs to ``tokens[t]``:
 
 - ``loss_mask``: numbers >= 0, usually 0 and 1.
@@ -26,7 +33,8 @@ Fields of token ids; entry t of each list belongs to ``tokens[t]``:
   were not scored. Lists that start at the second token have other names: entry t of
   ``shifted_old_logprobs``, ``shifted_ref_logprobs`` and ``shifted_rollout_logprobs`` belongs to
   ``tokens[t + 1]``.
-- ``advantage`` and ``policy_version`` may be lists, too.
+- ``advantage`` and ``policy_version`` may be lists, too. A version is null or -1 for tokens with loss mask 0
+  that were not sampled.
 - ``routed_experts``: the experts that the sampling engine chose, see ``TokenPath``. A nested list [tokens]
   [MoE layers][experts per token], or a string: the same integers as ``numpy.save`` writes them, in base64.
   Trailing tokens may be missing, such as the last one, which no engine reads.
@@ -51,11 +59,12 @@ SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one o
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any sample
-INHERITED_FIELDS = ("tools", *PATH_FIELDS)  # a task passes them on to its trajectories
+CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
+INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
 KNOWN = {  # the fields of each kind of record
     "a conversation": frozenset(
-        {"messages", "tools", "group_id", "id", "rollout_id", "reward", *PATH_FIELDS}
+        {"messages", "group_id", "id", "rollout_id", "reward", *CONVERSATION_FIELDS, *PATH_FIELDS}
     ),
     "token ids": frozenset(
         {"tokens", "input_ids", "group_id", "id", "rollout_id", "reward", *TOKEN_FIELDS, *PATH_FIELDS}
@@ -91,6 +100,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "reward": "not read here; give each trajectory a reward of its own",
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",
+    "turns": "not read here; only conversations have turns",
 }
 MAX_NAME = 512  # characters of an id, which error messages and reports show
 
@@ -98,7 +108,7 @@ _INTEGERS, _NUMBERS = frozenset({int}), frozenset({int, float})
 _TYPES: Mapping[str, frozenset[type]] = {  # Python types of a field's value, or of the items of its list
     "tokens": _INTEGERS,
     "input_ids": _INTEGERS,
-    "policy_version": _INTEGERS,
+    "policy_version": _INTEGERS | {type(None)},
     "loss_mask": _NUMBERS,
     "weight": _NUMBERS,
     "advantage": _NUMBERS,
@@ -150,7 +160,7 @@ def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
             continue
         index = next(i for i, item in enumerate(items) if type(item) not in types)
         where = f"{field}[{index}]" if isinstance(value, list) else field
-        noun = "an integer" if types == _INTEGERS else "a number"
+        noun = "a number" if float in types else "an integer"
         raise UserError(f"{where}: expected {noun}, got {shorten(items[index])}")
 
 

@@ -42,10 +42,24 @@ def token_array(tokens: Any) -> np.ndarray:
     return _integers("tokens", array, "ids")
 
 
-def version_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
-    """Returns [T] int32 from one version, or from one per token."""
-    array = _integers(field, _array(field, value, "integers"), "versions")
-    return _per_token(field, array, num_tokens)
+def version_array(field: str, value: Any, loss_mask: np.ndarray) -> np.ndarray:
+    """Returns [T] int32 from one version, or from one per token. -1: the token was not sampled.
+
+    Args:
+        field: the field's name.
+        value: one integer, or T of them. None stands for -1.
+        loss_mask: [T] tokens that the loss counts must have a version.
+    """
+    array = _array(field, value, "integers")
+    if array.dtype.kind == "O":
+        array = np.where(array == np.array(None), -1, array)
+    versions = _per_token(field, _integers(field, array, "versions", lowest=-1), len(loss_mask))
+    bad = (versions == -1) & (loss_mask > 0)
+    bad[0] = False  # nothing predicts the first token
+    if bad.any():
+        hint = "only tokens with loss mask 0 may lack one"
+        raise wrong(field, "versions >= 0", f"none at token {int(bad.argmax())}; {hint}")
+    return versions
 
 
 def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
@@ -130,12 +144,12 @@ def _array(field: str, value: Any, expected: str, got: str = "a nested list") ->
         raise wrong(field, expected, got) from None
 
 
-def _integers(field: str, array: np.ndarray, noun: str) -> np.ndarray:
+def _integers(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.ndarray:
     if array.dtype.kind not in "iuO" or (array.dtype.kind == "O" and not _only(array, (int,))):
         raise wrong(field, f"integer {noun}", f"dtype {array.dtype}")
     low, high = array.min(initial=0), array.max(initial=0)  # Python integers if they exceed 64 bits
-    if low < 0 or high > MAX_ID:
-        raise wrong(field, f"{noun} from 0 to 2**31 - 1", shorten(int(low if low < 0 else high)))
+    if low < lowest or high > MAX_ID:
+        raise wrong(field, f"{noun} from {lowest} to 2**31 - 1", shorten(int(low if low < lowest else high)))
     return array.astype(np.int32, copy=False)
 
 

@@ -73,8 +73,10 @@ class TokenPath:
         temperature: the sampling temperature, > 0. The model computes log-probs and entropies of
             logits / temperature. Paths that share an edge must agree on it if they count the edge.
         policy_version: version of the policy that sampled the path: one integer, or [T], as a rollout may
-            span versions. Stored as [T] int32. Give it to all paths or to none. The metrics of a step show
-            its mean over counted tokens, and how far the mean lags behind the newest version.
+            span versions. None or -1 stands for a token that was not sampled, such as one of a prompt; the
+            loss mask must be 0 there. Stored as [T] int32, with -1. Give it to all paths or to none. The
+            metrics of a step show its mean over counted tokens, and how far the mean lags behind the newest
+            version.
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".
@@ -174,7 +176,7 @@ class TokenPath:
             self.routed_experts = expert_array(self.routed_experts, size)
         self.temperature = number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
         if self.policy_version is not None:
-            self.policy_version = version_array("policy_version", self.policy_version, size)
+            self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
         if self.rollout_tokens is not None:
             least = self.loss_tokens * (1 - 1e-6)
             expected = f"at least the path's own {self.loss_tokens:g} loss tokens"

@@ -10,6 +10,7 @@ from titan_tree.data.readers.chat import (
     EARLIER_TURNS,
     REQUEST_FIELDS,
     Message,
+    answered,
     assistant_messages,
     call,
     not_text,
@@ -45,6 +46,7 @@ def claims(row: Record) -> bool:
 class AnthropicReader(RowReader):
     """Reads {"messages", "system"?, "tools"?}, or {"request": {the same}, "response": {"content": [...]}}.
 
+    Of a request with its response, only the response is trained.
     The blocks of an assistant's message become its reasoning, text and tool calls, and ``tool_result`` blocks
     become messages of role "tool". Encrypted thoughts have no text; they are left out with a warning.
     Parameters of the request are left out, except for ``temperature``.
@@ -66,10 +68,9 @@ class AnthropicReader(RowReader):
         if any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages):
             self.warn(EARLIER_TURNS)
         answer = {"role": "assistant", "content": response.get("content")}
-        outer = without(row, ("request", "response"))
-        return outer | self._conversation({**request, "messages": [*messages, answer]})
+        return without(row, ("request", "response")) | self._conversation(request, answer)
 
-    def _conversation(self, row: Record) -> Record:
+    def _conversation(self, row: Record, answer: Message | None = None) -> Record:
         record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"})
         messages: list[Message] = []
         if system := text_of(row.get("system"), "system"):
@@ -78,6 +79,8 @@ class AnthropicReader(RowReader):
         for index, message in enumerate(expect(row.get("messages"), list, "messages", "a list of messages")):
             messages += self._messages(message, names, f"messages[{index}]")
         record["messages"] = messages
+        if answer is not None:
+            record |= answered(messages, self._messages(answer, names, "response"))
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]

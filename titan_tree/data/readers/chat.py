@@ -19,8 +19,8 @@ REQUEST_FIELDS = (
     *("prompt_cache_key", "safety_identifier", "anthropic_version", "betas"),
 )
 EARLIER_TURNS = (
-    "the prompts have assistant turns, which become samples like the answers; if they are the answers of "
-    'other rows, set data.sample = {turns = "last"}'
+    "the assistant turns in prompts are context, and only the answers are trained; to train every turn, give "
+    "conversations with messages"
 )
 PART_ORDER = {"reasoning": 0, "text": 1, "call": 2}  # of an assistant's message
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -57,6 +57,19 @@ def call(name: object, arguments: object, identifier: object) -> Message:
     """Returns a tool call in OpenAI's spelling. The tokenizer checks name and arguments."""
     function = {"name": name, "arguments": arguments}
     return {"type": "function", **({} if identifier is None else {"id": identifier}), "function": function}
+
+
+def answered(prompt: list[Message], answer: list[Message]) -> Message:
+    """Returns the fields of a conversation of which only the answer is trained: messages, and perhaps turns.
+
+    Earlier turns of the assistant, which the prompt repeats, are the answers of other calls.
+    """
+    if all(message.get("role") != "assistant" for message in prompt):
+        return {"messages": prompt + answer}
+    if len(answer) == 1:
+        return {"messages": prompt + answer, "turns": "last"}
+    context = [m | {"weight": 0} if m.get("role") == "assistant" else m for m in prompt]
+    return {"messages": context + answer}
 
 
 def text_of(content: Any, where: str) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from titan_tree.data.readers import Record, Source, anthropic
-from titan_tree.data.readers.chat import EARLIER_TURNS, REQUEST_FIELDS, Message, call, text_of, without
+from titan_tree.data.readers.chat import (
+    EARLIER_TURNS,
+    REQUEST_FIELDS,
+    Message,
+    answered,
+    call,
+    text_of,
+    without,
+)
 from titan_tree.data.readers.rows import RowReader, expect, first_rows
 from titan_tree.errors import UserError
 
@@ -18,7 +26,8 @@ class OpenAIChatReader(RowReader):
         {"prompt": [messages], "completion": [messages]}
 
     Legacy ``function_call`` and role "function" become tool calls and role "tool", and role "developer"
-    becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories.
+    becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories. Of the
+    last two forms, only the response or completion is trained.
     Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, finish reasons,
     log-probs of text) are left out; ``temperature`` is kept.
     """
@@ -61,15 +70,15 @@ class OpenAIChatReader(RowReader):
             message = expect(choice, dict, where, "an object with a message").get("message")
             answers.append(converted_messages([message], where))
         if len(answers) == 1:
-            return {**record, "messages": prompt + answers[0]}
+            return record | answered(prompt, answers[0])
         shared = {name: record.pop(name) for name in ("temperature", "reward") if name in record}
-        return {**record, "trajectories": [{"messages": prompt + answer, **shared} for answer in answers]}
+        return record | {"trajectories": [shared | answered(prompt, answer) for answer in answers]}
 
     def _prompt_and_completion(self, row: Record) -> Record:
         prompt = converted_messages(row.get("prompt"), "prompt")
         self._warn_about_turns(prompt)
         completion = converted_messages(row["completion"], "completion")
-        return {**converted_request(without(row, ("prompt", "completion"))), "messages": prompt + completion}
+        return converted_request(without(row, ("prompt", "completion"))) | answered(prompt, completion)
 
     def _warn_about_turns(self, prompt: list[Message]) -> None:
         if any(message.get("role") == "assistant" for message in prompt):
@@ -101,7 +110,7 @@ def converted_messages(messages: Any, where: str) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     expect(message, dict, where, "an object with role and content")
-    result = without(message, ("function_call", "refusal", "audio", "annotations", "weight"))
+    result = without(message, ("function_call", "refusal", "audio", "annotations"))
     result["role"] = {"developer": "system", "function": "tool"}.get(
         str(message.get("role")), message.get("role")
     )
@@ -109,11 +118,6 @@ def _message(message: Any, where: str) -> Message:
         raise UserError(f"{where}.audio: titan_tree trains on text; remove the sample")
     if isinstance(message.get("content"), list):
         result["content"] = text_of(message["content"], f"{where}.content")
-    if message.get("weight") not in (None, 1):
-        raise UserError(
-            f"{where}.weight: expected 1 or none, got {message['weight']!r:.20}; every assistant turn is a "
-            'sample, or only the last one with data.sample = {turns = "last"}'
-        )
     if (refusal := message.get("refusal")) is not None:
         if message.get("content"):
             raise UserError(f"{where}.refusal: expected either content or refusal, got both; remove one")

@@ -9,6 +9,7 @@ from titan_tree.data.readers.chat import (
     EARLIER_TURNS,
     REQUEST_FIELDS,
     Message,
+    answered,
     assistant_messages,
     call,
     text_of,
@@ -64,14 +65,13 @@ class OpenAIResponsesReader(RowReader):
             messages.append({"role": "user", "content": given})
             given = []
         prompt = self._messages(given, "input")
-        if row.get("output") is None:
-            messages += prompt
-        else:
-            if any(message["role"] == "assistant" for message in prompt):
-                self.warn(EARLIER_TURNS)
-            messages += self._messages([*(given or []), *_items(row["output"], "output")], "input + output")
+        if any(message["role"] == "assistant" for message in prompt) and row.get("output") is not None:
+            self.warn(EARLIER_TURNS)
+        messages += prompt
         record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "instructions", "input", "output"})
         record["messages"] = messages
+        if row.get("output") is not None:
+            record |= answered(messages, self._messages(row["output"], "output"))
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]

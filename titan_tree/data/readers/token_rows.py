@@ -90,8 +90,6 @@ class TokenRowReader(RowReader):
             record.setdefault("id", row["index"])
         if (name := _only(row, TEMPERATURES)) is not None:
             record["temperature"] = _temperature(columns, name, record["loss_mask"])
-        if isinstance(versions := record.get("policy_version"), list):  # AReaL marks prompts by -1
-            record["policy_version"] = [None if version == -1 else version for version in versions]
         if not all(kept):
             _remove_padding(record, kept)
         return {**without(row, KNOWN), **record}
