@@ -33,7 +33,8 @@ from titan_tree.config import (
 )
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.sample_reader import DataSizes, SampleReader
+from titan_tree.data.files import DataSizes
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations

@@ -41,8 +41,8 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import StepLoader
-from titan_tree.data.sample_reader import DataSizes
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
 from titan_tree.distributed.mesh import init_distributed

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
+from titan_tree.data.files import DataSizes
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
-from titan_tree.data.sample_reader import DataSizes, SampleReader
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.replay import has_records

@@ -6,21 +6,17 @@ import base64
 import dataclasses
 import io
 import math
-import os
-import random
 import tokenize
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import count, islice, repeat
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
-from titan_tree.data.groups import Group, Sample, errors_at, group_records, group_samples
-from titan_tree.data.readers import DEMO, OpenFile, Place, Record, find_files, open_binary, read_records
+from titan_tree.data.files import DataFiles
+from titan_tree.data.groups import Group, Sample, errors_at, group_samples
+from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,
     LOGPROB_FIELDS,
@@ -34,7 +30,7 @@ from titan_tree.data.schema import (
     refuse_fields,
     turn_weights,
 )
-from titan_tree.data.token_store import STORED, StoredGroup, TokenStore, is_store
+from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError
 from titan_tree.tree.path_fields import wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
@@ -59,18 +55,7 @@ class SampleTokenizer(Protocol):
         """Returns one path per training sample of a conversation."""
 
 
-class DataSizes(NamedTuple):
-    """Sizes of data files."""
-
-    file_groups: tuple[int, ...]  # groups of each file
-    samples: int
-
-    @property
-    def groups(self) -> int:
-        return sum(self.file_groups)
-
-
-class SampleReader:
+class SampleReader(DataFiles):
     """Reads the groups of the configured files, and turns a group into training samples.
 
     Args:
@@ -80,10 +65,6 @@ class SampleReader:
         limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
             recorded experts, they must fit the model's layers and experts.
 
-    Attributes:
-        files: the paths that ``config.files`` names, globs expanded.
-        weights: for each file, how often an epoch contains each of its groups.
-
     Raises:
         UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
     """
@@ -91,7 +72,7 @@ class SampleReader:
     def __init__(
         self, config: DataConfig, tokenizer: SampleTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
         self.ignored = frozenset(config.ignore_fields)
@@ -100,77 +81,7 @@ class SampleReader:
                 raise UserError(
                     f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
                 )
-        found = [find_files([name]) for name in config.files]
-        weights = config.weights or [1.0] * len(found)
-        self.files = [file for files in found for file in files]
-        self.weights = [weight for files, weight in zip(found, weights, strict=True) for _ in files]
-        _refuse_repeated(self.files)
         self._checked_stores: set[str] = set()
-
-    def groups(self, open_file: OpenFile = open_binary, epoch: int | None = None) -> Iterator[Group]:
-        """Yields all groups in file order, without tokenizing them.
-
-        Args:
-            open_file: opens each file for reading; a progress bar wraps files here.
-            epoch: repeats and leaves out groups as their files' weights say, differently in each epoch. None
-                yields every group once.
-
-        Raises:
-            UserError: unreadable or malformed files, or a group whose records are not adjacent.
-        """
-        first_places: dict[str, Place] = {}
-        for number, file in enumerate(self.files):
-            records = read_records(file, self.config.format, open_file)
-            copies = repeat(1) if epoch is None else self._copies(number, epoch)
-            for group, times in zip(group_records(records, first_places), copies):  # noqa: B905  # endless
-                yield from repeat(group, times)
-
-    def _copies(self, number: int, epoch: int) -> Iterator[int]:
-        """Yields how often an epoch contains each group of file ``number``."""
-        whole, fraction = divmod(self.weights[number], 1)
-        draw = random.Random(f"{self.config.seed}/{epoch}/{number}")
-        while True:
-            yield int(whole) + (fraction > 0 and draw.random() < fraction)
-
-    def num_groups(self, epoch: int, sizes: DataSizes) -> int:
-        """Returns the number of groups that ``groups`` yields in an epoch."""
-        counts = zip(count(), sizes.file_groups)  # endless
-        return sum(sum(islice(self._copies(number, epoch), groups)) for number, groups in counts)
-
-    def num_bytes(self) -> int:
-        """Returns the size of all files on disk."""
-        return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
-
-    def sizes(self) -> DataSizes:
-        """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
-        first_places: dict[str, Place] = {}
-        file_groups, samples = [], 0
-        for file in self.files:
-            records = read_records(file, self.config.format)
-            of_groups = list(map(self._num_samples, group_records(records, first_places)))
-            file_groups.append(len(of_groups))
-            samples += sum(of_groups)
-        return DataSizes(tuple(file_groups), samples)
-
-    def _num_samples(self, group: Group) -> int:
-        total = 0
-        for _, _, record in group_samples(group):
-            each_turn = self._options(record).get("turns", "each") == "each"
-            messages = record.get("messages") if each_turn else None
-            if STORED in record:
-                total += record[STORED].num_paths
-            elif isinstance(messages, list):
-                total += sum(map(_is_trained, messages))
-            else:
-                total += 1
-        return total
-
-    def checksums(self) -> list[list[int]]:
-        """Returns [bytes, CRC-32] of each file. Reads all files, but of a token store only its end."""
-        try:
-            return [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
         """Returns the token tree of a group's samples.
@@ -288,26 +199,6 @@ class SampleReader:
         return self.config.sample | present_fields(record, ("turns",))
 
 
-def _checksum(path: Path) -> list[int]:
-    """Returns [bytes, CRC-32] of a file, or of all files of a folder."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-    elif is_store(path):
-        return [path.stat().st_size, TokenStore(path).checksum]
-    else:
-        files = [path]
-    size = crc = 0
-    for file in files:
-        with file.open("rb") as opened:
-            while chunk := opened.read(1 << 20):
-                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
-
-
-def _is_trained(message: object) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
-
-
 def _trained_turns(
     messages: Sequence[Any], paths: Sequence[TokenPath], turns: str
 ) -> list[tuple[int, TokenPath]]:
@@ -330,18 +221,6 @@ def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)
     return TokenPath(record[kind], id=name, **fields)
-
-
-def _refuse_repeated(files: Sequence[str]) -> None:
-    """Raises UserError if two names lead to the same file, whose samples would count twice."""
-    names: dict[str, str] = {}
-    for file in files:
-        real = file if file == DEMO else os.path.realpath(file)
-        if real in names:
-            raise UserError(
-                f"{file}: data.files names this file twice, also as {names[real]}; remove one of them"
-            )
-        names[real] = file
 
 
 def _decode_array(field: str, encoded: str) -> np.ndarray:
