@@ -16,7 +16,13 @@ BENCHMARKS = {
     "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
     "gdn": ("--tree chain bushy --tokens 64 --rounds 1 --heads 1 2 --head-dim 16", "what"),
     "step": ("--flavor debug --tokens 64 --rounds 1 --warmup 0 --steps 1 --peer --no-compile", "step of"),
-    "samples": ("demo --template qwen3 chatml --rounds 1", "template"),
+    "samples": ("demo --template chatml --rounds 1", "template"),
+    "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
+    "live": (
+        "train_configs/demo.toml folder=outputs/benchmark data.max_tokens=512 data.global_batch_groups=1 "
+        "--warmup 1 --steps 1 --again 1",
+        "config",
+    ),
     "partitions": (
         "--flavor debug --tokens 256 --longest 64 --fits 128 --max-tokens 32 --wider 80 --steps 1 "
         "--no-compile",
@@ -48,7 +54,7 @@ def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys
     printed = capsys.readouterr().out
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) >= 2
+    assert rows
     for row in rows:
         assert row["device"] == "cpu"
         assert row["commit"]

@@ -172,7 +172,7 @@ class Trainer:
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if steps > done and config.training.compile:
-            self._compile()
+            self.compile()
         if self.loggers and not done:
             self._log_sample()
         inputs = self.inputs()
@@ -193,7 +193,7 @@ class Trainer:
         path = self.dataset.reader.paths(self.dataset.first_group())[0]
         logger.info("first sample: %s", render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain)
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
         started, partition = time.perf_counter(), self.config.partition
         logger.info("compiling into %s; a later start reads it from there", os.environ[COMPILED])

@@ -9,14 +9,14 @@ partitioning and packing of steps for Qwen3-0.6B.
 |------------|--------------------------------------------------------------------------|
 | CPU s      | CPU seconds for one epoch in one process, the minimum over the rounds    |
 | M tokens/s | million logical tokens per CPU second                                    |
-| thread     | speed of a loop of small torch operations beside data.workers = 0        |
-| worker     | the same beside data.workers = 1                                         |
+| workers W  | speed of a loop of small torch operations beside data.workers = W        |
 
-The last two are fractions of the loop's speed alone, medians over the rounds. They need two idle cores.
+The last columns are fractions of the loop's speed alone, medians over the rounds. They need W + 1 idle cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,7 +37,6 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import write_store
 from titan_tree.engine.preparation import StepPreparer
 
-LOOP_SECONDS = 3.0  # of one measurement of the loop
 ENDLESS = 1_000_000  # steps
 
 
@@ -46,6 +45,8 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--template", default="qwen3")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of the loop")
     args = parser.parse_args()
     versions = environment(default_device(), "jinja2", "tiktoken")
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
@@ -59,7 +60,7 @@ def main() -> None:
         rows = []
         for source, file in (("files", args.file), ("token store", str(store))):
             made: Row = {"source": source, "file": Path(args.file).name}
-            rows.append(made | measure(file, tokenizer, prepare, args.rounds))
+            rows.append(made | measure(file, tokenizer, prepare, args))
     print_table(rows)
     append_csv(args.csv, [{**versions, **row} for row in rows])
 
@@ -74,7 +75,7 @@ def header(tokenizer: TreeTokenizer) -> dict[str, Any]:
     }
 
 
-def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, rounds: int) -> Row:
+def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: argparse.Namespace) -> Row:
     """Returns the throughput of a data file, and the speed of the loop beside it."""
 
     def dataset(epochs: int | None = None) -> TreeDataset:
@@ -82,29 +83,29 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, rounds: 
         return TreeDataset(config, SampleReader(config, tokenizer), allow_larger=True, epochs=epochs)
 
     seconds, tokens = [], 0
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         tokenizer._encoder._cache.clear()
         started = time.process_time()
         tokens = sum(prepare(step).counts.logical_tokens for step in dataset(epochs=1))
         seconds.append(time.process_time() - started)
-    alone, beside = [], {0: [0.0], 1: [0.0]}
-    for _ in range(rounds):
-        alone.append(loop_speed(repeat(None)))
+    alone: list[float] = []
+    beside: dict[int, list[float]] = {workers: [] for workers in args.workers}
+    for _ in range(args.rounds):
+        alone.append(loop_speed(repeat(None), args.seconds))
         for workers, speeds in beside.items():
-            inputs = iter(StepLoader(dataset(), prepare, ENDLESS, workers))
-            first = next(inputs)  # waits until the worker has started
-            speeds.append(loop_speed(chain([first], inputs)))
+            inputs: Any = iter(StepLoader(dataset(), prepare, ENDLESS, workers))
+            first = next(inputs)  # waits until the workers have started
+            speeds.append(loop_speed(chain([first], inputs), args.seconds))
             inputs.close()
     return {
         "logical tokens": tokens,
         "CPU s": f"{min(seconds):.2f}",
         "M tokens/s": f"{tokens / min(seconds) / 1e6:.1f}",
-        "thread": f"{median(beside[0][1:]) / median(alone):.2f}",
-        "worker": f"{median(beside[1][1:]) / median(alone):.2f}",
+        **{f"workers {w}": f"{median(speeds) / median(alone):.2f}" for w, speeds in beside.items()},
     }
 
 
-def loop_speed(inputs: Iterator[Any]) -> float:
+def loop_speed(inputs: Iterator[Any], seconds: float) -> float:
     """Returns iterations per second of small torch operations, as eager training launches them.
 
     A step takes 0.6 s, as one of Qwen3-0.6B on a GPU does, and then takes the next input.
@@ -112,7 +113,7 @@ def loop_speed(inputs: Iterator[Any]) -> float:
     x = torch.zeros(16)
     iterations, started = 0, time.perf_counter()
     step_ends = started
-    while (now := time.perf_counter()) < started + LOOP_SECONDS:
+    while (now := time.perf_counter()) < started + seconds:
         if now >= step_ends:
             next(inputs)
             step_ends = time.perf_counter() + 0.6

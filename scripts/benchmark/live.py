@@ -1,0 +1,103 @@
+"""What does a run lose by making its inputs while it trains?
+
+    python scripts/benchmark/live.py train_configs/qwen3_0.6b_tau.toml data.files=tau_airline.jsonl.gz
+
+The trainer runs its steps live: workers make the inputs ahead. The same inputs are kept and run again, so
+that no step waits. Both are timed in one process, with the device synchronized around each step.
+
+| column      | meaning                                                                          |
+|-------------|----------------------------------------------------------------------------------|
+| start s     | from the start of the trainer to the end of the first step                       |
+| live s      | seconds of the live steps                                                        |
+| ready s     | seconds of the same steps with their inputs ready                                |
+| ready / live | the share of the possible speed that the run reaches                            |
+| MFU live    | model FLOPs utilization of the live steps, only on a GPU                         |
+| worst       | the slowest live step after the warm-up, relative to the median                  |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import Row, append_csv, argument_parser, environment, print_table
+
+from titan_tree import Trainer, load_config
+from titan_tree.distributed import titan
+
+UNLOGGED = ["checkpoint.interval=0", "metrics.loggers=[]", "training.epochs=null", "training.steps=1000000"]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, rounds=False)
+    parser.add_argument("config", help="a TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before the measurement")
+    parser.add_argument("--steps", type=int, default=8, help="live steps")
+    parser.add_argument("--again", type=int, default=8, help="how many of them run again")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    trainer = Trainer(load_config(args.config, [*args.overrides, *UNLOGGED]))
+    if trainer.config.training.compile:
+        trainer.compile()
+    inputs: Any = trainer.inputs()
+    trainer.train_step(inputs)
+    _synchronize(trainer)
+    start = time.perf_counter() - started
+    for _ in range(args.warmup - 1):
+        trainer.train_step(inputs)
+
+    kept: list[Any] = []
+    live = [_seconds(trainer, _keeping(inputs, kept)) for _ in range(args.steps)]
+    del kept[: -args.again]
+    live_again = live[-args.again :]
+    ready = [_seconds(trainer, iter([item])) for item in kept]
+    row: Row = {
+        "config": Path(args.config).stem,
+        "files": " ".join(Path(file).name for file in trainer.dataset.reader.files),
+        "steps": args.steps,
+        "start s": f"{start:.1f}",
+        "live s": f"{sum(live_again):.2f}",
+        "ready s": f"{sum(ready):.2f}",
+        "ready / live": f"{sum(ready) / sum(live_again):.3f}",
+        "worst": f"{max(live) / median(live):.2f}x",
+    }
+    if trainer.device.type == "cuda":
+        peak = titan.peak_flops(torch.cuda.get_device_name(trainer.device)) * trainer.mesh.size()
+        flops = sum(counts.flops for counts in trainer.history[-args.again :])
+        row["MFU live"] = f"{flops / sum(live_again) / peak:.1%}"
+        row["MFU ready"] = f"{flops / sum(ready) / peak:.1%}"
+    versions = environment(trainer.device, "jinja2", "tiktoken")
+    print_table([row])
+    append_csv(args.csv, [{**versions, **row}])
+    inputs.close()  # ends the workers
+    trainer.close()
+
+
+def _keeping(inputs: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
+    """Yields the inputs and appends them to ``kept``."""
+    for item in inputs:
+        kept.append(item)
+        yield item
+
+
+def _seconds(trainer: Trainer, inputs: Iterator[Any]) -> float:
+    """Returns the seconds of one step on the next of ``inputs``."""
+    _synchronize(trainer)
+    started = time.perf_counter()
+    trainer.train_step(inputs)
+    _synchronize(trainer)
+    return time.perf_counter() - started
+
+
+def _synchronize(trainer: Trainer) -> None:
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
