@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
-from titan_tree.data.groups import Group, Sample, errors_at, group_records, group_samples
+from titan_tree.data.groups import Group, Sample, group_records, group_samples
 from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
 from titan_tree.data.schema import (
     KNOWN,
@@ -31,7 +31,7 @@ from titan_tree.data.schema import (
     refuse_fields,
     turn_weights,
 )
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.path_fields import wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 
