@@ -1,6 +1,8 @@
-"""UserError, the exception for wrong input, and helpers that make data safe to show in messages."""
+"""UserError, the exception for wrong input, and helpers that add places to messages or quote data safely."""
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -35,8 +37,36 @@ def shorten(value: object) -> str:
     >>> print(shorten({"a": [1] * 1000}))
     {'a': [1, 1, 1, 1, 1, 1, ...]}
     """
-    text = _SHORT.repr(value)
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # Python does not print integers of more than 4,300 digits
+        return f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def require_unicode(text: str, where: str) -> str:
+    """Returns ``text``. Raises UserError, which begins with ``where``, for a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(error.start - 20, 0) : error.start + 20]
+        raise UserError(f"{where}: expected Unicode text, got a lone surrogate in {near!r}") from None
+    return text
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Puts the place, such as "file:line", in front of the messages of UserErrors.
+
+    Values that are nested too deeply to walk become UserErrors, too.
+    """
+    try:
+        yield
+    except UserError as error:
+        message = str(error).removeprefix(f"path {place}: ")  # a path without an id has its place as id
+        raise UserError(f"{place}: {message}") from None
+    except RecursionError:
+        raise UserError(f"{place}: brackets are nested too deeply to read") from None
 
 
 _SHORT = reprlib.Repr()

@@ -1,4 +1,4 @@
-"""Mutates rows of every format. Each must be read, or refused with a UserError of one line.
+"""Mutates rows of every format. Each must become samples, or be refused with a UserError of one line.
 
 python tests/data/fuzz_formats.py 100000
 """
@@ -18,7 +18,6 @@ from tests.support import formats
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, Task, write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.readers import read_records
 from titan_tree.errors import UserError
 
 
@@ -26,15 +25,20 @@ def fuzz(count: int, seed: int, folder: Path) -> collections.Counter[str]:
     """Returns how many mutated rows were "read" and "refused". A longer message is counted as it is."""
     draw = random.Random(seed)
     originals = list(original_rows(folder).items())
+    tokenizer = TreeTokenizer.byte_level()
     outcomes: collections.Counter[str] = collections.Counter()
     for _ in range(count):
         format, rows = draw.choice(originals)
         file = write_lines(folder / "mutated", [mutated(draw, draw.choice(rows))])
         try:
-            list(read_records(file, draw.choice([format, "auto"])))
+            reader = sample_reader(
+                file, tokenizer, format=draw.choice([format, "auto"]), sample={"turns": "last"}
+            )
+            for group in reader.groups():
+                reader.paths(group)
             outcomes["read"] += 1
         except UserError as error:
-            is_one_line = str(error).startswith(file) and "\n" not in str(error)
+            is_one_line = str(error).startswith(file) and str(error).isprintable()
             outcomes["refused" if is_one_line else str(error)] += 1
     return outcomes
 

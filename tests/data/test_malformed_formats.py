@@ -252,7 +252,18 @@ REFUSED = [
         "functions: expected either tools or functions",
     ),
     ("openai_chat", chat(ASK, ANSWER, images=["x"]), "images: titan_tree trains on text"),
-    ("openai_chat", {"messages": "[1"}, "messages: expected a list or its JSON text"),
+    ("openai_chat", {"messages": "[1"}, r"messages \(JSON text\): broken JSON at character 3"),
+    (
+        "openai_chat",
+        {"messages": '[{"role": 1, "role": 2}]'},
+        r"messages \(JSON text\): role: expected every key",
+    ),
+    ("openai_chat", {"messages": "[[NaN]]"}, r"messages \(JSON text\): \[0\]\[0\]: expected a finite number"),
+    (
+        "openai_chat",
+        {"messages": r'["\ud800"]'},
+        r"messages \(JSON text\): \[0\]: .* got a lone surrogate in",
+    ),
     ("openai_chat", {"request": chat(ASK), "response": {}}, "response.choices: expected a non-empty list"),
     (
         "openai_responses",
@@ -309,7 +320,7 @@ REFUSED = [
     (
         "sharegpt",
         {"conversations": [{"from": "function_call", "value": "x"}]},
-        r"conversations\[0\].value: expected",
+        r"conversations\[0\].value \(JSON text of a call\): broken JSON at character 1",
     ),
     ("sharegpt", {"conversations": [], "chosen": {}}, "chosen: preference data is not supported"),
     ("alpaca", {"instruction": "a", "output": 3}, "output: expected a string, got 3"),
@@ -336,7 +347,7 @@ REFUSED = [
     (
         "token_rows",
         {"input_ids": [1, 2], "labels": [-100, 3]},
-        "labels: expected -100 or the token 2 at token 1",
+        r"labels\[1\]: expected -100 or the token 2, got 3",
     ),
     (
         "token_rows",
@@ -399,9 +410,10 @@ def test_a_malformed_document_is_an_error_with_its_place(tmp_path, format, docum
 def test_broken_documents_and_tables_are_errors(tmp_path):
     file = tmp_path / "f"
     file.write_text('[{"instruction": "a",\n "output": }]')
-    with pytest.raises(
-        UserError, match=r"f:2: broken JSON at character 12: Expecting value; expected one JSON"
-    ):
+    with pytest.raises(UserError, match=r"f: broken JSON at line 2, character 12: Expecting value"):
+        list(read_records(str(file), "alpaca"))
+    file.write_text('[{"instruction": "a",\n "output": NaN}]')
+    with pytest.raises(UserError, match=r"f: \[0\].output: expected a finite number, got NaN"):
         list(read_records(str(file), "alpaca"))
     file.write_bytes(b"PAR1" + bytes(100))
     with pytest.raises(UserError, match=r"f: damaged file after row 0 \("):

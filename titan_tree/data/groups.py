@@ -6,7 +6,6 @@ Grouping parses no messages and tokenizes nothing, so a resumed run skips groups
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from titan_tree.data.schema import (
     present_fields,
     record_name,
 )
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, errors_at, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +85,6 @@ def group_samples(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[
 def holds_conversations(group: Group) -> bool:
     """Returns whether some sample of the group has messages, which only a tokenizer can read."""
     return any(sample.record.get("messages") is not None for sample in group_samples(group))
-
-
-@contextmanager
-def errors_at(place: Place) -> Iterator[None]:
-    """Puts the place in front of the messages of UserErrors."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).removeprefix(f"path {place}: ")  # a path without an id has its place as id
-        raise UserError(f"{place}: {message}") from None
-    except RecursionError:
-        raise UserError(f"{place}: brackets are nested too deeply to read") from None
 
 
 def _group_key(place: Place, record: Record) -> tuple[bool, str]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
 from titan_tree.data.files import DataFiles
-from titan_tree.data.groups import Group, Sample, errors_at, group_samples
+from titan_tree.data.groups import Group, Sample, group_samples
 from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,
@@ -31,7 +31,7 @@ from titan_tree.data.schema import (
     turn_weights,
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.path_fields import wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.replay import Replay, has_records

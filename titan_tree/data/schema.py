@@ -51,6 +51,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from titan_tree.components.tree_tokenizer.messages import NORMALIZED_FIELDS
 from titan_tree.data.readers import Record
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import LOGPROBS
@@ -71,10 +72,7 @@ KNOWN = {  # the fields of each kind of record
     ),
     "a task": frozenset({"trajectories", "group_id", "id", *INHERITED_FIELDS}),
 }
-MESSAGE_FIELDS = frozenset(
-    {"role", "content", "reasoning_content", "reasoning", "thinking"}
-    | {"tool_calls", "name", "tool_call_id", "weight"}
-)
+MESSAGE_FIELDS = NORMALIZED_FIELDS | {"name", "tool_call_id", "weight"}
 BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in records and messages
     {
         "task",
@@ -96,7 +94,6 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "attention_mask": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
-    "function_call": "not read; give tool_calls, a list of calls",
     "reward": "not read here; give each trajectory a reward of its own",
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",

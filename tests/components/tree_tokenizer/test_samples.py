@@ -489,9 +489,9 @@ def test_python_objects_in_messages_cause_one_line_errors_or_none():
                 )
             assert str(caught.value).startswith(f"chat template (text): {error}")
             assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="messages: expected a non-empty list of messages, got a value"):
+    with pytest.raises(UserError, match=r"messages: expected a non-empty list of messages, got \{'a': "):
         tokenizer.render({"a": deep})
-    with pytest.raises(UserError, match=r"tools: expected a list .*, got a value of type list"):
+    with pytest.raises(UserError, match=r"tools: expected a list .*, got \[\["):
         tokenizer.render([said], deep)
     with pytest.raises(UserError, match=r"chat template \(text\): expected Unicode text, got a lone surr"):
         tokenizer.render([{**said, "name": "\ud83d"}])
@@ -575,6 +575,14 @@ CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
         (call(name="f"), f"{CALL}.arguments: expected an object or its JSON text, got None"),
         (call(function="f"), f"{CALL}.function: expected an object with name and arguments, got 'f'"),
         (call(function={"name": 1}), f"{CALL}.function.name: expected a string, got 1"),
+        (
+            [{"role": "assistant", "function_call": {}}],
+            "[0].function_call: not read; give tool_calls, a list of calls",
+        ),
+        (
+            [{"role": "assistant", "refusal": "no"}],
+            "[0].refusal: not read; give the text of the refusal as content",
+        ),
     ],
 )
 def test_malformed_messages_are_errors_with_their_place(messages, message):

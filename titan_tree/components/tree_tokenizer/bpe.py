@@ -10,7 +10,7 @@ import numpy as np
 import tiktoken
 
 from titan_tree.components.tree_tokenizer.vocabulary import Vocabulary
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, require_unicode
 
 CACHE_CHARACTERS = 1 << 24  # capacity of the cache in characters of text; a full cache takes about 100 MB
 ENTRY_CHARACTERS = 64  # what an entry of the cache costs beside its text, in characters
@@ -109,10 +109,9 @@ class BytePairEncoder:
     def _bpe_ids(self, text: str) -> np.ndarray:
         try:
             ranks = self._bpe.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"text: expected Unicode text, got a lone surrogate in {text[error.start :]!r:.40}"
-            ) from None
+        except UnicodeEncodeError:
+            require_unicode(text, "text")
+            raise
         return ranks.astype(np.int32) if self._id_of_rank is None else self._id_of_rank[ranks]
 
 

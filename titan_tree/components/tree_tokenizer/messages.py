@@ -12,12 +12,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, require_unicode, shorten
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA = ("image", "audio", "video")  # in the types of content parts
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first one that is present counts
+LEGACY_FIELDS = {  # of OpenAI's messages; templates do not read them, so they would be dropped silently
+    "function_call": "not read; give tool_calls, a list of calls",
+    "refusal": "not read; give the text of the refusal as content",
+}
+# What normalize_messages reads or refuses.
+NORMALIZED_FIELDS = frozenset({"role", "content", "tool_calls", *REASONING_FIELDS, *LEGACY_FIELDS})
 
 
 def normalize_messages(messages: object, where: str) -> list[Message]:
@@ -30,6 +36,7 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
       OpenAI's API. Arguments that are the JSON text of an object become the object. Other text that a model
       wrote stays a string: broken JSON, repeated keys, and what JSON cannot express again, such as NaN,
       integers of more than 4,300 digits or lone surrogates.
+    - ``function_call`` and ``refusal`` are refused. The reader of Chat Completions converts them.
     - Other fields (name, tool_call_id, ...) are kept, because a template may read them.
 
     Args:
@@ -63,6 +70,9 @@ def _normalize_message(message: object, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}.role: expected one of {', '.join(ROLES)}, got {shorten(role)}")
+    for field, advice in LEGACY_FIELDS.items():
+        if message.get(field) is not None:
+            raise UserError(f"{where}.{field}: {advice}")
     result = {
         field: value for field, value in message.items() if field not in ("reasoning_content", "tool_calls")
     }
@@ -155,22 +165,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result := dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return result
-
-
-def require_unicode(text: str, where: str) -> str:
-    """Returns ``text``. Raises UserError, which begins with ``where``, for a lone surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        near = text[max(error.start - 20, 0) : error.start + 20]
-        raise UserError(f"{where}: expected Unicode text, got a lone surrogate in {near!r}") from None
-    return text
-
-
-def shorten(value: object) -> str:
-    """Returns at most 60 characters of a wrong value, on one line."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # lists nested too deeply, an integer of more than 4,300 digits, an object of the user
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,9 +19,9 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from titan_tree.components.tree_tokenizer.messages import Message, require_unicode
+from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, MARKS, ChatEnvironment, JsonTexts
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
 _FIELD_FILTERS = ("attr", "groupby", "rejectattr", "selectattr", "sum")  # their first argument is a field

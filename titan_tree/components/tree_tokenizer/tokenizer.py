@@ -13,7 +13,6 @@ import numpy as np
 from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
 from titan_tree.components.tree_tokenizer.messages import (
     normalize_messages,
-    shorten,
     text_before_calls_as_reasoning,
 )
 from titan_tree.components.tree_tokenizer.samples import ConversationSampler, Turns
@@ -27,7 +26,7 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, Any]]
@@ -247,7 +246,7 @@ def _template_in_folder(folder: Path, config: Mapping[str, Any], config_file: Pa
     if isinstance(template, list):
         template = next((t.get("template") for t in template if t.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
-        raise UserError(f"{config_file}: chat_template: expected Jinja text, got {template!r:.60}")
+        raise UserError(f"{config_file}: chat_template: expected Jinja text, got {shorten(template)}")
     return template
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 # Regular expressions by which Qwen (1 to 3) and GPT-2 split text into pieces. BPE encodes each piece.
 QWEN_PATTERN = (
@@ -95,7 +95,7 @@ def read_tiktoken(
             tokens[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path}:{number}: expected a base64 token and its rank, got {line!r:.60}"
+                f"{path}:{number}: expected a base64 token and its rank, got {shorten(line)}"
             ) from None
     if len(set(tokens.values())) != len(tokens):
         raise UserError(f"{path}: expected every rank once, got a rank twice")
@@ -201,9 +201,8 @@ class _Field:
         return field.value
 
     def refused(self, name: str, supported: str) -> UserError:
-        return UserError(
-            f"{self.where}: {name}: expected {supported}, got {self.get(name)!r:.60}, which is not supported"
-        )
+        got = shorten(self.get(name))
+        return UserError(f"{self.where}: {name}: expected {supported}, got {got}, which is not supported")
 
     def steps(self, name: str, children: str) -> list[_Field]:
         """Returns the steps of a pipeline: none, one, or those of a Sequence, which may be nested."""
@@ -214,7 +213,7 @@ class _Field:
             return [step]
         nested = step[children]
         if not isinstance(nested.value, list):
-            raise UserError(f"{nested.where}: expected a list, got {nested.value!r:.60}")
+            raise UserError(f"{nested.where}: expected a list, got {shorten(nested.value)}")
         return [s for item in nested.value for s in _Field({name: item}, nested.where).steps(name, children)]
 
 
@@ -255,7 +254,7 @@ def _normal_forms(spec: _Field) -> tuple[NormalForm, ...]:
 def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
     """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
-        raise UserError(f"{where}: expected a list, got {entries!r:.60}")
+        raise UserError(f"{where}: expected a list, got {shorten(entries)}")
     added = []
     for id, entry in entries.items() if isinstance(entries, dict) else ((None, entry) for entry in entries):
         try:
@@ -264,7 +263,7 @@ def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
             if not isinstance(token.content, str) or not token.content:
                 raise ValueError("an empty token would match everywhere")
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{where}: expected objects with id and content, got {entry!r:.60}") from None
+            raise UserError(f"{where}: expected objects with id and content, got {shorten(entry)}") from None
         for flag in ("lstrip", "rstrip", "single_word"):
             if entry.get(flag):
                 raise UserError(

@@ -18,7 +18,7 @@ from titan_tree.data.readers.chat import (
     without,
 )
 from titan_tree.data.readers.rows import RowReader, expect, first_rows
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these
 ENCRYPTED = "some thoughts are encrypted and have no text; their turns are trained without them"
@@ -89,7 +89,7 @@ class AnthropicReader(RowReader):
     def _messages(self, message: Any, names: dict[Any, Any], where: str) -> list[Message]:
         role = expect(message, dict, where, "an object with role and content").get("role")
         if role not in ("user", "assistant", "system"):
-            raise UserError(f"{where}.role: expected user or assistant, got {role!r:.40}")
+            raise UserError(f"{where}.role: expected user or assistant, got {shorten(role)}")
         content, where = message.get("content"), f"{where}.content"
         if not isinstance(content, list):
             return [{"role": role, "content": text_of(content, where)}]
@@ -140,7 +140,7 @@ def _tool(tool: Any, where: str) -> Any:
     if not isinstance(tool, dict) or "input_schema" not in tool:
         if isinstance(tool, dict) and tool.get("type", "custom") not in ("custom", "function"):
             raise UserError(
-                f"{where}: a tool that runs at Anthropic ({tool['type']!r:.40}) has no schema here; "
+                f"{where}: a tool that runs at Anthropic ({shorten(tool['type'])}) has no schema here; "
                 "add its schema as input_schema"
             )
         return tool

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from titan_tree.data.readers.rows import expect
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 Message = dict[str, Any]
 
@@ -100,8 +100,8 @@ def _part_text(part: Any, where: str) -> str:
 def not_text(where: str, kind: object) -> UserError:
     """Returns the error for a content part of another kind than text."""
     return UserError(
-        f"{where}: expected text, got a part of type {kind!r:.40}; titan_tree trains on text, not on images, "
-        "audio or files: remove the sample"
+        f"{where}: expected text, got a part of type {shorten(kind)}; titan_tree trains on text, not on "
+        "images, audio or files: remove the sample"
     )
 
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from titan_tree.data.readers import Source
-from titan_tree.errors import UserError
+from titan_tree.data.readers.strict_json import parse_json
 
 STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
 MAX_DEPTH = 200  # brackets that may be open where the beginning of a document ends
@@ -17,23 +17,10 @@ def load_document(source: Source) -> Any:
     """Returns the JSON value that a file holds.
 
     Raises:
-        UserError: the file is not one JSON value in UTF-8.
+        UserError: the file is not one JSON value, see ``parse_json``.
     """
     with source.open() as file:
-        text = file.read()
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{source.path}:{error.lineno}: broken JSON at character {error.colno}: {error.msg}; "
-            "expected one JSON value per file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source.path}: expected UTF-8 text: {error.reason} at byte {error.start + 1}"
-        ) from None
-    except (RecursionError, ValueError) as error:  # thousands of nested brackets, or of digits in a number
-        raise UserError(f"{source.path}: broken JSON: {error}") from None
+        return parse_json(file.read(), source.path)
 
 
 def parse_beginning(text: str) -> Any:

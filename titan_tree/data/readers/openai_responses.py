@@ -16,7 +16,7 @@ from titan_tree.data.readers.chat import (
     without,
 )
 from titan_tree.data.readers.rows import RowReader, expect
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 ENCRYPTED = (
     "some reasoning items have no text (encrypted, or without summary); their turns are trained without them"
@@ -102,7 +102,7 @@ class OpenAIResponsesReader(RowReader):
                 parts.append(("call", call(item.get("name"), arguments, item.get("call_id"))))
             else:
                 raise UserError(
-                    f"{place}: items of type {kind!r:.40} are not supported; expected message, reasoning, "
+                    f"{place}: items of type {shorten(kind)} are not supported; expected message, reasoning, "
                     "function_call or function_call_output. titan_tree trains on text: remove the sample"
                 )
         return messages + assistant_messages(parts)
@@ -118,7 +118,7 @@ def _other_message(item: Message, kind: str, names: dict[str, Any], where: str) 
         return message if name is None else {**message, "name": name}
     role = item.get("role")
     if role not in ("system", "developer", "user"):
-        raise UserError(f"{where}.role: expected system, developer, user or assistant, got {role!r:.40}")
+        raise UserError(f"{where}.role: expected system, developer, user or assistant, got {shorten(role)}")
     content = text_of(item.get("content"), f"{where}.content")
     return {"role": "system" if role == "developer" else role, "content": content}
 
@@ -156,6 +156,7 @@ def _tool(tool: Any, where: str) -> Any:
         return tool
     if tool.get("type") != "function":
         raise UserError(
-            f"{where}: a tool of type {tool.get('type')!r:.40} has no schema; expected tools of type function"
+            f"{where}: a tool of type {shorten(tool.get('type'))} has no schema; expected tools of type "
+            "function"
         )
     return {"type": "function", "function": without(tool, ("type", "strict"))}

@@ -1,4 +1,4 @@
-"""titan_tree's own schema (data/groups.py), one record per row."""
+"""titan_tree's own schema (data/schema.py), one record per row."""
 
 from __future__ import annotations
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from titan_tree.data.readers import Place, Reader, Record, Source, arrow
 from titan_tree.data.readers.json_document import load_document, parse_beginning
 from titan_tree.data.readers.jsonl import json_objects
-from titan_tree.errors import UserError
+from titan_tree.data.readers.strict_json import parse_text
+from titan_tree.errors import UserError, errors_at, shorten
 
 logger = logging.getLogger(__name__)
 
 FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
-JSON_COLUMNS = (
-    "messages",
-    "tools",
-    "functions",
-    "trajectories",
-    "conversations",
-    "nodes",
-)  # may be JSON text
+# Columns that may hold JSON text.
+JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes")
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PREFERENCE_COLUMNS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
 
@@ -112,19 +105,10 @@ def warn_once(path: str, message: str) -> None:
     logger.warning("%s: %s", path, message)
 
 
-@contextmanager
-def errors_at(place: Place) -> Iterator[None]:
-    """Puts the place in front of the messages of UserErrors."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-
-
 def expect(value: Any, kind: type, where: str, expected: str) -> Any:
     """Returns the value. Raises UserError if it is of another type; ``where`` names the field."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"{where}: expected {expected}, got {value!r:.60}")
+        raise UserError(f"{where}: expected {expected}, got {shorten(value)}")
     return value
 
 
@@ -135,12 +119,7 @@ def decoded_columns(row: Record) -> Record:
 
 
 def _decoded(text: str, name: str) -> Any:
-    if not text.strip():
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: expected a list or its JSON text: {error}") from None
+    return parse_text(text, f"{name} (JSON text)") if text.strip() else None
 
 
 def refuse_columns(row: Record) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, call, without
 from titan_tree.data.readers.rows import RowReader, expect
-from titan_tree.errors import UserError
+from titan_tree.data.readers.strict_json import parse_text
+from titan_tree.errors import UserError, shorten
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -52,17 +52,14 @@ def _message(turn: Any, where: str) -> Message:
     expect(turn, dict, where, "an object with from and value")
     speaker, value = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in ROLES:
-        raise UserError(f"{where}.from: expected one of {', '.join(ROLES)}, got {speaker!r:.40}")
+        raise UserError(f"{where}.from: expected one of {', '.join(ROLES)}, got {shorten(speaker)}")
     expect(value, str, f"{where}.value", "a string")
     for name in without(turn, ("from", "value")):
         if turn[name] is not None:
             raise UserError(f"{where}.{name}: expected only from and value; remove the field")
     if ROLES[speaker] != "function_call":
         return {"role": ROLES[speaker], "content": value}
-    try:
-        calls = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}.value: expected the JSON of a function call: {error}") from None
+    calls = parse_text(value, f"{where}.value (JSON text of a call)")
     calls = calls if isinstance(calls, list) else [calls]
     converted = []
     for item in calls:

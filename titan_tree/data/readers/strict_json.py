@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, require_unicode
 
 # Only lines that match can hold a lone surrogate or a constant such as NaN; the others are not walked.
 _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity")
@@ -18,6 +18,11 @@ _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity")
 
 class _Constant(NamedTuple):
     name: str  # NaN, Infinity or -Infinity
+
+
+def parse_text(text: str, place: str) -> Any:
+    """Returns the JSON value that a string holds, such as a field with JSON text; see ``parse_json``."""
+    return parse_json(text.encode(errors="surrogatepass"), place)
 
 
 def parse_json(content: bytes, place: str) -> Any:
@@ -73,8 +78,4 @@ def _check(value: Any, where: str) -> None:
     elif isinstance(value, _Constant):
         raise UserError(f"{where or 'value'}: expected a finite number, got {value.name}")
     elif isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            got = f"a lone surrogate at character {error.start + 1}"
-            raise UserError(f"{where or 'value'}: expected valid Unicode, got {got}") from None
+        require_unicode(value, where or "value")

@@ -8,8 +8,9 @@ from typing import Any
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
 from titan_tree.data.readers.json_document import load_document
-from titan_tree.data.readers.rows import errors_at, expect, first_rows
+from titan_tree.data.readers.rows import expect, first_rows
 from titan_tree.data.readers.tau_bench import by_task
+from titan_tree.errors import errors_at
 
 
 class Tau2BenchReader(Reader):

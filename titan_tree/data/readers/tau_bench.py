@@ -8,8 +8,8 @@ from typing import Any
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.json_document import load_document
 from titan_tree.data.readers.openai_chat import converted_messages
-from titan_tree.data.readers.rows import errors_at, expect, first_rows, warn_once
-from titan_tree.errors import UserError
+from titan_tree.data.readers.rows import expect, first_rows, warn_once
+from titan_tree.errors import UserError, errors_at, shorten
 
 NO_TOOLS = "the file has no schemas of the tools; the samples are rendered without them"
 
@@ -40,7 +40,7 @@ def by_task(results: list[tuple[Place, Any, Any]]) -> Iterator[tuple[Place, Reco
         with errors_at(place):
             task = expect(result, dict, "result", "an object with task_id").get("task_id")
             if isinstance(task, bool) or not isinstance(task, str | int):
-                raise UserError(f"task_id: expected a string or an integer, got {task!r:.40}")
+                raise UserError(f"task_id: expected a string or an integer, got {shorten(task)}")
         tasks.setdefault(str(task), []).append((place, result, convert))
     for task, members in tasks.items():
         for place, result, convert in members:

@@ -8,7 +8,7 @@ from typing import Any
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import without
 from titan_tree.data.readers.rows import RowReader, expect
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 PROMPTS = ("prompt_ids", "prompt_token_ids", "prompts", "input_tokens")
 RESPONSES = ("completion_ids", "completion_token_ids", "response_ids", "responses", "output_tokens")
@@ -165,7 +165,7 @@ def _mask_of_labels(labels: Any, tokens: list[int]) -> list[int]:
         raise UserError(f"labels: expected {len(tokens)} entries, one per token, got {len(labels)}")
     for index, (label, token) in enumerate(zip(labels, tokens, strict=True)):
         if label not in (-100, token):
-            raise UserError(f"labels: expected -100 or the token {token} at token {index}, got {label!r:.20}")
+            raise UserError(f"labels[{index}]: expected -100 or the token {token}, got {shorten(label)}")
     return [int(label != -100) for label in labels]
 
 

@@ -8,7 +8,7 @@ from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, without
 from titan_tree.data.readers.openai_chat import converted_messages
 from titan_tree.data.readers.rows import RowReader, expect
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 Node = dict[str, Any]
 
@@ -78,14 +78,16 @@ def _parents(nodes: list[Node]) -> list[int]:
     for index, node in enumerate(nodes):
         name = index if node.get("id") is None else node["id"]
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise UserError(f"nodes[{index}].id: expected a string or an integer, got {name!r:.40}")
+            raise UserError(f"nodes[{index}].id: expected a string or an integer, got {shorten(name)}")
         if index_of.setdefault(name, index) != index:
-            raise UserError(f"nodes[{index}].id: expected different ids, got {name!r:.40} twice")
+            raise UserError(f"nodes[{index}].id: expected different ids, got {shorten(name)} twice")
     parents = []
     for index, node in enumerate(nodes):
         parent = node.get("parent")
         if parent is not None and (type(parent) not in (str, int) or parent not in index_of):
-            raise UserError(f"nodes[{index}].parent: no node has the id {parent!r:.40}; roots have no parent")
+            raise UserError(
+                f"nodes[{index}].parent: no node has the id {shorten(parent)}; roots have no parent"
+            )
         parents.append(-1 if parent is None else index_of[parent])
     _check_acyclic(parents)
     return parents
