@@ -46,7 +46,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(killed)] == [str(step) for step in range(1, 11)]
 
     resumed = subprocess.run(
-        [sys.executable, "-m", "titan_tree.train", *arguments],
+        [sys.executable, "-m", "titan_tree.train", *arguments, "data.workers=1"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

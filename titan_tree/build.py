@@ -33,7 +33,8 @@ from titan_tree.config import (
 )
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.sample_reader import DataSizes, SampleReader
+from titan_tree.data.files import DataSizes
+from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
@@ -206,7 +207,7 @@ def build_validation(
     """Returns one epoch of the validation files in their own order, or None if there are none."""
     if config.validation.files is None:
         return None
-    data = dataclasses.replace(config.data, files=config.validation.files, shuffle_buffer=0)
+    data = dataclasses.replace(config.data, files=config.validation.files, weights=None, shuffle_buffer=0)
     held_out = dataclasses.replace(
         config, data=data, training=dataclasses.replace(config.training, steps=None, epochs=1)
     )
@@ -222,7 +223,7 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
     steps = config.training.steps or DEFAULT_STEPS
     if config.training.epochs is not None:
         assert sizes is not None
-        steps = dataset.num_steps(sizes.groups)
+        steps = dataset.num_steps(sizes)
     check_warmup(config.lr_scheduler.warmup_steps, steps)
     return steps
 

@@ -138,6 +138,7 @@ READERS: Registry[Any] = Registry(
         "tau_bench": "titan_tree.data.readers.tau_bench:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.tau2_bench:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.swe_agent:SweAgentReader",
+        "token_store": "titan_tree.data.readers.token_store:TokenStoreReader",
     },
 )
 

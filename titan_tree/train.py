@@ -9,6 +9,7 @@ To continue an interrupted run from its newest checkpoint, start the same comman
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -63,6 +64,8 @@ def _log_to_stdout(rank: int) -> None:
 
     Other packages keep Python's default, warnings and above.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a sample may hold characters that stdout cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("titan_tree")
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.addHandler(_Stdout())

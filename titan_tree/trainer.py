@@ -10,10 +10,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,13 @@ from titan_tree.build import (
 )
 from titan_tree.checkpoint import Checkpoints, Progress, export_hf
 from titan_tree.components.moe import RouterBias
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import StepLoader
-from titan_tree.data.sample_reader import DataSizes
+from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -57,10 +60,20 @@ from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import LOGGERS
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps its graphs
+SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
+
+
+def in_background(function: Callable[[], T]) -> Callable[[], T]:
+    """Starts a function in a thread, and returns a function that waits for its result."""
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(function)
+    thread.shutdown(wait=False)
+    return future.result
 
 
 class Trainer:
@@ -86,6 +99,7 @@ class Trainer:
     router_bias: RouterBias | None
 
     # how far it is
+    tokenizer: TreeTokenizer | None
     dataset: TreeDataset
     validation_data: TreeDataset | None
     data_sizes: DataSizes | None  # None: not counted
@@ -116,12 +130,13 @@ class Trainer:
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, self.device)
 
-        tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        reader = build_reader(config.data, tokenizer, self.model)
+        self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        reader = build_reader(config.data, self.tokenizer, self.model)
         self.dataset = build_dataset(config, reader, self.mesh)
-        self.validation_data = build_validation(config, tokenizer, self.model, self.mesh)
+        self.validation_data = build_validation(config, self.tokenizer, self.model, self.mesh)
         count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
         self.data_sizes = reader.sizes() if count else None
+        self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
@@ -158,6 +173,8 @@ class Trainer:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if steps > done and config.training.compile:
             self._compile()
+        if self.loggers and not done:
+            self._log_sample()
         inputs = self.inputs()
         profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
         with self.loggers or nullcontext(), profiler_context as profiler:
@@ -170,6 +187,11 @@ class Trainer:
         if config.checkpoint.export_hf:
             dtype = getattr(torch, config.training.dtype)
             export_hf(self.model, Path(config.folder) / "hf", dtype, source=config.model.hf_path)
+
+    def _log_sample(self) -> None:
+        """Logs the first sample of the run as it is trained."""
+        path = self.dataset.reader.paths(self.dataset.first_group())[0]
+        logger.info("first sample: %s", render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain)
 
     def _compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
@@ -216,7 +238,7 @@ class Trainer:
 
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
-        self.progress.step, self.progress.data = step, position
+        self.progress.step, self.progress.data = step, self._data_state() | position
         self.history.append(result.counts)
 
         seconds = time.perf_counter() - started

@@ -160,7 +160,7 @@ def test_resume_and_other_ranks_do_not_tokenize(tmp_path):
     dataset.load_state_dict({"epoch": 2, "group": 20, "seed": 0, "shuffle_buffer": 256})
     steps(dataset, 1)
     assert tokenizer.calls == 2
-    assert dataset.state_dict() == {"epoch": 2, "group": 24, "seed": 0, "shuffle_buffer": 256}
+    assert dataset.position() == {"epoch": 2, "group": 24}
 
 
 def test_resume_is_refused_if_the_order_or_the_data_changed(file):
@@ -170,6 +170,21 @@ def test_resume_is_refused_if_the_order_or_the_data_changed(file):
         match=r"data.seed: the checkpoint was written with 1, but it is now 0, .*; set data.seed = 1",
     ):
         tree_dataset(file).load_state_dict(state)
+    state = tree_dataset(file).state_dict()
+    tree_dataset(file).load_state_dict(json.loads(json.dumps(state)))
+    content = file.read_text()
+    file.write_text(content + content.splitlines()[0] + "\n")
+    with pytest.raises(UserError, match=r"groups\.jsonl: [\d,]+ bytes, but [\d,]+ when the checkpoint was"):
+        tree_dataset(file).load_state_dict(state)
+    file.write_text(content.replace("101", "100", 1))
+    with pytest.raises(UserError, match=r"groups\.jsonl: its content changed since .* \(checksum \w{8}, was"):
+        tree_dataset(file).load_state_dict(state)
+    other = file.with_name("other.jsonl")
+    other.write_text(content)
+    tree_dataset(other).load_state_dict(state)  # the same data under another name
+    with pytest.raises(UserError, match=r"data\.files: 2 files, but the checkpoint was written with 1"):
+        tree_dataset([str(file), str(other)]).load_state_dict(state)
+    file.write_text(content)
     dataset = tree_dataset(file)
     dataset.load_state_dict(dataset.state_dict() | {"group": NUM_GROUPS + 1})
     with pytest.raises(UserError, match="11 groups, but the checkpoint was written after 12 groups"):
@@ -254,3 +269,36 @@ def test_larger_trees_are_micro_batches_of_their_own_if_allowed(file, options):
 def test_wrong_settings_and_samples_that_do_not_fit_are_errors(file, options, message):
     with pytest.raises(UserError, match=message):
         steps(tree_dataset(file, **{"global_batch_groups": NUM_GROUPS, **options}), 1)
+
+
+def test_weights_repeat_and_leave_out_groups(tmp_path):
+    """2.5 draws a group two or three times per epoch, 0.5 once or never. A resumed run draws the same."""
+    files = []
+    for name, first in (("often", 0), ("once", 100), ("seldom", 200)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"tokens": [1, first + i]}) + "\n" for i in range(40)))
+        files.append(str(path))
+
+    def dataset():
+        weights = [2.5, 1.0, 0.5]
+        return tree_dataset(files, epochs=3, weights=weights, global_batch_groups=7, shuffle_buffer=5)
+
+    whole = dataset()
+    steps, positions = [], []
+    for step in whole:
+        steps.append(as_data(step))
+        positions.append(whole.position())
+    assert len(steps) == whole.num_steps(whole.reader.sizes())
+    counts = Counter(tokens[1] for step in steps for micro in step for tokens, _ in micro)
+    often, once, seldom = ([counts[first + i] for i in range(40)] for first in (0, 100, 200))
+    assert set(often) <= set(range(6, 10))
+    assert set(once) == {3}
+    assert set(seldom) <= set(range(4))
+    assert sum(often) == pytest.approx(300, abs=30)
+    assert sum(seldom) == pytest.approx(60, abs=25)
+
+    resumed = dataset()
+    resumed.load_state_dict(whole.state_dict() | positions[9])
+    assert [as_data(step) for step in resumed] == steps[10:]
+    with pytest.raises(UserError, match=r"data\.weights: expected one weight for each of the 3 entries"):
+        tree_dataset(files, weights=[1.0])

@@ -13,6 +13,7 @@ from tests.support.datasets import REAL_DATA, sample_reader
 from tests.support.formats import Task, write_dataset, write_document, write_lines, write_parquet
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import DEFAULT_FORMAT, Source, read_records
+from titan_tree.data.token_store import write_store
 from titan_tree.errors import UserError
 from titan_tree.registry import READERS
 from titan_tree.tree.token_tree import TokenTree
@@ -142,6 +143,8 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
     files |= {name: write_document(tmp_path / name, write(tasks)) for name, (_, write) in DOCUMENTS.items()}
     files["swe_agent"] = write_document(tmp_path / "swe", formats.swe_agent(tasks[0]["trajectories"][0]))
     files["token_rows"] = write_lines(tmp_path / "rows", formats.token_rows(groups))
+    files["token_store"] = str(tmp_path / "store")
+    write_store(files["token_store"], groups, {})
     files["alpaca"] = write_lines(tmp_path / "alpaca", [{"instruction": "a", "input": "", "output": "b"}])
     others = {
         "anthropic": {"messages": [{"role": "user", "content": "?"}], "system": "s"},

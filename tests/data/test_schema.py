@@ -276,7 +276,7 @@ def test_a_record_chooses_its_turns(tmp_path):
     counts = [3, 1, 1, 1, 1 + 1 + 3]
     assert [len(paths) for paths in groups] == counts
     reader = sample_reader(tmp_path / "rollouts.jsonl", BYTES, sample={"turns": "last"})
-    assert reader.sizes() == (5, sum(counts))
+    assert reader.sizes() == ((5,), sum(counts))
     each, last, whole, *_ = groups
     assert last[0].tokens.tolist() == each[2].tokens.tolist()
     assert last[0].loss_mask.tolist() == each[2].loss_mask.tolist()
@@ -299,7 +299,7 @@ def test_turns_of_weight_0_make_no_samples(tmp_path):
 
     ((first, third),) = paths_of(tmp_path, chat(None, 0, 1))
     assert (first.id, third.id) == ("c/1", "c/3")
-    assert sample_reader(tmp_path / "rollouts.jsonl", BYTES).sizes() == (1, 2)
+    assert sample_reader(tmp_path / "rollouts.jsonl", BYTES).sizes() == ((1,), 2)
     plain = paths_of(tmp_path, chat(None, None, None))[0][2]
     assert third.tokens.tolist() == plain.tokens.tolist()  # the turn is still read as context
     assert len(paths_of(tmp_path, chat(0, 1), sample={"turns": "last"})[0]) == 1

@@ -30,6 +30,7 @@ def tree_dataset(
     limits: ModelLimits = NO_LIMITS,
     *,
     allow_larger: bool = False,
+    epochs: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     **settings: Any,
@@ -37,7 +38,9 @@ def tree_dataset(
     """Returns a dataset; ``settings`` are keys of the table [data]."""
     config = _config(files, settings)
     reader = SampleReader(config, tokenizer, limits)
-    return TreeDataset(config, reader, allow_larger=allow_larger, rank=rank, world_size=world_size)
+    return TreeDataset(
+        config, reader, allow_larger=allow_larger, epochs=epochs, rank=rank, world_size=world_size
+    )
 
 
 def _config(files: Files, settings: dict[str, Any]) -> DataConfig:

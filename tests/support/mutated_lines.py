@@ -174,7 +174,7 @@ class Checker:
         """Returns "read" or "refused". Raises AssertionError if a line is neither, or read wrongly."""
         try:
             records = json_objects(io.BytesIO(b"\n\n" + line + b"\n"), NAME)
-            groups = [self.reader.paths(group) for group in group_records([records])]
+            groups = [self.reader.paths(group) for group in group_records(records, {})]
         except UserError as error:
             message = str(error)
             assert message.isprintable(), message

@@ -17,6 +17,7 @@ from titan_tree.errors import UserError
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
+    "ingest": "tokenize data files into a token store",
 }
 
 

@@ -13,30 +13,27 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
 from itertools import count, islice
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.groups import Group, holds_conversations
 from titan_tree.data.packing import merged_trees
-from titan_tree.data.readers import AUTO, OpenFile
 from titan_tree.data.report import render_picture, render_report
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample
 from titan_tree.data.ungrouped import UngroupedLines
 from titan_tree.errors import UserError, printable
-from titan_tree.registry import READERS
 from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
@@ -58,23 +55,7 @@ FILE_WIDTH = 160  # columns if the output is not a terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree inspect``."""
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
-    add("--format", choices=(AUTO, *READERS), default=AUTO, help="data format (default: recognize each file)")
-    add(
-        "--tokenizer",
-        help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",
-    )
-    add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
-    add(
-        "--sample",
-        nargs="+",
-        type=_setting,
-        default=[],
-        metavar="KEY=VALUE",
-        help="how conversations become samples, as in the table [data.sample] of a configuration: "
-        "turns=last, keep_reasoning=false, ...",
-    )
-    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
+    add_data_arguments(parser)
     add(
         "--merge",
         choices=("group", "batch", "all"),
@@ -122,24 +103,11 @@ def _positive(text: str) -> int:
     return number
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """Parses key=value. A value that is not JSON, such as a bare word, is a string."""
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
-
-
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
     if args.picture and args.report is None:
         raise UserError("--picture: expected --report ID as well; add it, or remove --picture")
-    config = DataConfig(
-        files=args.files, format=args.format, sample=dict(args.sample), ignore_fields=args.ignore_fields
-    )
+    config = data_config(args)
     tokenizer = _load_tokenizer(args, config)
     decodes = args.show is not None or args.report is not None
     vocab_size = tokenizer.vocab_size if tokenizer is not None and decodes else None
@@ -178,11 +146,11 @@ def _trees(
     args: argparse.Namespace, reader: SampleReader, ungrouped: UngroupedLines | None = None
 ) -> Iterator[NamedTree]:
     """Yields (name, tree) for each tree, and shows how much of each file has been read."""
-    with _progress_bar() as open_file:
+    with progress_bar() as open_file:
         groups = reader.groups(open_file)
         if args.merge == "group":
             for group in groups:
-                tree = TokenTree.from_paths(reader.paths(group), "first")
+                tree = reader.tree(group, "first")
                 if ungrouped is not None:
                     ungrouped.add(group, tree)
                 yield group.id, tree
@@ -203,20 +171,6 @@ def _batch_trees(
             return
         for number, tree in enumerate(merged_trees(paths, max_tokens, "first")):
             yield f"batch {step} tree {number}", tree
-
-
-@contextmanager
-def _progress_bar() -> Iterator[OpenFile]:
-    """Provides an ``open`` for data files that advances a bar on stderr while a file is read."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("")
-
-        def open_file(file: str) -> BinaryIO:
-            progress.reset(task, description=escape(printable(file)))
-            return progress.open(file, "rb", task_id=task)
-
-        yield open_file
 
 
 def _print_report(
@@ -241,7 +195,7 @@ def _print_sample(
 ) -> None:
     """Prints the samples with the given id, or else the first sample of the tree or trajectory of this id."""
     ids, found = [], []
-    with _progress_bar() as open_file:
+    with progress_bar() as open_file:
         for group in reader.groups(open_file):
             ids.append(group.id)
             if f"{args.show}/".startswith(f"{group.id}/") or group.id.startswith(f"{args.show}/"):

@@ -57,6 +57,11 @@ class DataConfig(Checked, table="data"):
 
     # A path, a glob pattern or a list of them; "demo" is the bundled sample.
     files: Any = setting(MISSING, PATHS)
+    # How often an epoch contains each group: one number per entry of ``files``; default: once. 0.5 draws half
+    # of the groups, anew in each epoch.
+    weights: list[float] | None = setting(
+        None, list_of(check("a number > 0", lambda weight: not finite(weight) and weight > 0))
+    )
     format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
     # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
     # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
@@ -86,6 +91,12 @@ class DataConfig(Checked, table="data"):
         if isinstance(self.files, str) and self.files != MISSING:
             self.files = [self.files]
         super().__post_init__()
+        require(
+            self.weights is None or len(self.weights) == len(self.files),
+            "data.weights",
+            f"one weight for each of the {len(self.files)} entries of data.files",
+            self.weights,
+        )
 
 
 @dataclass

@@ -13,8 +13,9 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titan_tree.data.files import DataSizes
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from titan_tree.config import DataConfig
 
 logger = logging.getLogger(__name__)
+
+ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
 
 
 class TreeDataset:
@@ -95,39 +98,64 @@ class TreeDataset:
             if step % stride == first:
                 yield pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
 
-    def num_steps(self, groups: int) -> int:
-        """Returns the steps of all ``epochs``, for files of this many groups."""
-        assert self.epochs is not None
-        return math.ceil(groups * self.epochs / self.config.global_batch_groups)
+    def first_group(self) -> Group:
+        """Returns the group at the current position."""
+        return next(self._stream(self.epoch, self.group))[2]
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the position after the last item, and the settings that decide the order of groups.
+    def num_steps(self, sizes: DataSizes) -> int:
+        """Returns the steps of all ``epochs``, for files of these sizes."""
+        assert self.epochs is not None
+        groups = sum(self.reader.num_groups(epoch, sizes) for epoch in range(self.epochs))
+        return math.ceil(groups / self.config.global_batch_groups)
+
+    def position(self) -> dict[str, int]:
+        """Returns the position after the last item: epochs done, and groups of the current epoch."""
+        return {"epoch": self.epoch, "group": self.group}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, the settings that decide the order of groups, and checksums of the files.
 
         It is the same on every rank and valid for any number of ranks.
         """
-        return {
-            "epoch": self.epoch,
-            "group": self.group,
-            "seed": self.config.seed,
-            "shuffle_buffer": self.config.shuffle_buffer,
-        }
+        order = {name: getattr(self.config, name) for name in ORDER_SETTINGS}
+        return self.position() | order | {"files": self.reader.checksums()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Moves to the position in ``state``. Raises UserError if the order of groups has changed."""
-        for name in ("seed", "shuffle_buffer"):
-            if state[name] != (value := getattr(self.config, name)):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to the position in ``state``. Raises UserError if the data or their order have changed."""
+        for name in ORDER_SETTINGS:
+            if state.get(name) != (value := getattr(self.config, name)):
                 raise UserError(
-                    f"data.{name}: the checkpoint was written with {state[name]}, but it is now {value}, "
-                    f"which changes the order of the data; set data.{name} = {state[name]} to resume"
+                    f"data.{name}: the checkpoint was written with {state.get(name)}, but it is now {value}, "
+                    f"which changes the order of the data; set data.{name} = {state.get(name)} to resume"
                 )
+        if "files" in state:  # versions before 2026-11-23 did not store it
+            self._check_files(state["files"])
         self.epoch, self.group = state["epoch"], state["group"]
+
+    def _check_files(self, before: list[list[int]]) -> None:
+        """Raises UserError if sizes or checksums of the files differ from those of a checkpoint."""
+        now, advice = self.reader.checksums(), "resume with the same data, or start a run in a new folder"
+        if len(now) != len(before):
+            raise UserError(
+                f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"
+            )
+        for file, (size, crc), (size_before, crc_before) in zip(self.reader.files, now, before, strict=True):
+            if size != size_before:
+                raise UserError(
+                    f"{file}: {size:,} bytes, but {size_before:,} when the checkpoint was written; {advice}"
+                )
+            if crc != crc_before:
+                raise UserError(
+                    f"{file}: its content changed since the checkpoint was written (checksum {crc:08x}, was "
+                    f"{crc_before:08x}); {advice}"
+                )
 
     def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
         """Yields (epoch, position after this group, group), after the first ``skip`` groups of ``epoch``."""
         while self.epochs is None or epoch < self.epochs:
             position = 0
             order = random.Random(f"{self.config.seed}/{epoch}")
-            groups = shuffled(self.reader.groups(), self.config.shuffle_buffer, order)
+            groups = shuffled(self.reader.groups(epoch=epoch), self.config.shuffle_buffer, order)
             for position, group in enumerate(groups, start=1):
                 if position > skip:
                     yield epoch, position, group
@@ -153,23 +181,25 @@ class TreeDataset:
 
     def _group_trees(self, group: Group) -> list[TokenTree]:
         """Returns the tree of a group, or one tree per path."""
-        paths = self._paths(group)
         if self.config.layout == "flat":
+            paths = self._paths(group)
             self._check_path_sizes(paths)
             return flat_trees(paths, self.config.replay)
-        tree = TokenTree.from_paths(paths, self.config.replay)
+        tree = self.reader.tree(group)
+        self._warn_about_records(tree.paths)
         place, _ = group.records[0]
-        self._check_size(f"{place}: the tree of group {group.id}, {len(paths)} paths,", len(tree))
+        self._check_size(f"{place}: the tree of group {group.id}, {len(tree.paths)} paths,", len(tree))
         return [tree]
 
     def _paths(self, group: Group) -> list[TokenPath]:
         paths = self.reader.paths(group)
-        if not self._warned_about_records:
-            self._warn_about_records(paths)
+        self._warn_about_records(paths)
         return paths
 
     def _warn_about_records(self, paths: Sequence[TokenPath]) -> None:
         """Warns once about routed experts that are unused, or that are missing although they are needed."""
+        if self._warned_about_records:
+            return
         is_used = self.config.replay != "off"
         odd = next((path for path in paths if has_records(path) != is_used), None)
         if odd is None:

@@ -39,30 +39,29 @@ class Sample(NamedTuple):
     record: Record
 
 
-def group_records(files: Iterable[Iterable[tuple[Place, Record]]]) -> Iterator[Group]:
-    """Joins adjacent records that have the same group_id. A group does not continue in the next file.
+def group_records(records: Iterable[tuple[Place, Record]], first_places: dict[str, Place]) -> Iterator[Group]:
+    """Joins adjacent records of a file that have the same group_id.
 
     Args:
-        files: the records of each file.
+        records: of one file; a group does not continue in the next file.
+        first_places: where the groups of earlier files began, by group_id; those of this file are added.
 
     Raises:
         UserError: the records of a group are not adjacent. Two trees would compute their shared tokens twice.
     """
-    first_places: dict[str, Place] = {}
-    for records in files:
-        for (is_named, name), run in groupby(records, key=lambda placed: _group_key(*placed)):
-            members = list(run)
-            place, record = members[0]
-            if not is_named:
-                yield Group(_id(place, record, default=place), members)
-                continue
-            if name in first_places:
-                raise UserError(
-                    f"{place}: group {name!r} appeared before, at {first_places[name]}; expected the records "
-                    "of a group next to each other in one file: sort them by group_id"
-                )
-            first_places[name] = place
-            yield Group(name, members)
+    for (is_named, name), run in groupby(records, key=lambda placed: _group_key(*placed)):
+        members = list(run)
+        place, record = members[0]
+        if not is_named:
+            yield Group(_id(place, record, default=place), members)
+            continue
+        if name in first_places:
+            raise UserError(
+                f"{place}: group {name!r} appeared before, at {first_places[name]}; expected the records "
+                "of a group next to each other in one file: sort them by group_id"
+            )
+        first_places[name] = place
+        yield Group(name, members)
 
 
 def group_samples(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[Sample]:

@@ -28,7 +28,7 @@ from titan_tree.errors import UserError
 
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
-Position = dict[str, Any]
+Position = dict[str, int]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ PREFETCH = 2  # steps that each worker makes ahead
 
 
 class StepLoader(Generic[T]):
-    """Iterates over (input, position) of the next steps. The position is the dataset's state after the step.
+    """Iterates over (input, position) of the next steps. The position is the dataset's, after the step.
 
     Args:
         dataset: the stream of micro-batches, at the position to start from.
@@ -67,7 +67,7 @@ class StepLoader(Generic[T]):
     def _in_this_process(self) -> Iterator[tuple[T, Position]]:
         for micro_batches in self.dataset.steps(self.num_steps):
             step: Any = self.prepare(micro_batches)
-            yield (step.pin_memory() if self.pin else step), self.dataset.state_dict()
+            yield (step.pin_memory() if self.pin else step), self.dataset.position()
 
     def _from_workers(self) -> Iterator[tuple[T, Position]]:
         steps = DataLoader(
@@ -170,7 +170,7 @@ class _WorkerSteps(IterableDataset):
         try:
             for micro_batches in self.dataset.steps(self.num_steps, worker.id, worker.num_workers):
                 packed = pack(self.prepare(micro_batches))
-                yield packed, self.dataset.state_dict(), collected.take()
+                yield packed, self.dataset.position(), collected.take()
         except UserError as error:
             yield str(error), {}, collected.take()
 

@@ -6,18 +6,17 @@ import base64
 import dataclasses
 import io
 import math
-import os
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from titan_tree.data.advantages import with_group_advantages
-from titan_tree.data.groups import Group, Sample, group_records, group_samples
-from titan_tree.data.readers import DEMO, OpenFile, Record, find_files, open_binary, read_records
+from titan_tree.data.files import DataFiles
+from titan_tree.data.groups import Group, Sample, group_samples
+from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,
     LOGPROB_FIELDS,
@@ -31,9 +30,12 @@ from titan_tree.data.schema import (
     refuse_fields,
     turn_weights,
 )
+from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.path_fields import wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.replay import Replay, has_records
+from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from titan_tree.config import DataConfig
@@ -46,18 +48,14 @@ class SampleTokenizer(Protocol):
 
     template_fields: frozenset[str]  # fields of messages that the chat template reads
 
+    def fingerprint(self) -> str:
+        """Returns a hash of everything that decides the token ids of a sample."""
+
     def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
         """Returns one path per training sample of a conversation."""
 
 
-class DataSizes(NamedTuple):
-    """Sizes of data files."""
-
-    groups: int
-    samples: int
-
-
-class SampleReader:
+class SampleReader(DataFiles):
     """Reads the groups of the configured files, and turns a group into training samples.
 
     Args:
@@ -67,9 +65,6 @@ class SampleReader:
         limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
             recorded experts, they must fit the model's layers and experts.
 
-    Attributes:
-        files: the paths that ``config.files`` names, globs expanded.
-
     Raises:
         UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
     """
@@ -77,7 +72,7 @@ class SampleReader:
     def __init__(
         self, config: DataConfig, tokenizer: SampleTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
-        self.config = config
+        super().__init__(config)
         self.tokenizer = tokenizer
         self.limits = limits if config.replay != "off" else limits._replace(experts=None)
         self.ignored = frozenset(config.ignore_fields)
@@ -86,38 +81,56 @@ class SampleReader:
                 raise UserError(
                     f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
                 )
-        self.files = find_files(config.files)
-        _refuse_repeated(self.files)
+        self._checked_stores: set[str] = set()
 
-    def groups(self, open_file: OpenFile = open_binary) -> Iterator[Group]:
-        """Yields all groups in file order, without tokenizing them.
+    def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
+        """Returns the token tree of a group's samples.
 
         Args:
-            open_file: opens each file for reading; a progress bar wraps files here.
+            replay: what the tree does with recorded experts; None: as configured.
 
         Raises:
-            UserError: unreadable or malformed files, or a group whose records are not adjacent.
+            UserError: see ``paths``.
         """
-        format = self.config.format
-        return group_records(read_records(file, format, open_file) for file in self.files)
+        replay = self.config.replay if replay is None else replay
+        tree = self._stored_tree(group)
+        if tree is not None and (replay == "off" or not any(map(has_records, tree.paths))):
+            return tree
+        return TokenTree.from_paths(self.paths(group) if tree is None else tree.paths, replay)
 
-    def num_bytes(self) -> int:
-        """Returns the size of all files on disk."""
-        return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
+    def _stored_tree(self, group: Group) -> TokenTree | None:
+        """Returns the tree of a group of a token store, or None for other groups."""
+        place, record = group.records[0]
+        if STORED not in record:
+            return None
+        stored: StoredGroup = record[STORED]
+        if stored.store.file not in self._checked_stores:
+            self._check_store(stored.store)
+            self._checked_stores.add(stored.store.file)
+        tree = stored.tree()
+        with errors_at(place):
+            for path in tree.paths:
+                path.check_limits(self.limits)
+        return tree
 
-    def sizes(self) -> DataSizes:
-        """Returns how many groups and samples all files have. Reads them once, without tokenizing."""
-        groups = samples = 0
-        for group in self.groups():
-            groups += 1
-            for sample in group_samples(group):
-                each_turn = self._options(sample.record).get("turns", "each") == "each"
-                messages = sample.record.get("messages") if each_turn else None
-                if isinstance(messages, list):
-                    samples += sum(map(_is_trained, messages))
-                else:
-                    samples += 1
-        return DataSizes(groups, samples)
+    def _check_store(self, store: TokenStore) -> None:
+        """Raises UserError if the configuration asks for other samples than the store holds."""
+        made, config = store.header, self.config
+        if config.sample and config.sample != made["sample"]:
+            raise UserError(
+                f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
+                "remove data.sample, or ingest the sources again"
+            )
+        if config.advantage == "group" and made["advantage"] != "group":
+            raise UserError(
+                f"{store.file}: made without group advantages, which data.advantage = 'group' needs; ingest "
+                "the sources again with --advantage group"
+            )
+        if self.tokenizer is not None and made["tokenizer"] not in (None, self.tokenizer.fingerprint()):
+            raise UserError(
+                f"{store.file}: made with another tokenizer or chat template ({made['tokenizer_name']}) than "
+                "that of this run; ingest the sources again with this one"
+            )
 
     def paths(self, group: Group) -> list[TokenPath]:
         """Returns the training samples of a group in file order.
@@ -125,6 +138,8 @@ class SampleReader:
         Raises:
             UserError: a malformed sample; the message names file, line and field, and what was expected.
         """
+        if (stored := self._stored_tree(group)) is not None:
+            return list(stored.paths)
         samples = list(group_samples(group, self.ignored))
         if self.config.advantage == "group":
             samples = with_group_advantages(samples)
@@ -184,10 +199,6 @@ class SampleReader:
         return self.config.sample | present_fields(record, ("turns",))
 
 
-def _is_trained(message: object) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("weight") != 0
-
-
 def _trained_turns(
     messages: Sequence[Any], paths: Sequence[TokenPath], turns: str
 ) -> list[tuple[int, TokenPath]]:
@@ -210,18 +221,6 @@ def _token_path(name: str, kind: str, record: Record) -> TokenPath:
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)
     return TokenPath(record[kind], id=name, **fields)
-
-
-def _refuse_repeated(files: Sequence[str]) -> None:
-    """Raises UserError if two names lead to the same file, whose samples would count twice."""
-    names: dict[str, str] = {}
-    for file in files:
-        real = file if file == DEMO else os.path.realpath(file)
-        if real in names:
-            raise UserError(
-                f"{file}: data.files names this file twice, also as {names[real]}; remove one of them"
-            )
-        names[real] = file
 
 
 def _decode_array(field: str, encoded: str) -> np.ndarray:

@@ -45,6 +45,7 @@ TREE_ARRAYS = (
     "path_node",
 )
 PATH_FIELDS = tuple(field.name for field in dataclasses.fields(TokenPath) if field.name != "tokens")
+STORED = "stored"  # the field of a record that holds a StoredGroup; no file can contain one
 ALIGNMENT = 64  # bytes; of every array
 
 
@@ -57,6 +58,7 @@ class TokenStore:
     Attributes:
         header: what the store was made of, as ``write_store`` got it, and "version".
         ids: of the groups.
+        checksum: of the whole content.
         table: [groups] of dtype ``GROUP``: the place and the sizes of each group.
 
     Raises:
@@ -70,6 +72,7 @@ class TokenStore:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         offset, size, crc, magic = TRAILER.unpack(self._map[-TRAILER.size :].rjust(TRAILER.size, b"\0"))
         footer = self._map[offset : offset + size] if magic == MAGIC else b""
+        self.checksum = crc  # of the footer, which holds the checksums of the groups
         if magic != MAGIC or zlib.crc32(footer) != crc:
             raise UserError(f"{file}: this token store is incomplete or damaged; copy or ingest it again")
         header, ids, table = footer.split(b"\n", 2)
@@ -113,6 +116,10 @@ class StoredGroup:
     store: TokenStore
     index: int
 
+    @property
+    def num_paths(self) -> int:
+        return int(self.store.table["n_paths"][self.index])
+
     def tree(self) -> TokenTree:
         """Returns the tree of the group's samples. It equals ``TokenTree.from_paths`` of them."""
         description, content = self.store.read(self.index)
@@ -127,9 +134,10 @@ class StoredGroup:
         return TokenTree(**tree, paths=tuple(paths), path_index=path_index, path_offsets=path_offsets)
 
 
-def is_store(file: BinaryIO) -> bool:
-    """Returns whether a file, at its first byte, begins as a token store does."""
-    return file.read(len(MAGIC)) == MAGIC
+def is_store(file: Path) -> bool:
+    """Returns whether a file begins as a token store does."""
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
 
 
 def write_store(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from titan_tree.data.groups import Group
+from titan_tree.data.token_store import STORED
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.tree.trie import common_prefix, lexicographic_order
 
@@ -15,7 +16,7 @@ MIN_SAVED = 0.05  # share of tokens; lines of unrelated tasks may still begin wi
 class UngroupedLines:
     """Compares the trees of lines without a group_id with one tree of all these lines.
 
-    Lines with trajectories do not count, because such a line is a group already.
+    Lines with trajectories and groups of a token store do not count, because they are groups already.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,8 @@ class UngroupedLines:
     def add(self, group: Group, tree: TokenTree) -> None:
         """Adds the tree of a group, if the group is a line without a group_id."""
         _, record = group.records[0]
-        if self._is_full or record.get("group_id") is not None or "trajectories" in record:
+        is_group = record.get("group_id") is not None or "trajectories" in record or STORED in record
+        if self._is_full or is_group:
             return
         parents = set(tree.node_parent.tolist())
         by_node = dict(zip(tree.path_node.tolist(), tree.paths, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from titan_tree.config import Config
-from titan_tree.data.sample_reader import DataSizes
+from titan_tree.data.files import DataSizes
 from titan_tree.engine.records import StepCounts
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import family

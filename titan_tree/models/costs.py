@@ -28,8 +28,9 @@ class ModelCosts:
         """
         layout = batch.layout
         # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
-        key = torch.arange(len(layout.subtree_end), dtype=torch.int32)
-        first, end = torch.searchsorted(layout.key_index, torch.stack([key, layout.subtree_end]))
+        first, end = torch.arange(len(layout.subtree_end), dtype=torch.int32), layout.subtree_end
+        if len(batch) < len(end):  # a partition runs only some of its keys
+            first, end = torch.searchsorted(layout.key_index, torch.stack([first, end]))
         return (
             self.flops_per_token * len(batch)
             + self.flops_per_pair * int((end - first).sum())

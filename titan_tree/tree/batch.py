@@ -124,7 +124,11 @@ class TreeBatch:
         scoring_partition = sources.partition[tree.predecessor]
         labels_of = _split(labels, scoring_partition[labels], num)
         pairs_of = _split(np.arange(len(pairs.label)), scoring_partition[pairs.label], num)
-        n_logical = np.bincount(sources.partition[tree.path_index], minlength=num)
+        num_paths = np.repeat(tree.node_paths, tree.node_length)
+        n_logical = np.bincount(sources.partition[:-1], num_paths, minlength=num)
+        place = np.empty(len(tree), np.int64)  # of each edge among those of its partition
+        for labels in labels_of:
+            place[labels] = np.arange(len(labels))
         accesses = plan_gateway_cache(tree, plan.partitions) if num > 1 else [None]
         batches = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
@@ -135,7 +139,7 @@ class TreeBatch:
                     edge_source=torch.from_numpy(sources.place[tree.predecessor[labels_of[i]]]),
                     edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
                     edge_token=torch.from_numpy(labels_of[i]),
-                    pairs=_path_pairs(pairs, pairs_of[i], labels_of[i], all_paths=num == 1),
+                    pairs=_path_pairs(pairs, pairs_of[i], place, all_paths=num == 1),
                     n_logical=int(n_logical[i]),
                     edge_temperature=None
                     if temperatures is None
@@ -196,16 +200,20 @@ def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
     return sources
 
 
-def _path_pairs(pairs: TreePairs, chosen: np.ndarray, labels: np.ndarray, all_paths: bool) -> PathPairs:
-    """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs, given the labels of its edges.
+def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_paths: bool) -> PathPairs:
+    """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs. Paths are numbered within the batch.
 
-    Paths are numbered within the batch. ``all_paths``: the batch contains paths without pairs, too.
+    Args:
+        place: [N] the number of the edge to each token, within the edge's batch.
+        all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
-        edge=torch.from_numpy(np.searchsorted(labels, pairs.label[chosen])),
-        path=torch.from_numpy(np.searchsorted(paths, pairs.path[chosen])),
+        edge=torch.from_numpy(place[pairs.label[chosen]]),
+        path=torch.from_numpy(
+            pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
+        ),
         **{name: torch.from_numpy(values[paths]) for name, values in pairs.path_fields.items()},
         **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
     )
@@ -220,6 +228,8 @@ def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
 
 def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:
     """Returns the ``values`` of each part, in the order given. ``part`` names the part of each value."""
+    if num_parts == 1:
+        return [values]
     order = np.argsort(part, kind="stable")
     return np.split(values[order], np.searchsorted(part[order], np.arange(1, num_parts)))
 

@@ -27,26 +27,23 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     """Returns the pairs of a tree. Raises UserError if a field is missing in some paths, but not in all."""
     paths = tree.paths
     mask = np.concatenate([path.loss_mask for path in paths])
-    # Each token of a path makes a pair, except the first one, which no edge predicts.
-    is_pair = np.ones(len(mask), bool)
-    is_pair[tree.path_offsets[:-1]] = False
-    mask[~is_pair] = 0
-    if edges == "loss":
-        is_pair &= mask > 0
-    fields = {"loss_mask": mask[is_pair]}
+    is_pair = mask > 0 if edges == "loss" else np.ones(len(mask), bool)
+    is_pair[tree.path_offsets[:-1]] = False  # no edge predicts the first token of a path
+    (chosen,) = is_pair.nonzero()
+    fields = {"loss_mask": mask[chosen]}
     for name in (*PER_TOKEN, "policy_version"):
         if (values := _joined(paths, name)) is not None:
             # Tokens that the loss does not count may lack a log-prob (NaN).
-            fields[name] = np.where(mask > 0, values, values.dtype.type(0))[is_pair]
-    path_of = np.repeat(np.arange(len(paths)), np.diff(tree.path_offsets))
+            fields[name] = np.where(fields["loss_mask"] > 0, values[chosen], values.dtype.type(0))
+    per_path = np.diff(np.searchsorted(chosen, tree.path_offsets))
     loss_tokens = [path.loss_tokens for path in paths]
     rollout_tokens = [
         own if path.rollout_tokens is None else path.rollout_tokens
         for path, own in zip(paths, loss_tokens, strict=True)
     ]
     return TreePairs(
-        label=tree.path_index[is_pair],
-        path=path_of[is_pair],
+        label=tree.path_index[chosen],
+        path=np.repeat(np.arange(len(paths)), per_path),
         fields=fields,
         path_fields={
             "weight": np.array([path.weight for path in paths], np.float32),

@@ -60,6 +60,7 @@ class TreeTokenizer:
     def __init__(self, vocabulary: Vocabulary, template: ChatTemplate | None) -> None:
         self._encoder = BytePairEncoder(vocabulary)
         self._vocabulary = vocabulary
+        self._fingerprint: str | None = None
         self._template = template
         self.special_tokens: dict[str, int] = self._encoder.special_tokens
         self.vocab_size: int = self._encoder.vocab_size
@@ -162,16 +163,9 @@ class TreeTokenizer:
             SHA-256 of the vocabulary, the split pattern, the normal forms, and the template's text and
             constants, as 64 hexadecimal digits. It is equal in every process and version of Python.
         """
-        vocabulary, template = self._vocabulary, self._template
-        content = {
-            "tokens": sorted((id, token.hex()) for token, id in vocabulary.tokens.items()),
-            "ranks": sorted((rank, token.hex()) for token, rank in vocabulary.ranks.items()),
-            "added": sorted((token.id, token.content, token.normalized) for token in vocabulary.added),
-            "pattern": vocabulary.pattern,
-            "normal_forms": vocabulary.normal_forms,
-            "template": template and (template.source, template.constants),
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        if self._fingerprint is None:
+            self._fingerprint = _hash(self._vocabulary, self._template)
+        return self._fingerprint
 
     def render(
         self,
@@ -262,3 +256,16 @@ def _checked(tools: Tools | None) -> Tools | None:
     ):
         raise UserError(f"tools: expected a list of JSON schemas (objects), got {shorten(tools)}")
     return tools
+
+
+def _hash(vocabulary: Vocabulary, template: ChatTemplate | None) -> str:
+    """Returns ``TreeTokenizer.fingerprint``."""
+    content = {
+        "tokens": sorted((id, token.hex()) for token, id in vocabulary.tokens.items()),
+        "ranks": sorted((rank, token.hex()) for token, rank in vocabulary.ranks.items()),
+        "added": sorted((token.id, token.content, token.normalized) for token in vocabulary.added),
+        "pattern": vocabulary.pattern,
+        "normal_forms": vocabulary.normal_forms,
+        "template": template and (template.source, template.constants),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

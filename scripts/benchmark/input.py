@@ -1,0 +1,126 @@
+"""How fast does the host make the inputs of steps, and what does that cost the training process?
+
+    python scripts/benchmark/input.py tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
+
+The file is also written as a token store. Both are then read as training reads them: samples, trees, and the
+partitioning and packing of steps for Qwen3-0.6B.
+
+| column     | meaning                                                                  |
+|------------|--------------------------------------------------------------------------|
+| CPU s      | CPU seconds for one epoch in one process, the minimum over the rounds    |
+| M tokens/s | million logical tokens per CPU second                                    |
+| thread     | speed of a loop of small torch operations beside data.workers = 0        |
+| worker     | the same beside data.workers = 1                                         |
+
+The last two are fractions of the loop's speed alone, medians over the rounds. They need two idle cores.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import Row, append_csv, argument_parser, default_device, environment, print_table
+
+from titan_tree import TreeTokenizer, build_model
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import DataConfig
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.loader import StepLoader
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.token_store import write_store
+from titan_tree.engine.preparation import StepPreparer
+
+LOOP_SECONDS = 3.0  # of one measurement of the loop
+ENDLESS = 1_000_000  # steps
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("file")
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--template", default="qwen3")
+    args = parser.parse_args()
+    versions = environment(default_device(), "jinja2", "tiktoken")
+    tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
+    with torch.device("meta"):
+        costs = build_model("qwen3", "0.6B").costs()
+    prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", 32_768))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        reader = SampleReader(DataConfig(files=[args.file]), tokenizer)
+        write_store(store, ((group.id, reader.paths(group)) for group in reader.groups()), header(tokenizer))
+        rows = []
+        for source, file in (("files", args.file), ("token store", str(store))):
+            made: Row = {"source": source, "file": Path(args.file).name}
+            rows.append(made | measure(file, tokenizer, prepare, args.rounds))
+    print_table(rows)
+    append_csv(args.csv, [{**versions, **row} for row in rows])
+
+
+def header(tokenizer: TreeTokenizer) -> dict[str, Any]:
+    return {
+        "sources": [],
+        "tokenizer": tokenizer.fingerprint(),
+        "tokenizer_name": "benchmark",
+        "sample": {},
+        "advantage": "given",
+    }
+
+
+def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, rounds: int) -> Row:
+    """Returns the throughput of a data file, and the speed of the loop beside it."""
+
+    def dataset(epochs: int | None = None) -> TreeDataset:
+        config = DataConfig(files=[file])
+        return TreeDataset(config, SampleReader(config, tokenizer), allow_larger=True, epochs=epochs)
+
+    seconds, tokens = [], 0
+    for _ in range(rounds):
+        tokenizer._encoder._cache.clear()
+        started = time.process_time()
+        tokens = sum(prepare(step).counts.logical_tokens for step in dataset(epochs=1))
+        seconds.append(time.process_time() - started)
+    alone, beside = [], {0: [0.0], 1: [0.0]}
+    for _ in range(rounds):
+        alone.append(loop_speed(repeat(None)))
+        for workers, speeds in beside.items():
+            inputs = iter(StepLoader(dataset(), prepare, ENDLESS, workers))
+            first = next(inputs)  # waits until the worker has started
+            speeds.append(loop_speed(chain([first], inputs)))
+            inputs.close()
+    return {
+        "logical tokens": tokens,
+        "CPU s": f"{min(seconds):.2f}",
+        "M tokens/s": f"{tokens / min(seconds) / 1e6:.1f}",
+        "thread": f"{median(beside[0][1:]) / median(alone):.2f}",
+        "worker": f"{median(beside[1][1:]) / median(alone):.2f}",
+    }
+
+
+def loop_speed(inputs: Iterator[Any]) -> float:
+    """Returns iterations per second of small torch operations, as eager training launches them.
+
+    A step takes 0.6 s, as one of Qwen3-0.6B on a GPU does, and then takes the next input.
+    """
+    x = torch.zeros(16)
+    iterations, started = 0, time.perf_counter()
+    step_ends = started
+    while (now := time.perf_counter()) < started + LOOP_SECONDS:
+        if now >= step_ends:
+            next(inputs)
+            step_ends = time.perf_counter() + 0.6
+        for _ in range(100):
+            x = x.add(1.0)
+        iterations += 1
+    return iterations / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Command line arguments that say which data to read, and a progress bar for reading them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from titan_tree.config import DataConfig
+from titan_tree.data.readers import AUTO, OpenFile
+from titan_tree.errors import printable
+from titan_tree.registry import READERS
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the files, their format, and how conversations become samples."""
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
+    add("--format", choices=(AUTO, *READERS), default=AUTO, help="data format (default: recognize each file)")
+    add(
+        "--tokenizer",
+        help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",
+    )
+    add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
+    add(
+        "--sample",
+        nargs="+",
+        type=_setting,
+        default=[],
+        metavar="KEY=VALUE",
+        help="how conversations become samples, as in the table [data.sample] of a configuration: "
+        "turns=last, keep_reasoning=false, ...",
+    )
+    add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
+
+
+def data_config(args: argparse.Namespace, **settings: Any) -> DataConfig:
+    """Returns the table [data] that the arguments describe. ``settings`` are further keys."""
+    return DataConfig(
+        files=args.files,
+        format=args.format,
+        sample=dict(args.sample),
+        ignore_fields=args.ignore_fields,
+        **settings,
+    )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Parses key=value. A value that is not JSON, such as a bare word, is a string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+@contextmanager
+def progress_bar() -> Iterator[OpenFile]:
+    """Provides an ``open`` for data files that advances a bar on stderr while a file is read."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("")
+
+        def open_file(file: str) -> BinaryIO:
+            progress.reset(task, description=escape(printable(file)))
+            return progress.open(file, "rb", task_id=task)
+
+        yield open_file

@@ -1,0 +1,77 @@
+"""Renders and tokenizes data files once, and writes a token store that training streams.
+
+titan-tree ingest rollouts.jsonl.gz rollouts.store --tokenizer /models/Qwen3-1.7B
+titan-tree inspect rollouts.store
+scripts/train.sh CONFIG data.files=rollouts.store
+
+Training on a store sees the same trees in the same order as training on the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.groups import holds_conversations
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.token_store import STORED, write_store
+from titan_tree.errors import UserError, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree ingest``."""
+    add_data_arguments(parser)
+    parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
+    parser.add_argument(
+        "--advantage",
+        choices=("given", "group"),
+        default="given",
+        help="group: compute the advantages from the rewards of each group, as data.advantage does",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs ``titan-tree ingest``. Raises UserError for malformed input or an existing store."""
+    tokenizer = TreeTokenizer.load(args.tokenizer, args.template) if args.tokenizer else None
+    reader = SampleReader(data_config(args, advantage=args.advantage), tokenizer)
+    _check(reader, tokenizer)
+    with progress_bar() as open_file:
+        groups = ((group.id, reader.paths(group)) for group in reader.groups(open_file))
+        table = write_store(args.out, groups, _header(args, reader, tokenizer))
+    n_flat, n_tree, n_paths = (int(table[name].sum()) for name in ("n_flat", "n_tree", "n_paths"))
+    print(
+        f"{printable(args.out)}: {len(table):,} groups with {n_paths:,} samples; {n_flat:,} tokens, "
+        f"{n_tree:,} distinct; {Path(args.out).stat().st_size / 1e6:,.1f} MB"
+    )
+
+
+def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
+    """Raises UserError if the samples would not be those of training on the files."""
+    group = next(reader.groups())
+    if any(STORED in record for _, record in group.records):
+        raise UserError(f"{reader.files[0]}: this is a token store already; train on it as it is")
+    if tokenizer is None:
+        if holds_conversations(group):
+            raise UserError("--tokenizer: conversations need the tokenizer of the model; give its folder")
+    elif tokenizer.template_reads_clock:
+        raise UserError(
+            "--template: this chat template reads the clock (strftime_now), so its samples change with time; "
+            "use a template that does not"
+        )
+
+
+def _header(
+    args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
+) -> dict[str, Any]:
+    """Returns what the store is made of."""
+    checksums = zip(reader.files, reader.checksums(), strict=True)
+    return {
+        "sources": [{"file": file, "bytes": size, "crc32": crc} for file, (size, crc) in checksums],
+        "tokenizer": tokenizer.fingerprint() if tokenizer else None,
+        "tokenizer_name": " with template ".join(filter(None, (args.tokenizer, args.template))),
+        "sample": dict(args.sample),
+        "advantage": args.advantage,
+    }
