@@ -1,6 +1,6 @@
 """Mutates rows of every format. Each must become samples, or be refused with a UserError of one line.
 
-python tests/data/fuzz_formats.py 100000
+python tests/data/fuzz_formats.py 20000
 """
 
 from __future__ import annotations
