@@ -26,7 +26,7 @@ def forest(parents: Sequence[int], lengths: Sequence[int], rows: dict[int, int] 
     Args:
         parents: the parent of each node, -1 for a root; nodes are in DFS order.
         lengths: the number of tokens of each node.
-        rows: {root: the gateway row that it continues}. Other roots start from zero.
+        rows: {root node: gateway row it continues}. Other roots start from zero.
     """
     first = np.cumsum([0, *lengths])
     predecessor = np.arange(first[-1]) - 1
@@ -66,7 +66,7 @@ def ladder(depth: int) -> list[int]:
     """Returns the parents of nodes 0 .. 2 * depth.
 
     For each i < depth, node 2 i has two children: the leaf 2 i + 1, and node 2 i + 2.
-    These nodes make depth + 1 chains. Each chain but the first branches off the one before it.
+    Chain i is nodes 2 i and 2 i + 1, and branches off chain i - 1. The last chain is one node.
     """
     return [-1, *itertools.chain(*((2 * i, 2 * i) for i in range(depth)))]
 
@@ -144,8 +144,8 @@ def gdn_case(
     """Returns a case with random values: q, k, v and the gradient of o in ``dtype``, everything else in fp32.
 
     hard: keys resemble each other, and one beta is 0. A beta of 0 is hard because the kernels divide by beta
-    to compute its gradient. In fp16 this gradient would have large errors, because the range of exponents is
-    too small.
+    to compute its gradient. Use False in fp16: its exponent range is too small to compute this gradient
+    accurately.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -177,7 +177,7 @@ def gdn_case(
 
 
 def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor]:
-    """Returns the outputs that have elements, and the gradients of all inputs."""
+    """Returns the non-empty outputs, and the gradients of all inputs."""
     outputs = function(*inputs)
     pairs = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if len(y)]
     outputs, upstream = zip(*pairs, strict=True)
@@ -185,7 +185,7 @@ def results(function: Callable, inputs: list[Tensor], upstream: list[Tensor]) ->
 
 
 def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
-    """Returns ``results`` of the operator with a backend's kernels, even if it would refuse the inputs."""
+    """Returns ``results`` of the operator with a backend's kernels, without its check of the inputs."""
 
     def rule(q, k, v, g, beta, states=None):
         return gated_delta_rule(backend, q, k, v, g, beta, states, case.chunks, case.chains)
@@ -196,7 +196,8 @@ def run_rule(case: GdnCase, backend: str) -> list[Tensor]:
 def path_recurrence(q, k, v, g, beta, states=None, *, predecessor, exports):
     """Returns o [N, G, V] and the exported states [X, G, K, V], for the inputs of ``TreeGDN.forward``.
 
-    The rule runs token by token on every root-to-leaf path. All paths through a token give it equal results.
+    The rule runs token by token on every root-to-leaf path. A shared token's result is equal on all its
+    paths. N: tokens, G: heads of v, V: their head dim, K: head dim of q and k, X: exported states.
     """
     group = v.shape[1] // k.shape[1]
     q, k = (

@@ -11,8 +11,10 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
+
+import pytest
 
 import titan_tree.registry
 from tests.support.markdown import Block, blocks
@@ -35,7 +37,7 @@ def runnable_blocks(page: Path) -> list[Block]:
 def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs all blocks of a page and yields each with what it printed.
 
-    - python: runs. All blocks share one namespace. ``__name__`` is not "__main__".
+    - python: runs as a script with the argument ``--help``. All blocks share one namespace.
     - bash: ``titan-tree`` runs. Other commands do not run, but their files, configuration keys and options
       are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
@@ -48,7 +50,7 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 if block.language == "python":
                     code = "\n" * (block.line - 1) + block.code  # tracebacks show the page's lines
-                    exec(compile(code, str(page), "exec", dont_inherit=True), namespace)
+                    _run_script(compile(code, str(page), "exec", dont_inherit=True), namespace)
                 elif block.language == "bash":
                     for command in _commands(block.code):
                         _check_command(command)
@@ -57,6 +59,17 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
                 else:
                     _check_records(block.code)
             yield block, stdout.getvalue()
+
+
+def _run_script(code: CodeType, namespace: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["page.py", "--help"])
+        patch.setitem(namespace, "__name__", "__main__")
+        try:
+            exec(code, namespace)
+        except SystemExit as end:  # the command of the script printed its help
+            if end.code:
+                raise
 
 
 @contextmanager
