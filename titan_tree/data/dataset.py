@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ONCE = {"warning": "replay"}  # StepLoader shows it once, though each worker names another path
 ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
 
 
@@ -209,10 +210,13 @@ class TreeDataset:
             logger.warning(
                 "path %s has no routed_experts to replay; the model's router chooses its experts",
                 printable(odd.id),
+                extra=ONCE,
             )
         else:
             logger.warning(
-                "path %s has routed_experts, which data.replay = 'off' leaves unused", printable(odd.id)
+                "path %s has routed_experts, which data.replay = 'off' leaves unused",
+                printable(odd.id),
+                extra=ONCE,
             )
 
     def _check_path_sizes(self, paths: Sequence[TokenPath]) -> None:
