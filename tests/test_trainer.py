@@ -251,6 +251,17 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(tmp_path: Path) -> None:
         train(tiny_config(tmp_path, **options))
 
 
+def test_mistakes_in_validation_files_are_found_before_training(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"tokens": [1, "x"]}\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:1: tokens"):
+        train(tiny_config(tmp_path / "run", validation__files=bad, validation__interval=100))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+    bad.write_text('{"tokens": [1, 2], "weight": 0}\n')
+    with pytest.raises(UserError, match=r"validation\.files: expected tokens to score, but all loss masks"):
+        train(tiny_config(tmp_path, validation__files=bad, validation__interval=100))
+
+
 def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> None:
     """Loss and accuracy equal those of plain forward passes over every path; partitions change nothing."""
     held_out = write_groups(tmp_path / "held_out.jsonl", num_groups=3, seed=1)

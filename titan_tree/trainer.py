@@ -101,7 +101,7 @@ class Trainer:
     # how far it is
     tokenizer: TreeTokenizer | None
     dataset: TreeDataset
-    validation_data: TreeDataset | None
+    validation_inputs: list[StepInput]  # in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
     num_steps: int  # of the whole run
     progress: Progress
@@ -133,14 +133,14 @@ class Trainer:
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
         reader = build_reader(config.data, self.tokenizer, self.model)
         self.dataset = build_dataset(config, reader, self.mesh)
-        self.validation_data = build_validation(config, self.tokenizer, self.model, self.mesh)
+        held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
+        self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
         self.data_sizes = reader.sizes() if count else None
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
-        self._validation_inputs: list[StepInput] | None = None
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
@@ -199,7 +199,7 @@ class Trainer:
         logger.info("compiling into %s; a later start reads it from there", os.environ[COMPILED])
         self.tree_step.warm_up(
             replay=self.config.data.replay != "off",
-            evaluates=self.validation_data is not None or partition.device_gb is not None,
+            evaluates=bool(self.validation_inputs) or partition.device_gb is not None,
         )
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
@@ -262,12 +262,11 @@ class Trainer:
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
         is_due = step % self.config.validation.interval == 0 or step == self.num_steps
-        if self.validation_data is None or not is_due:
+        if not self.validation_inputs or not is_due:
             return {}
-        if self._validation_inputs is None:  # made once, and kept in host memory
-            prepare = self.tree_step.preparer()
-            self._validation_inputs = [prepare(trees) for trees in self.validation_data]
-        return self.tree_step.evaluate(self._validation_inputs)
+        if not (values := self.tree_step.evaluate(self.validation_inputs)):
+            raise UserError("validation.files: expected tokens to score, but all loss masks or weights are 0")
+        return values
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
         """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.

@@ -85,6 +85,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--tokenizer: conversations need the tokenizer" in error_of(capsys, source, out)
     assert "expected a new file, but it exists" in error_of(capsys, source, store, *byte)
     assert "this is a token store already" in error_of(capsys, store, out)
+    assert "shop.store: this is a token store already" in error_of(capsys, source, store, out, *byte)
     clock = tmp_path / "clock.jinja"
     clock.write_text("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert "reads the clock" in error_of(capsys, source, out, *byte, "--template", clock)

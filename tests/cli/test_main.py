@@ -31,6 +31,15 @@ def test_a_new_verb_is_one_module_and_one_line(capsys, monkeypatch):
     assert "Counts letters." in capsys.readouterr().out
 
 
+def test_ctrl_c_is_not_a_traceback(monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    module = types.SimpleNamespace(add_arguments=lambda parser: None, run=interrupt)
+    monkeypatch.setitem(sys.modules, "titan_tree.cli.inspect", module)
+    assert cli.main(["inspect"]) == 130
+
+
 @pytest.mark.parametrize(
     ("argv", "message"), [([], "required: VERB"), (["inspekt"], "invalid choice: 'inspekt'")]
 )

@@ -1,6 +1,7 @@
 """TreeDataset: each group once per epoch, on one rank, in micro-batches that fit; exact resume."""
 
 import json
+import math
 import random
 from collections import Counter
 from itertools import islice
@@ -302,3 +303,49 @@ def test_weights_repeat_and_leave_out_groups(tmp_path):
     assert [as_data(step) for step in resumed] == steps[10:]
     with pytest.raises(UserError, match=r"data\.weights: expected one weight for each of the 3 entries"):
         tree_dataset(files, weights=[1.0])
+    for weight in (0.0, -1.0, 1e7, math.nan, math.inf):
+        with pytest.raises(UserError, match=r"data\.weights: .* a number > 0 and at most 1e6"):
+            tree_dataset(files, weights=[weight, 1.0, 1.0])
+
+
+def test_an_epoch_without_groups_is_refused(tmp_path):
+    file = tmp_path / "groups.jsonl"
+    file.write_text('{"tokens": [1, 2]}\n')
+    endless = tree_dataset(file, weights=[1e-9])
+    with pytest.raises(UserError, match=r"data\.weights: epoch 1 contains no group of data\.files"):
+        next(iter(endless))
+    three = tree_dataset(file, weights=[0.5], epochs=30)
+    with pytest.raises(UserError, match=r"data\.weights: epoch \d+ contains no group"):
+        three.num_steps(three.reader.sizes())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_num_steps_is_the_number_of_steps_on_every_rank(tmp_path, seed):
+    draw = random.Random(seed)
+    files = []
+    for number in range(draw.randrange(1, 4)):
+        files.append(str(tmp_path / f"{number}.jsonl"))
+        lines = [
+            {"tokens": [number, line, 5], "group_id": f"{number}/{line // 2}"}
+            for line in range(draw.randrange(4, 12))
+        ]
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {
+        "weights": draw.choice([None, [draw.choice([0.9, 1.0, 2.3]) for _ in files]]),
+        "merge": draw.choice(["group", "batch"]),
+        "layout": draw.choice(["tree", "flat"]),
+        "global_batch_groups": draw.randrange(1, 9),
+        "shuffle_buffer": draw.randrange(6),
+        "epochs": draw.randrange(1, 4),
+    }
+    ranks = [tree_dataset(files, rank=rank, world_size=3, **settings) for rank in range(3)]
+    expected = ranks[0].num_steps(ranks[0].reader.sizes())
+    steps = [list(rank) for rank in ranks]
+    assert [len(of_rank) for of_rank in steps] == [expected] * 3
+    done = draw.randrange(expected)
+    resumed = tree_dataset(files, **settings)
+    assert len(list(resumed.steps(done))) == done
+    state = resumed.state_dict()
+    resumed = tree_dataset(files, **settings)
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == expected - done

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
+import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -90,7 +92,9 @@ def die(micro_batches: MicroBatches) -> None:
 @pytest.mark.slow
 def test_a_dead_worker_is_one_line(file: Path) -> None:
     loader = StepLoader(tree_dataset(file, **OPTIONS), die, 4, workers=1)
-    with pytest.raises(UserError, match=r"a worker process ended unexpectedly .* lower data\.workers"):
+    with pytest.raises(
+        UserError, match=r"a worker process ended unexpectedly .* lower data\.workers.*__main__"
+    ):
         list(loader)
 
 
@@ -99,6 +103,62 @@ def test_the_loader_makes_the_given_number_of_steps(file: Path) -> None:
     loader = StepLoader(dataset, as_batches, 5)
     steps = [tokens(step) for step, _ in loader]
     assert steps == [tokens(as_batches(trees)) for trees in islice(tree_dataset(file, **OPTIONS), 5)]
+
+
+class Unpicklable:
+    def __str__(self) -> str:
+        return "a.json"
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+def full_pipe(micro_batches: MicroBatches) -> Tensor:
+    (tree,) = micro_batches[0]
+    logging.getLogger("titan_tree.data.test").warning("%s: %s", Unpicklable(), tree.tokens[1])
+    return torch.zeros(1 << 20)
+
+
+def wait_for_death(file: str, pids: Any) -> None:
+    steps = iter(
+        StepLoader(tree_dataset(Path(file), **OPTIONS | {"global_batch_groups": 1}), full_pipe, 7, 2)
+    )
+    next(steps)
+    for process in multiprocessing.active_children():
+        pids.send(process.pid)
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_process_that_was_killed(file: Path) -> None:
+    """Also if they wait to write an item that nobody reads any more."""
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe()
+    trainer = spawn.Process(target=wait_for_death, args=(str(file), sender))
+    trainer.start()
+    sender.close()
+    workers = [receiver.recv(), receiver.recv()]
+    time.sleep(0.5)  # until the pipe is full
+    os.kill(workers[0], signal.SIGINT)  # Ctrl-C is for the training process
+    assert all(map(is_running, workers))
+    trainer.kill()
+    deadline = time.monotonic() + 3
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
+
+
+@pytest.mark.slow
+def test_workers_pass_on_all_different_warnings(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = OPTIONS | {"global_batch_groups": 1, "shuffle_buffer": 0}
+    with caplog.at_level(logging.WARNING, "titan_tree"):
+        list(StepLoader(tree_dataset(file, **options), full_pipe, 9, workers=1))
+    assert [record.getMessage() for record in caplog.records] == [f"a.json: {n}" for n in range(NUM_GROUPS)]
 
 
 @dataclass
@@ -113,6 +173,8 @@ def test_packed_tensors_keep_their_values_types_and_shapes() -> None:
         torch.tensor([True, False, True]),
         torch.empty(0, 5, dtype=torch.int32),
         torch.tensor(7, dtype=torch.int16),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16, requires_grad=True),
+        torch.empty(0, dtype=torch.bool),
         torch.arange(5).expand(2, 5),
         torch.arange(6)[1:2],
         None,

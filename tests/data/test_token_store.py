@@ -124,3 +124,25 @@ def test_nothing_remains_of_a_store_that_was_not_finished(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="cannot be written: No such file"):
         write_store(tmp_path / "none" / "store", groups(), {})
+    (tmp_path / "file").touch()
+    for name, reason in ((Path("file/store"), "Not a directory"), (Path("x" * 300), "File name too long")):
+        with pytest.raises(UserError, match=f"cannot be written: {reason}"):
+            write_store(tmp_path / name, groups(), {})
+
+
+def test_a_store_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    def groups() -> Any:
+        yield "a", [TokenPath([1])]
+        (tmp_path / "store").write_text("another")
+
+    with pytest.raises(UserError, match="expected a new file, but it exists"):
+        write_store(tmp_path / "store", groups(), {})
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["another"]
+
+
+def test_records_of_different_models_are_refused(tmp_path: Path) -> None:
+    paths = [TokenPath([1], routed_experts=experts) for experts in ([[[0]]], [[[0, 1]]])]
+    with pytest.raises(
+        UserError, match=r"path \?: routed_experts: expected as many layers.* \(1, 1\) and \(1, 2\)"
+    ):
+        write_store(tmp_path / "store", [("a", paths)], {})

@@ -12,7 +12,9 @@ from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.preparation import warm_up_inputs
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -40,6 +42,24 @@ def test_no_step_compiles_after_the_warm_up() -> None:
     assert min(forwards) == 1
     assert max(forwards) > 3
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_ranks_that_reduce_every_gradient_warm_up_without_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a run may set a partitioner: it fails only if a tree must be cut."""
+    model = tree_model(hf_model(tied=True))
+    monkeypatch.setattr("titan_tree.engine.tree_step.FSDPModule", type(model))
+    step = TreeStep(model, TreeLoss("sft"), "cpu", TreePartitioner("auto", 34), reduce_gradients="every")
+    step.warm_up(evaluates=True)
+    large = TokenTree.from_paths([TokenPath(range(60))])
+    with pytest.raises(UserError, match=r"parallel\.reduce_gradients: expected 'last'"):
+        step.run(step.prepare([[large]]))
+
+
+def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
+    step = TreeStep(tree_model(hf_model(tied=True)), TreeLoss("sft"), "cpu", TreePartitioner("auto", 34))
+    for inputs in warm_up_inputs(step.preparer()):
+        for batch in inputs.micro_batches[0]:
+            assert [name for name, value in vars(batch.pairs).items() if value is None] == []
 
 
 def random_tree(draw: random.Random) -> TokenTree:

@@ -22,7 +22,7 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: 0, 2 after a mistake in the input, 1 if stdout was closed."""
+    """Runs a verb and returns the exit status: 0, 2 for wrong input, 1 if stdout closed, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv[0] if argv else None).parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -17,7 +17,7 @@ from titan_tree.cli.data_arguments import add_data_arguments, data_config, progr
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.groups import holds_conversations
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.data.token_store import STORED, write_store
+from titan_tree.data.token_store import is_store, write_store
 from titan_tree.errors import UserError, printable
 
 
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
     """Raises UserError if the samples would not be those of training on the files."""
-    group = next(reader.groups())
-    if any(STORED in record for _, record in group.records):
-        raise UserError(f"{reader.files[0]}: this is a token store already; train on it as it is")
+    for file in reader.files:
+        if Path(file).is_file() and is_store(Path(file)):
+            raise UserError(f"{file}: this is a token store already; train on it as it is")
     if tokenizer is None:
-        if holds_conversations(group):
+        if holds_conversations(next(reader.groups())):
             raise UserError("--tokenizer: conversations need the tokenizer of the model; give its folder")
     elif tokenizer.template_reads_clock:
         raise UserError(

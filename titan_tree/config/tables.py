@@ -60,7 +60,7 @@ class DataConfig(Checked, table="data"):
     # How often an epoch contains each group: one number per entry of ``files``; default: once. 0.5 draws half
     # of the groups, anew in each epoch.
     weights: list[float] | None = setting(
-        None, list_of(check("a number > 0", lambda weight: not finite(weight) and weight > 0))
+        None, list_of(check("a number > 0 and at most 1e6", lambda weight: 0 < weight <= 1e6))
     )
     format: str = setting("auto", one_of("auto", READERS))  # "auto" recognizes the content of a file
     # Fields of records and messages that are not read. Any other unknown field is an error, except for usual

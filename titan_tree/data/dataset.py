@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ONCE = {"warning": "replay"}  # StepLoader shows it once, though each worker names another path
 ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
 
 
@@ -103,10 +104,16 @@ class TreeDataset:
         return next(self._stream(self.epoch, self.group))[2]
 
     def num_steps(self, sizes: DataSizes) -> int:
-        """Returns the steps of all ``epochs``, for files of these sizes."""
+        """Returns the steps of all ``epochs``, for files of these sizes.
+
+        Raises:
+            UserError: the weights leave an epoch without groups.
+        """
         assert self.epochs is not None
-        groups = sum(self.reader.num_groups(epoch, sizes) for epoch in range(self.epochs))
-        return math.ceil(groups / self.config.global_batch_groups)
+        groups = [self.reader.num_groups(epoch, sizes) for epoch in range(self.epochs)]
+        if 0 in groups:
+            raise _empty_epoch(groups.index(0))
+        return math.ceil(sum(groups) / self.config.global_batch_groups)
 
     def position(self) -> dict[str, int]:
         """Returns the position after the last item: epochs done, and groups of the current epoch."""
@@ -159,6 +166,8 @@ class TreeDataset:
             for position, group in enumerate(groups, start=1):
                 if position > skip:
                     yield epoch, position, group
+            if not position:
+                raise _empty_epoch(epoch)
             if position < skip:
                 raise UserError(
                     f"{', '.join(self.reader.files)}: {position} groups, but the checkpoint was written "
@@ -209,10 +218,13 @@ class TreeDataset:
             logger.warning(
                 "path %s has no routed_experts to replay; the model's router chooses its experts",
                 printable(odd.id),
+                extra=ONCE,
             )
         else:
             logger.warning(
-                "path %s has routed_experts, which data.replay = 'off' leaves unused", printable(odd.id)
+                "path %s has routed_experts, which data.replay = 'off' leaves unused",
+                printable(odd.id),
+                extra=ONCE,
             )
 
     def _check_path_sizes(self, paths: Sequence[TokenPath]) -> None:
@@ -226,3 +238,7 @@ class TreeDataset:
                 f"{what} has {tokens:,} tokens, more than data.max_tokens = {limit:,}; raise the limit, or "
                 "cut larger trees with partition.strategy = 'auto'"
             )
+
+
+def _empty_epoch(epoch: int) -> UserError:
+    return UserError(f"data.weights: epoch {epoch + 1} contains no group of data.files; raise the weights")

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import io
 import logging
+import multiprocessing
+import os
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from logging.handlers import QueueHandler
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -58,7 +63,7 @@ class StepLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[tuple[T, Position]]:
         items = self._from_workers() if self.workers else self._in_this_process()
-        with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+        with ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_ctrl_c) as thread:
             upcoming = thread.submit(next, items, None)
             while (item := upcoming.result()) is not None:
                 upcoming = thread.submit(next, items, None)
@@ -82,8 +87,9 @@ class StepLoader(Generic[T]):
         try:
             for packed, position, records in steps:
                 for record in records:
-                    if record.msg not in logged:  # every worker gives the same warning
-                        logged.add(record.msg)
+                    warning = getattr(record, "warning", record.msg)
+                    if warning not in logged:  # every worker gives it
+                        logged.add(warning)
                         logging.getLogger(record.name).handle(record)
                 if isinstance(packed, str):
                     raise UserError(packed)
@@ -92,8 +98,9 @@ class StepLoader(Generic[T]):
             if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
                 raise
             raise UserError(
-                f"data.workers: a worker process ended unexpectedly ({str(error).splitlines()[0]}); it was "
-                "probably killed because host memory ran out: lower data.workers or data.global_batch_groups"
+                f"data.workers: a worker process ended unexpectedly ({str(error).splitlines()[0]}); if host "
+                "memory ran out, lower data.workers or data.global_batch_groups; a script that trains needs "
+                'if __name__ == "__main__":, because each worker imports it'
             ) from None
 
 
@@ -136,7 +143,8 @@ class _Tensors:
         """Appends a tensor and returns its offset."""
         self.content += bytes(-len(self.content) % ALIGNMENT)
         offset = len(self.content)
-        self.content += tensor.numpy().tobytes()
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.content += values.view(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
         return offset
 
 
@@ -161,6 +169,7 @@ class _WorkerSteps(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[Packed | str, Position, list[logging.LogRecord]]]:
         """Yields (packed step or error message, position after it, log records) of each step."""
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
         worker = get_worker_info()
         assert worker is not None
         collected = _Collector()
@@ -175,19 +184,38 @@ class _WorkerSteps(IterableDataset):
             yield str(error), {}, collected.take()
 
 
-class _Collector(logging.Handler):
-    """Keeps log records until the next item takes them along."""
+class _Collector(QueueHandler):
+    """Keeps log records, as plain text that can be pickled, until the next item takes them along."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(queue=None)  # type: ignore[arg-type]  # ``enqueue`` replaces the queue
         self.records: list[logging.LogRecord] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def enqueue(self, record: logging.LogRecord) -> None:
         self.records.append(record)
 
     def take(self) -> list[logging.LogRecord]:
         records, self.records = self.records, []
         return records
+
+
+def _block_ctrl_c() -> None:
+    """Blocks SIGINT in this thread and in the processes that it starts: Ctrl-C is for the main thread.
+
+    It ends training, and training ends the workers, which would otherwise each print a traceback.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _exit_with_parent() -> None:
+    """Ends this process as soon as its parent has ended, even if it was killed.
+
+    torch's workers only look between items. One that writes an item into a full pipe would wait forever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _unchanged(item: T) -> T:

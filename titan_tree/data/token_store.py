@@ -19,6 +19,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -157,10 +158,9 @@ def write_store(
         UserError: the file exists or cannot be written.
     """
     path, partial = Path(file), Path(f"{file}.{os.getpid()}.tmp")
-    if path.exists():
-        raise UserError(f"{file}: expected a new file, but it exists; remove it or choose another name")
     ids, rows = [], []
     try:
+        _refuse_existing(path)
         with open(partial, "wb") as out:
             out.write(MAGIC)
             for id, paths in groups:
@@ -180,16 +180,29 @@ def write_store(
             out.write(footer + trailer)
             out.flush()
             os.fsync(out.fileno())
+        _refuse_existing(path)  # another process may have written it meanwhile
         partial.rename(path)
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it has its final name already, or was never made
+            partial.unlink()
     return table
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"{path}: expected a new file, but it exists; remove it or choose another name")
 
 
 def _encode_group(tree: TokenTree) -> bytes:
     """Returns a group's JSON and arrays: the tree, and the fields of its paths."""
+    sizes = {path.routed_experts.shape[1:]: path for path in tree.paths if path.routed_experts is not None}
+    if len(sizes) > 1:
+        raise UserError(
+            f"path {list(sizes.values())[1].id or '?'}: routed_experts: expected as many layers, and experts "
+            f"per token, as in the other paths of its group, got {' and '.join(map(str, sizes))}"
+        )
     arrays = {name: getattr(tree, name) for name in TREE_ARRAYS}
     fields = {
         name: _encode(name, [getattr(path, name) for path in tree.paths], arrays) for name in PATH_FIELDS

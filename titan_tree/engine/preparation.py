@@ -98,6 +98,7 @@ def warm_up_inputs(preparer: StepPreparer, experts: ExpertSizes | None = None) -
 def _warm_up_path(tokens: list[int], experts: ExpertSizes | None) -> TokenPath:
     """Returns a path with every field that a loss may read."""
     fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
+    fields["policy_version"] = 0
     if experts is not None:
         shape = (len(tokens), experts.num_layers, experts.top_k)
         fields["routed_experts"] = np.broadcast_to(np.arange(experts.top_k), shape)

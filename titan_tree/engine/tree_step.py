@@ -8,6 +8,7 @@ another framework's or your own.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,10 @@ class TreeStep:
             evaluates: whether ``evaluate`` will be called, or partitions will drop their activations.
         """
         experts = self.model.experts.sizes if replay and self.model.experts else None
-        inputs = warm_up_inputs(self.preparer(), experts)
+        preparer = self.preparer()
+        if not self._may_partition:
+            preparer = dataclasses.replace(preparer, partitioner=None)
+        inputs = warm_up_inputs(preparer, experts)
         for step in inputs:
             self.run(step)
         if evaluates:
@@ -144,6 +148,11 @@ class TreeStep:
         """Scores held-out trees, see ``evaluate``."""
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
+
+    @property
+    def _may_partition(self) -> bool:
+        """Whether steps may contain partitions. FSDP2 then sums gradients after the last backward pass."""
+        return self.reduce_gradients == "last" or not isinstance(self.model, FSDPModule)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""
@@ -204,7 +213,7 @@ class TreeStep:
                 "the loss counts no token of this step's global batch, because all loss masks or weights "
                 "are 0; check the data, or raise data.global_batch_groups"
             )
-        if sizes.is_partitioned and isinstance(self.model, FSDPModule) and self.reduce_gradients != "last":
+        if sizes.is_partitioned and not self._may_partition:
             raise UserError(
                 "parallel.reduce_gradients: expected 'last' if trees are partitioned (one micro-batch has "
                 f"{sizes.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
