@@ -230,7 +230,7 @@ class Trainer:
         grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
         self.optimizers.zero_grad()
         loss, norm = result.loss.item(), grad_norm.item()  # waits for the device
-        self._check_finite(step, {"loss": loss, "grad_norm": norm})
+        check_finite(step, {"loss": loss, "grad_norm": norm}, self.checkpoints)
         if self.router_bias:
             assert result.routing is not None
             assert self.model.experts is not None
@@ -268,22 +268,23 @@ class Trainer:
             raise UserError("validation.files: expected tokens to score, but all loss masks or weights are 0")
         return values
 
-    def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.
-
-        All ranks see the same values, so all of them stop.
-        """
-        for name, value in values.items():
-            if not math.isfinite(value):
-                self.checkpoints.wait()
-                raise UserError(
-                    f"step {step}: {name} is {value}; training stopped before this step changed the weights "
-                    f"(newest checkpoint: {self.checkpoints.newest() or 'none'}); lower optimizer.lr, or "
-                    "check the data for bad values"
-                )
-
     def _log_summary(self) -> None:
         logger.info(summary(self.history))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def check_finite(step: int, values: dict[str, float], checkpoints: Checkpoints) -> None:
+    """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.
+
+    All ranks see the same values, so all of them stop.
+    """
+    for name, value in values.items():
+        if not math.isfinite(value):
+            checkpoints.wait()
+            raise UserError(
+                f"step {step}: {name} is {value}; training stopped before this step changed the weights "
+                f"(newest checkpoint: {checkpoints.newest() or 'none'}); lower optimizer.lr, or "
+                "check the data for bad values"
+            )

@@ -36,6 +36,7 @@ from titan_tree.data.loader import StepLoader
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import write_store
 from titan_tree.engine.preparation import StepPreparer
+from titan_tree.models.costs import ModelCosts
 
 ENDLESS = 1_000_000  # steps
 
@@ -51,7 +52,7 @@ def main() -> None:
     versions = environment(default_device(), "jinja2", "tiktoken")
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
     with torch.device("meta"):
-        costs = build_model("qwen3", "0.6B").costs()
+        costs = ModelCosts.of(build_model("qwen3", "0.6B"))
     prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", 32_768))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"

@@ -26,6 +26,7 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.costs import ModelCosts
 from titan_tree.models.registry import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
@@ -247,7 +248,9 @@ def test_flops_count_only_the_experts_of_a_token():
     attention = 2 * 64 * 4 * 32 + 2 * 64 * 2 * 32
     matrices = attention + 4 * 64 + 2 * 3 * 32 * 64
     pairs = 1 + 2 + 3 + 2
-    assert model.costs().training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + 12 * 4 * 32 * pairs
+    assert (
+        ModelCosts.of(model).training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + 12 * 4 * 32 * pairs
+    )
 
 
 def test_fresh_weights_have_the_published_deviation():

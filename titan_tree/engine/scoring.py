@@ -74,15 +74,7 @@ def tree_logprobs(
             index); for a temperature that is not positive; for max_tokens with gradients enabled; for experts
             of a model without experts.
     """
-    if max_tokens is not None and torch.is_grad_enabled():
-        raise UserError(
-            "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
-            "partitions in memory; call it under torch.no_grad(), or train with TreeStep"
-        )
-    if return_routed_experts and model.experts is None:
-        raise UserError(
-            "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
-        )
+    _check_arguments(model, max_tokens, return_routed_experts)
     paths = [
         TokenPath(np.asarray(tokens), id=str(i), temperature=temperature)
         for i, tokens in enumerate(token_lists)
@@ -106,6 +98,18 @@ def tree_logprobs(
 
     logprobs = _by_path(tree, scores, device)
     return (logprobs, _experts_by_path(tree, experts)) if return_routed_experts else logprobs
+
+
+def _check_arguments(model: Decoder, max_tokens: int | None, return_routed_experts: bool) -> None:
+    if max_tokens is not None and torch.is_grad_enabled():
+        raise UserError(
+            "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
+            "partitions in memory; call it under torch.no_grad(), or train with TreeStep"
+        )
+    if return_routed_experts and model.experts is None:
+        raise UserError(
+            "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
+        )
 
 
 def _outputs(

@@ -29,6 +29,7 @@ from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_re
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.errors import UserError
+from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -92,7 +93,7 @@ class TreeStep:
     def preparer(self) -> StepPreparer:
         """Returns the function that makes step inputs. It can be pickled and run in another process."""
         return StepPreparer(
-            self.loss.reduction, self.loss.needs_whole_paths, self.model.costs(), self.partitioner
+            self.loss.reduction, self.loss.needs_whole_paths, ModelCosts.of(self.model), self.partitioner
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:

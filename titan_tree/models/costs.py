@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.partition import PAD
+
+if TYPE_CHECKING:  # a worker process needs the costs, but not the model
+    from titan_tree.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,26 @@ class ModelCosts:
     flops_per_edge: int
     key_bytes: int  # keys and values of one token, in all layers
     state_bytes: int  # recurrent states after one token, in all layers
+
+    @staticmethod
+    def of(model: Decoder) -> ModelCosts:
+        """Returns what tokens, pairs and edges cost in this model."""
+        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+        if model.experts is not None:
+            matrices += model.experts.active_parameters
+        dtype = model.compute_dtype or model.embed_tokens.weight.dtype
+        like = torch.empty(0, dtype=dtype, device="meta")
+        rows = [row for layer in model.blocks for row in layer.mixer.empty_rows(like)]
+        row_bytes = {"keys": 0, "states": 0}
+        for row, stream in zip(rows, model.cache_streams, strict=True):
+            row_bytes[stream] += row.nbytes // PAD
+        return ModelCosts(
+            flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in model.blocks),
+            flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in model.blocks),
+            flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
+            key_bytes=row_bytes["keys"],
+            state_bytes=row_bytes["states"],
+        )
 
     def training_flops(self, batch: TreeBatch) -> int:
         """Returns the floating-point operations of a forward and backward pass, without recomputation.

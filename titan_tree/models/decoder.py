@@ -23,7 +23,6 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.experts import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
@@ -235,22 +234,3 @@ class Decoder(nn.Module, ABC):
     def num_parameters(self) -> int:
         """Returns the number of parameters. A tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def costs(self) -> ModelCosts:
-        """Returns what tokens, pairs and edges cost in this model."""
-        c = self.config
-        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
-        if self.experts is not None:
-            matrices += self.experts.active_parameters
-        like = torch.empty(0, dtype=self.compute_dtype or self.embed_tokens.weight.dtype, device="meta")
-        row_bytes = {"keys": 0, "states": 0}
-        rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(like)]
-        for row, stream in zip(rows, self.cache_streams, strict=True):
-            row_bytes[stream] += row.nbytes // PAD
-        return ModelCosts(
-            flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in self.blocks),
-            flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in self.blocks),
-            flops_per_edge=6 * c.vocab_size * c.hidden_size,
-            key_bytes=row_bytes["keys"],
-            state_bytes=row_bytes["states"],
-        )
