@@ -39,6 +39,8 @@ from titan_tree.engine.preparation import StepPreparer
 from titan_tree.models.costs import ModelCosts
 
 ENDLESS = 1_000_000  # steps
+TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executes on an H200, see docs/performance.md
+STEP = {"global_batch_groups": 4, "max_tokens": 65_536}  # as in train_configs/qwen3_0.6b_tau.toml
 
 
 def main() -> None:
@@ -47,13 +49,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--template", default="qwen3")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement of the loop")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of the loop")
     args = parser.parse_args()
     versions = environment(default_device(), "jinja2", "tiktoken")
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
     with torch.device("meta"):
         costs = ModelCosts.of(build_model("qwen3", "0.6B"))
-    prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", 32_768))
+    prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", STEP["max_tokens"]))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         reader = SampleReader(DataConfig(files=[args.file]), tokenizer)
@@ -80,7 +82,7 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: ar
     """Returns the throughput of a data file, and the speed of the loop beside it."""
 
     def dataset(epochs: int | None = None) -> TreeDataset:
-        config = DataConfig(files=[file])
+        config = DataConfig(files=[file], **STEP)
         return TreeDataset(config, SampleReader(config, tokenizer), allow_larger=True, epochs=epochs)
 
     seconds, tokens = [], 0
@@ -89,10 +91,11 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: ar
         started = time.process_time()
         tokens = sum(prepare(step).counts.logical_tokens for step in dataset(epochs=1))
         seconds.append(time.process_time() - started)
+    first_input = prepare(next(iter(dataset())))
     alone: list[float] = []
     beside: dict[int, list[float]] = {workers: [] for workers in args.workers}
     for _ in range(args.rounds):
-        alone.append(loop_speed(repeat(None), args.seconds))
+        alone.append(loop_speed(repeat((first_input, {})), args.seconds))
         for workers, speeds in beside.items():
             inputs: Any = iter(StepLoader(dataset(), prepare, ENDLESS, workers))
             first = next(inputs)  # waits until the workers have started
@@ -109,15 +112,15 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: ar
 def loop_speed(inputs: Iterator[Any], seconds: float) -> float:
     """Returns iterations per second of small torch operations, as eager training launches them.
 
-    A step takes 0.6 s, as one of Qwen3-0.6B on a GPU does, and then takes the next input.
+    The loop takes the next input when a GPU would be done with the one before.
     """
     x = torch.zeros(16)
     iterations, started = 0, time.perf_counter()
     step_ends = started
     while (now := time.perf_counter()) < started + seconds:
         if now >= step_ends:
-            next(inputs)
-            step_ends = time.perf_counter() + 0.6
+            step_input, _ = next(inputs)
+            step_ends = time.perf_counter() + step_input.counts.executed_tokens / TOKENS_PER_SECOND
         for _ in range(100):
             x = x.add(1.0)
         iterations += 1
