@@ -185,16 +185,16 @@ class TokenTree:
             return trees[0]
 
         def join(arrays: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-            """Concatenates arrays of indices, shifted by the sizes of the preceding trees; -1 remains -1."""
-            shifts = np.cumsum([0, *sizes[:-1]])
-            shifted = [np.where(x < 0, -1, x + shift) for x, shift in zip(arrays, shifts, strict=True)]
-            return np.concatenate(shifted).astype(arrays[0].dtype)
+            """Concatenates arrays of indices, shifted by the sizes of the preceding trees."""
+            shifts = np.cumsum([0, *sizes[:-1]], dtype=arrays[0].dtype)
+            return np.concatenate([x + shift for x, shift in zip(arrays, shifts, strict=True)])
 
         tokens, nodes = [len(t) for t in trees], [len(t.node_parent) for t in trees]
+        is_root = np.concatenate([t.node_parent for t in trees]) < 0
         return TokenTree(
             tokens=np.concatenate([t.tokens for t in trees]),
             node_offsets=np.append(join([t.node_offsets[:-1] for t in trees], tokens), np.int32(sum(tokens))),
-            node_parent=join([t.node_parent for t in trees], nodes),
+            node_parent=np.where(is_root, np.int32(-1), join([t.node_parent for t in trees], nodes)),
             node_depth=np.concatenate([t.node_depth for t in trees]),
             node_subtree_end=join([t.node_subtree_end for t in trees], tokens),
             node_paths=np.concatenate([t.node_paths for t in trees]),
