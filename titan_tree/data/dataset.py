@@ -1,4 +1,4 @@
-"""TreeDataset: an endless stream that yields, per optimizer step, this rank's micro-batches of token trees.
+"""TreeDataset: a stream that yields, per optimizer step, this rank's micro-batches of token trees.
 
     groups -> shuffle -> global batch -> paths -> trees -> distribute over ranks -> pack into micro-batches
 
@@ -136,26 +136,8 @@ class TreeDataset:
                     f"which changes the order of the data; set data.{name} = {state.get(name)} to resume"
                 )
         if "files" in state:  # versions before 2026-11-23 did not store it
-            self._check_files(state["files"])
+            self.reader.check_unchanged(state["files"])
         self.epoch, self.group = state["epoch"], state["group"]
-
-    def _check_files(self, before: list[list[int]]) -> None:
-        """Raises UserError if sizes or checksums of the files differ from those of a checkpoint."""
-        now, advice = self.reader.checksums(), "resume with the same data, or start a run in a new folder"
-        if len(now) != len(before):
-            raise UserError(
-                f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"
-            )
-        for file, (size, crc), (size_before, crc_before) in zip(self.reader.files, now, before, strict=True):
-            if size != size_before:
-                raise UserError(
-                    f"{file}: {size:,} bytes, but {size_before:,} when the checkpoint was written; {advice}"
-                )
-            if crc != crc_before:
-                raise UserError(
-                    f"{file}: its content changed since the checkpoint was written (checksum {crc:08x}, was "
-                    f"{crc_before:08x}); {advice}"
-                )
 
     def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
         """Yields (epoch, position after this group, group), after the first ``skip`` groups of ``epoch``."""

@@ -114,6 +114,24 @@ class DataFiles:
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
+    def check_unchanged(self, before: list[list[int]]) -> None:
+        """Raises UserError if the files differ from those whose ``checksums`` a checkpoint holds."""
+        now, advice = self.checksums(), "resume with the same data, or start a run in a new folder"
+        if len(now) != len(before):
+            raise UserError(
+                f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"
+            )
+        for file, (size, crc), (size_before, crc_before) in zip(self.files, now, before, strict=True):
+            if size != size_before:
+                raise UserError(
+                    f"{file}: {size:,} bytes, but {size_before:,} when the checkpoint was written; {advice}"
+                )
+            if crc != crc_before:
+                raise UserError(
+                    f"{file}: its content changed since the checkpoint was written (checksum {crc:08x}, was "
+                    f"{crc_before:08x}); {advice}"
+                )
+
 
 def _refuse_repeated(files: Sequence[str]) -> None:
     """Raises UserError if two names lead to the same file, whose samples would count twice."""
