@@ -35,8 +35,6 @@ T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
 Position = dict[str, int]
 
-logger = logging.getLogger(__name__)
-
 ALIGNMENT = 64  # bytes; of every tensor in a packed item
 PREFETCH = 2  # steps that each worker makes ahead
 

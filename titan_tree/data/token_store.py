@@ -33,9 +33,7 @@ from titan_tree.tree.token_tree import TokenTree
 MAGIC = b"TITANTOK"
 VERSION = 1
 TRAILER = struct.Struct("<QQI8s")  # footer's offset, size and checksum, magic
-GROUP = np.dtype(
-    [(name, "<u8") for name in ("offset", "size", "crc", "n_tree", "n_flat", "n_paths", "longest_path")]
-)
+GROUP = np.dtype([(name, "<u8") for name in ("offset", "size", "crc", "n_tree", "n_flat", "n_paths")])
 TREE_ARRAYS = (
     "tokens",
     "node_offsets",
@@ -169,7 +167,7 @@ def write_store(
                 content = _encode_group(tree)
                 ids.append(id)
                 stats = tree.stats
-                sizes = (stats.n_tree, stats.n_flat, stats.n_paths, stats.longest_path)
+                sizes = stats.n_tree, stats.n_flat, stats.n_paths
                 rows.append((out.tell(), len(content), zlib.crc32(content), *sizes))
                 out.write(content)
             _align(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.token_store import MAGIC, STORED, StoredGroup, TokenStore
+from titan_tree.data.token_store import MAGIC, STORED, TokenStore
 
 
 class TokenStoreReader(Reader):
@@ -16,5 +16,5 @@ class TokenStoreReader(Reader):
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         store = TokenStore(source.path)
-        for index, id in enumerate(store.ids):
-            yield f"{source.path}: group {index + 1}", {"id": id, STORED: StoredGroup(store, index)}
+        for number, (id, group) in enumerate(zip(store.ids, store, strict=True), start=1):
+            yield f"{source.path}: group {number}", {"id": id, STORED: group}
