@@ -98,11 +98,13 @@ class Trainer:
     tree_step: TreeStep
     router_bias: RouterBias | None
 
-    # how far it is
+    # on what
     tokenizer: TreeTokenizer | None
     dataset: TreeDataset
     validation_inputs: list[StepInput]  # in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
+
+    # how far it is
     num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
@@ -137,7 +139,6 @@ class Trainer:
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
         self.data_sizes = reader.sizes() if count else None
-        self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
@@ -153,6 +154,7 @@ class Trainer:
         self.checkpoints.resume()
         if self.progress.step:
             self.dataset.load_state_dict(self.progress.data)
+        self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.loggers = self._open_loggers() if dist.get_rank() == 0 else None
 
     def _open_loggers(self) -> Loggers:

@@ -67,7 +67,7 @@ def _header(
     args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
 ) -> dict[str, Any]:
     """Returns what the store is made of."""
-    checksums = zip(reader.files, reader.checksums(), strict=True)
+    checksums = zip(reader.files, reader.checksums, strict=True)
     return {
         "sources": [{"file": file, "bytes": size, "crc32": crc} for file, (size, crc) in checksums],
         "tokenizer": tokenizer.fingerprint() if tokenizer else None,

@@ -125,7 +125,7 @@ class TreeDataset:
         It is the same on every rank and valid for any number of ranks.
         """
         order = {name: getattr(self.config, name) for name in ORDER_SETTINGS}
-        return self.position() | order | {"files": self.reader.checksums()}
+        return self.position() | order | {"files": self.reader.checksums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position in ``state``. Raises UserError if the data or their order have changed."""

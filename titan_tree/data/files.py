@@ -6,6 +6,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,8 +108,9 @@ class DataFiles:
                 total += 1
         return total
 
+    @cached_property
     def checksums(self) -> list[list[int]]:
-        """Returns [bytes, CRC-32] of each file. Reads all files, but of a token store only its end."""
+        """[bytes, CRC-32] of each file. The first use reads all files, but of a token store only its end."""
         try:
             return [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
         except OSError as error:
@@ -116,7 +118,7 @@ class DataFiles:
 
     def check_unchanged(self, before: list[list[int]]) -> None:
         """Raises UserError if the files differ from those whose ``checksums`` a checkpoint holds."""
-        now, advice = self.checksums(), "resume with the same data, or start a run in a new folder"
+        now, advice = self.checksums, "resume with the same data, or start a run in a new folder"
         if len(now) != len(before):
             raise UserError(
                 f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"
