@@ -27,6 +27,7 @@ from titan_tree.config import (
     LossConfig,
     ModelConfig,
     ParallelConfig,
+    PartitionConfig,
     ProfilerConfig,
     RouterBiasConfig,
     TrainingConfig,
@@ -190,12 +191,14 @@ def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Dec
     return SampleReader(config, tokenizer, limits)
 
 
-def build_dataset(config: Config, reader: SampleReader, mesh: DeviceMesh) -> TreeDataset:
+def build_dataset(
+    reader: SampleReader, partition: PartitionConfig, epochs: int | None, mesh: DeviceMesh
+) -> TreeDataset:
     return TreeDataset(
-        config.data,
+        reader.config,
         reader,
-        allow_larger=config.partition.strategy != "none",
-        epochs=config.training.epochs,
+        allow_larger=partition.strategy != "none",
+        epochs=epochs,
         rank=mesh.get_rank(),
         world_size=mesh.size(),
     )
@@ -208,10 +211,7 @@ def build_validation(
     if config.validation.files is None:
         return None
     data = dataclasses.replace(config.data, files=config.validation.files, weights=None, shuffle_buffer=0)
-    held_out = dataclasses.replace(
-        config, data=data, training=dataclasses.replace(config.training, steps=None, epochs=1)
-    )
-    return build_dataset(held_out, build_reader(data, tokenizer, model), mesh)
+    return build_dataset(build_reader(data, tokenizer, model), config.partition, 1, mesh)
 
 
 def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> int:
