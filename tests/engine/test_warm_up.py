@@ -12,8 +12,8 @@ from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.preparation import warm_up_inputs
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

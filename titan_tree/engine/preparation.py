@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from titan_tree.components.tree_loss import Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -14,8 +11,6 @@ from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
-from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
-from titan_tree.tree.replay import Replay
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -69,37 +64,3 @@ class StepPreparer:
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
         versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
         return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
-
-
-def warm_up_inputs(preparer: StepPreparer, experts: ExpertSizes | None = None) -> list[StepInput]:
-    """Returns the inputs of steps on two tiny trees: in one pass and, if ``preparer`` cuts, in partitions.
-
-    Args:
-        experts: the sizes of recorded experts; None: the trees have none.
-    """
-    trunk, left, right = [0] * 20, [1] * 23, [2] * 29
-    large = (
-        trunk + left + [3] * 8,
-        trunk + left + [4] * 27,
-        trunk + right + [3] * 9,
-        trunk + right + [4] * 25,
-    )
-    # The small tree is a partition that exports nothing. The first partition of the large one exports all.
-    small = ([5] * 7,)
-    replay: Replay = "off" if experts is None else "first"
-    trees = [
-        TokenTree.from_paths([_warm_up_path(tokens, experts) for tokens in paths], replay)
-        for paths in (small, large)
-    ]
-    partitioners = [None] if preparer.partitioner is None else [None, TreePartitioner("redundancy_free", 32)]
-    return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
-
-
-def _warm_up_path(tokens: list[int], experts: ExpertSizes | None) -> TokenPath:
-    """Returns a path with every field that a loss may read."""
-    fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
-    fields["policy_version"] = 0
-    if experts is not None:
-        shape = (len(tokens), experts.num_layers, experts.top_k)
-        fields["routed_experts"] = np.broadcast_to(np.arange(experts.top_k), shape)
-    return TokenPath(tokens, **fields)
