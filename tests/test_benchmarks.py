@@ -20,7 +20,7 @@ BENCHMARKS = {
     "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
     "live": (
         "train_configs/demo.toml folder=outputs/benchmark data.max_tokens=512 data.global_batch_groups=1 "
-        "--warmup 1 --steps 1 --again 1",
+        "--warmup 1 --steps 1 --repeat 1",
         "config",
     ),
     "partitions": (

@@ -2,14 +2,15 @@
 
     python scripts/benchmark/live.py train_configs/qwen3_0.6b_tau.toml data.files=tau_airline.jsonl.gz
 
-The trainer runs its steps live: workers make the inputs ahead. The same inputs are kept and run again, so
-that no step waits. Both are timed in one process, with the device synchronized around each step.
+The trainer first runs *live* steps, whose inputs worker processes make while it trains. It then repeats the
+last of these steps with the same inputs, which are *ready* in memory, so that no step waits. Both are timed
+in one process, and the device is synchronized before and after each step.
 
 | column      | meaning                                                                          |
 |-------------|----------------------------------------------------------------------------------|
 | start s     | from the start of the trainer to the end of the first step                       |
-| live s      | seconds of the live steps                                                        |
-| ready s     | seconds of the same steps with their inputs ready                                |
+| live s      | seconds of the live steps that are repeated                                      |
+| ready s     | seconds of their repetitions                                                     |
 | ready / live | the share of the possible speed that the run reaches                            |
 | MFU live    | model FLOPs utilization of the live steps, only on a GPU                         |
 | worst       | the slowest live step after the warm-up, relative to the median                  |
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--warmup", type=int, default=6, help="steps before the measurement")
     parser.add_argument("--steps", type=int, default=8, help="live steps")
-    parser.add_argument("--again", type=int, default=8, help="how many of them run again")
+    parser.add_argument("--repeat", type=int, default=8, help="how many of the last live steps to repeat")
     args = parser.parse_args()
     started = time.perf_counter()
     trainer = Trainer(load_config(args.config, [*args.overrides, *UNLOGGED]))
@@ -53,23 +54,23 @@ def main() -> None:
 
     kept: list[Any] = []
     live = [_seconds(trainer, _keeping(inputs, kept)) for _ in range(args.steps)]
-    del kept[: -args.again]
-    live_again = live[-args.again :]
+    del kept[: -args.repeat]
+    repeated = live[-args.repeat :]
     ready = [_seconds(trainer, iter([item])) for item in kept]
     row: Row = {
         "config": Path(args.config).stem,
         "files": " ".join(Path(file).name for file in trainer.dataset.reader.files),
         "steps": args.steps,
         "start s": f"{start:.1f}",
-        "live s": f"{sum(live_again):.2f}",
+        "live s": f"{sum(repeated):.2f}",
         "ready s": f"{sum(ready):.2f}",
-        "ready / live": f"{sum(ready) / sum(live_again):.3f}",
+        "ready / live": f"{sum(ready) / sum(repeated):.3f}",
         "worst": f"{max(live) / median(live):.2f}x",
     }
     if trainer.device.type == "cuda":
         peak = titan.peak_flops(torch.cuda.get_device_name(trainer.device)) * trainer.mesh.size()
-        flops = sum(counts.flops for counts in trainer.history[-args.again :])
-        row["MFU live"] = f"{flops / sum(live_again) / peak:.1%}"
+        flops = sum(counts.flops for counts in trainer.history[-args.repeat :])
+        row["MFU live"] = f"{flops / sum(repeated) / peak:.1%}"
         row["MFU ready"] = f"{flops / sum(ready) / peak:.1%}"
     versions = environment(trainer.device, "jinja2", "tiktoken")
     print_table([row])
