@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.support.datasets import tree_dataset
-from titan_tree.data.loader import StepLoader, pack, unpack
+from titan_tree.data.loader import StepLoader
 from titan_tree.data.packing import MicroBatches
+from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 
@@ -179,12 +180,12 @@ def test_packed_tensors_keep_their_values_types_and_shapes() -> None:
         torch.arange(6)[1:2],
         None,
     ]
-    copy = unpack(pack(Record("é", tensors)))
+    copy = from_bytes(to_bytes(Record("é", tensors)))
     assert copy.name == "é"
     assert copy.tensors[-1] is None
     for ours, theirs in zip(copy.tensors[:-1], tensors[:-1], strict=True):
         assert isinstance(theirs, Tensor)
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
-    assert unpack(pack({"no": "tensors"})) == {"no": "tensors"}
+    assert from_bytes(to_bytes({"no": "tensors"})) == {"no": "tensors"}
     ours[0] = 9  # views of a buffer that can be written

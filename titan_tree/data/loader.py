@@ -10,32 +10,27 @@ containers.
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from logging.handlers import QueueHandler
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches
+from titan_tree.data.serialization import Packed, from_bytes, to_bytes
 from titan_tree.errors import UserError
 
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
 Position = dict[str, int]
 
-ALIGNMENT = 64  # bytes; of every tensor in a packed item
 PREFETCH = 2  # steps that each worker makes ahead
 
 
@@ -91,7 +86,7 @@ class StepLoader(Generic[T]):
                         logging.getLogger(record.name).handle(record)
                 if isinstance(packed, str):
                     raise UserError(packed)
-                yield unpack(packed, self.pin), position
+                yield from_bytes(packed, self.pin), position
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
                 raise
@@ -100,63 +95,6 @@ class StepLoader(Generic[T]):
                 "memory ran out, lower data.workers or data.global_batch_groups; a script that trains needs "
                 'if __name__ == "__main__":, because each worker imports it'
             ) from None
-
-
-class Packed(NamedTuple):
-    """An object without its tensors, and their bytes."""
-
-    skeleton: bytes  # a pickle, with (offset, shape, dtype) in place of every tensor
-    content: bytearray
-
-
-def pack(value: object) -> Packed:
-    """Packs an object that contains CPU tensors into two byte strings."""
-    file, tensors = io.BytesIO(), _Tensors()
-    _Pickler(file, tensors).dump(value)
-    return Packed(file.getvalue(), tensors.content)
-
-
-def unpack(packed: Packed, pin: bool = False) -> Any:
-    """Returns the object. Its tensors are views of one buffer, page-locked with ``pin``."""
-    content = torch.frombuffer(packed.content or bytearray(1), dtype=torch.uint8)
-    unpickler = pickle.Unpickler(io.BytesIO(packed.skeleton))
-    buffer = content.pin_memory() if pin else content
-
-    def tensor(place: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
-        offset, shape, dtype = place
-        size = int(np.prod(shape)) * dtype.itemsize
-        return buffer[offset : offset + size].view(dtype).view(shape)
-
-    unpickler.persistent_load = tensor  # type: ignore[method-assign]
-    return unpickler.load()
-
-
-class _Tensors:
-    """The bytes of tensors, one after another."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def add(self, tensor: Tensor) -> int:
-        """Appends a tensor and returns its offset."""
-        self.content += bytes(-len(self.content) % ALIGNMENT)
-        offset = len(self.content)
-        values = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.content += values.view(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
-        return offset
-
-
-class _Pickler(pickle.Pickler):
-    """Stores tensors in ``tensors`` and pickles their places instead."""
-
-    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors = tensors
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        return self.tensors.add(value), tuple(value.shape), value.dtype
 
 
 class _WorkerSteps(IterableDataset):
@@ -176,7 +114,7 @@ class _WorkerSteps(IterableDataset):
         package.propagate = False
         try:
             for micro_batches in self.dataset.steps(self.num_steps, worker.id, worker.num_workers):
-                packed = pack(self.prepare(micro_batches))
+                packed = to_bytes(self.prepare(micro_batches))
                 yield packed, self.dataset.position(), collected.take()
         except UserError as error:
             yield str(error), {}, collected.take()
