@@ -1,4 +1,4 @@
-"""StepLoader: makes the inputs of steps ahead of training, in worker processes or in a thread.
+"""StepLoader: makes the inputs of steps before training needs them, in worker processes or in a thread.
 
     worker w of W makes the steps w, w + W, w + 2 W, ... -> pipe -> thread of the training process -> training
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
 Position = dict[str, int]
 
-PREFETCH = 2  # steps that each worker makes ahead
+PREFETCH = 2  # steps that each worker makes in advance
 
 
 class StepLoader(Generic[T]):

@@ -156,7 +156,7 @@ def read_records(
 def _recognized_format(source: Source) -> str:
     """Returns the name of the reader that recognizes the content.
 
-    Without one it is the default format, whose error messages say what is wrong with a file.
+    If no reader does, it is the default format, whose error messages say what is wrong with a file.
     """
     names = [name for name in READERS if name != DEFAULT_FORMAT and READERS[name]().recognizes(source)]
     if len(names) > 1:

@@ -46,10 +46,10 @@ def claims(row: Record) -> bool:
 class AnthropicReader(RowReader):
     """Reads {"messages", "system"?, "tools"?}, or {"request": {the same}, "response": {"content": [...]}}.
 
-    Of a request with its response, only the response is trained.
-    The blocks of an assistant's message become its reasoning, text and tool calls, and ``tool_result`` blocks
-    become messages of role "tool". Encrypted thoughts have no text; they are left out with a warning.
-    Parameters of the request are left out, except for ``temperature``.
+    In a request with its response, only the response is trained. The blocks of an assistant's message become
+    its reasoning, text and tool calls, and ``tool_result`` blocks become messages of role "tool". Encrypted
+    thoughts have no text; they are left out with a warning. Request parameters other than ``temperature`` are
+    left out.
     """
 
     def recognizes(self, source: Source) -> bool:
