@@ -1,57 +1,120 @@
-"""A conversation with parallel tool calls, and the texts that chat templates make of its parts."""
+"""Random conversations and unusual chat templates, on which shortcuts of the tokenizer could go wrong."""
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"description": "<°C> & 'so'"}}}
-TRIP = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Weather in Oslo and Rome?"},
-    {
-        "role": "assistant",
-        "content": "Looking.",
-        "reasoning_content": "Two calls.",
-        "tool_calls": [
-            {"name": "weather", "arguments": {"city": "Oslo"}},
-            {"name": "weather", "arguments": {"city": "Røma <b>"}},
-        ],
-    },
-    {"role": "tool", "name": "weather", "content": "rain"},
-    {"role": "tool", "name": "weather", "content": "sun"},
-    {"role": "assistant", "content": "Rain, sun.", "reasoning_content": "Sum up."},
-    {"role": "user", "content": "Thanks!"},
-    {"role": "assistant", "content": "Welcome."},
-]
-CALLS = """<tool_call>
-{"name": "weather", "arguments": {"city": "Oslo"}}
-</tool_call>
-<tool_call>
-{"name": "weather", "arguments": {"city": "Røma <b>"}}
-</tool_call><|im_end|>
-"""
-RESULTS = """<|im_start|>user
-<tool_response>
-rain
-</tool_response>
-<tool_response>
-sun
-</tool_response><|im_end|>
-"""
-TOOLS_TAIL = """
-</tools>
+import random
+from typing import Any
 
-For each function call, return a json object with function name and arguments \
-within <tool_call></tool_call> XML tags:
-<tool_call>
-{"name": <function-name>, "arguments": <args-json-object>}
-</tool_call><|im_end|>
-"""
-TOOLS_JSON = (
-    """{"type": "function", "function": {"name": "weather", "parameters": {"description": "<°C> & 'so'"}}}"""
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.templates import ChatTemplate
+from titan_tree.components.tree_tokenizer.vocabulary import (
+    QWEN3_CONTROL_TOKENS,
+    QWEN_PATTERN,
+    AddedToken,
+    Vocabulary,
 )
-QWEN3_TOOLS = f"""# Tools
 
-You may call one or more functions to assist with the user query.
+TEMPLATES = {
+    "trims content, prints indented tools": """
+{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}
+{%- set messages = messages[1:] %}{%- else %}{%- set system = "" %}{%- endif %}
+{{- "<|im_start|>system\n" ~ system }}
+{%- for tool in tools %}{{- tool | tojson(indent=4) }}{%- endfor %}{{- "<|im_end|>\n" }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}""",
+    "searches backwards, drops thoughts": """
+{%- set ns = namespace(open=true, query=messages | length - 1) %}
+{%- for message in messages[::-1] %}{%- if ns.open and message.role == "user" %}{%- set ns.open = false %}
+{%- set ns.query = (messages | length - 1) - loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}{%- if message.role == "tool" %}
+{{- '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != "tool" }}{{- message.content }}
+{{- '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != "tool" }}{%- else %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{{- '<think>' ~ message.reasoning_content if loop.index0 > ns.query and message.reasoning_content }}
+{{- message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
+{{- '<|im_start|>assistant\n' if add_generation_prompt }}""",
+    "counts messages, rewrites history": """
+{%- set ns = namespace(n=0, seen='') %}{%- for message in messages %}
+{%- if messages | length % 3 == 0 and message.role == 'user' %}
+{{- '<|im_end|>' ~ messages | length }}{%- endif %}
+{%- set ns.n = ns.n + message.content | length %}{%- set ns.seen = message.role ~ ns.n %}
+{{- '<|im_start|>' ~ message.role ~ '\n' }}
+{%- if messages[loop.index0 + 2] is defined and message.role == 'tool' %}{{- 'old' }}
+{%- else %}{{- message.content }}{%- endif %}
+{{- '<|im_end|>\n' ~ (ns.seen if message.role != 'assistant') }}{%- endfor %}
+{{- '<|im_start|>assistant\n' if add_generation_prompt }}""",
+    "has no control tokens": """
+{%- for message in messages %}{{- message.role ~ ': ' ~ message.content ~ '\n' }}{%- endfor %}
+{{- 'assistant: ' if add_generation_prompt }}""",
+    "ends turns with text that may complete a control token": """
+{%- for message in messages %}{{- '<a>' ~ message.content ~ ('<a>' if loop.last else '<a>b<|im_end|>') }}
+{%- endfor %}{{- '<a>' if add_generation_prompt }}""",
+    "prints whole messages as JSON": """
+{%- for message in messages %}{{- '<|im_start|>' ~ {'m': message} | tojson ~ [message] | tojson }}
+{{- message | tojson(indent=1) ~ message | tojson(sort_keys=true, separators=[',', ':']) ~ '<|im_end|>' }}
+{%- endfor %}{{- '<|im_start|>{"m": {"role": "assistant", ' if add_generation_prompt }}""",
+    "mixes text spans with control tokens": """
+{%- for message in messages %}{{- message.role | text ~ '<a>' ~ message.content | text }}
+{{- 'b<|im_end|>' ~ message.content ~ '' | text ~ '<|im_end|>\n' }}
+{%- endfor %}{{- 'assistant' | text ~ '<a>' if add_generation_prompt }}""",
+}
+PIECES = (
+    *("hello", " world", "\n", "\n\n", "  ", "\t", "don't", "é", "e\u0301", "\u0301", "日本", "123", "!!!"),
+    *(
+        "<|im_end|>",
+        "<|im_start|>",
+        "<think>",
+        "</think>",
+        "\n</think>\n\n",
+        "<tool_call>",
+        "<tool_response>",
+    ),
+    *("<a>", "<a>b", "x<a>y", "x", "y", "<", "a", ">", "b", "<|im", "_end|>", "\u017f", "\u200d", "\r\n"),
+    *('{"a": 1}', "\u00a0", "\U0001f600"),
+)
+MERGES = (
+    *("\n\n", "\n\n\n", "  ", "he", "hel", "hell", "hello", " w", "<|", "|>", "> ", "im", "<a", ">\n", "!!"),
+    "12",
+)
 
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{TOOLS_JSON}{TOOLS_TAIL}"""
-QUESTION = "<|im_start|>user\nWeather in Oslo and Rome?<|im_end|>\n"
-ASSISTANT = "<|im_start|>assistant\n"
+
+def vocabularies() -> dict[str, Vocabulary]:
+    """Returns two vocabularies with merges. The control tokens of the second one contain one another."""
+    tokens = {bytes([b]): b for b in range(256)}
+    tokens |= {merge.encode(): 256 + index for index, merge in enumerate(MERGES)}
+    overlapping = ("<|im_start|>", "<|im_end|>", "<a>", "<a>b", "x<a>y")
+    return {
+        name: Vocabulary(
+            tokens,
+            tokens,
+            (*(AddedToken(t, 300 + i) for i, t in enumerate(added)), AddedToken("e\u0301!", 299, True)),
+            QWEN_PATTERN,
+            ("NFC",),
+        )
+        for name, added in (("qwen3", QWEN3_CONTROL_TOKENS), ("overlapping", overlapping))
+    }
+
+
+def tokenizers(template: str) -> dict[str, TreeTokenizer]:
+    """Returns a tokenizer with each vocabulary."""
+    return {name: TreeTokenizer(v, ChatTemplate.load(template)) for name, v in vocabularies().items()}
+
+
+def random_conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Returns messages and tools."""
+
+    def text() -> str:
+        return "".join(rng.choice(PIECES) for _ in range(rng.choice((0, 0, 1, 2, 3, 6, 12))))
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text()}] if rng.random() < 0.6 else []
+    messages.append({"role": "user", "content": text()})
+    for _ in range(rng.randrange(1, 9)):
+        turn: dict[str, Any] = {"role": "assistant", "content": text()}
+        if rng.random() < 0.4:
+            turn["reasoning_content"] = text()
+        if rng.random() < 0.5:
+            arguments = rng.choice(({"q": text()}, text(), {}))
+            turn["tool_calls"] = [{"name": rng.choice("fg"), "arguments": arguments}] * rng.randrange(1, 3)
+        roles = [rng.choice(("tool", "tool", "user", "system")) for _ in range(rng.choice((0, 1, 1, 2)))]
+        messages += [turn, *({"role": role, "content": text()} for role in roles)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"x": text()}}}
+    return messages, rng.choice((None, [tool]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.conversations import (
+from tests.support.trip import (
     ASSISTANT,
     CALLS,
     QUESTION,
