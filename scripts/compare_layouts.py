@@ -114,6 +114,12 @@ def summary(rows: dict[str, Rows], warmup: int) -> str:
         f"(step {1 + differences.index(max(differences))} of {len(differences)})",
         f"speed-up: {speed_up:.2f}x, {speed_up / bound:.1%} of the bound N_flat / N_tree = {bound:.2f}x",
     ]
+    if "mfu" in rows["tree"][0]:
+        operations = {
+            layout: sum(row["mfu"] * row["step_s"] for row in rows[layout][warmup:]) for layout in LAYOUTS
+        }
+        bound = operations["flat"] / operations["tree"]
+        lines.append(f"{speed_up / bound:.1%} of the ratio of operations, flat / tree = {bound:.2f}x")
     return "\n".join(lines)
 
 

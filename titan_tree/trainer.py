@@ -52,6 +52,7 @@ from titan_tree.distributed.optimizers import (
     build_optimizers,
     clip_and_step,
 )
+from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -63,7 +64,7 @@ from titan_tree.registry import LOGGERS
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps its graphs
+WARM_UP_TOKENS = 16_384  # the compiler makes much the same choices for all larger sizes
 SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
@@ -118,9 +119,6 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
 
-        if config.training.compile:
-            os.environ.setdefault(COMPILED, str(Path(config.folder).absolute() / "compiled"))
-
         # Mistakes in these tables are reported before weights are read.
         loss = build_loss(config.loss)
         check_optimizer(config)
@@ -173,11 +171,11 @@ class Trainer:
         logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
-        if steps > done and config.training.compile:
-            self.compile()
         if self.loggers and not done:
             self._log_sample()
-        inputs = self.inputs()
+        inputs = self.inputs()  # the first ones are made while the model compiles
+        if steps > done and config.training.compile:
+            self.compile()
         profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
         with self.loggers or nullcontext(), profiler_context as profiler:
             while self.progress.step < steps:
@@ -198,8 +196,10 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
         started, partition = time.perf_counter(), self.config.partition
-        logger.info("compiling into %s; a later start reads it from there", os.environ[COMPILED])
+        kept = keep_compiled(Path(self.config.folder) / "compiled")
+        logger.info("compiling into %s; a later start reads it from there", kept)
         self.tree_step.warm_up(
+            min(self.config.data.max_tokens, WARM_UP_TOKENS),
             replay=self.config.data.replay != "off",
             evaluates=bool(self.validation_inputs) or partition.device_gb is not None,
         )
@@ -210,15 +210,15 @@ class Trainer:
         dist.destroy_process_group()
 
     def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
-        """Yields the input of each remaining step, and the state of the dataset after it.
+        """Starts to make the inputs of the remaining steps, and returns an iterator over (input, position).
 
-        Inputs are made ahead of the step, so the dataset is ahead of training. The state that comes with each
-        input makes sure that a checkpoint does not skip data that was prepared but not trained on.
+        The position is the state of the dataset after the step. Inputs are made ahead, so the dataset itself
+        is ahead of training. With the position, a checkpoint does not skip data that was not trained on.
         """
         num_steps = self.num_steps - self.progress.step
         workers = num_workers(self.config.data.workers, self.device)
         on_gpu = self.device.type == "cuda"
-        yield from StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
+        return iter(StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu))
 
     def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""

@@ -43,9 +43,9 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     trainer = Trainer(load_config(args.config, [*args.overrides, *UNLOGGED]))
+    inputs: Any = trainer.inputs()
     if trainer.config.training.compile:
         trainer.compile()
-    inputs: Any = trainer.inputs()
     trainer.train_step(inputs)
     _synchronize(trainer)
     start = time.perf_counter() - started

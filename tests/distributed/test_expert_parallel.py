@@ -182,7 +182,7 @@ def test_parameters_may_be_frozen(sharded: Path, name: str) -> None:
         got = torch.load(sharded / f"frozen_{rank}.pt")[name]
         assert got.keys() == want.keys()
         for label, gradient in want.items():
-            torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=1e-6, msg=label)
+            torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=5e-6, msg=label)
 
 
 def test_8_bit_states_keep_the_number_of_ranks_that_share_an_expert(sharded: Path) -> None:

@@ -1,32 +1,39 @@
 """TreeStep.warm_up compiles every graph that later steps need, and changes nothing else."""
 
 import copy
+import io
+import pickle
 import random
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.support.oracle import hf_model, tree_model
 from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import UserError
+from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_no_step_compiles_after_the_warm_up() -> None:
+@pytest.mark.parametrize(("name", "num_tokens"), [("qwen3", 150), ("qwen3", 1500), ("qwen3_moe", 1500)])
+def test_no_step_compiles_after_the_warm_up(name: str, num_tokens: int) -> None:
     torch._dynamo.reset()
-    eager = tree_model(hf_model(tied=True, max_position_embeddings=4096))
+    eager = build_model(name, "debug")
     model = copy.deepcopy(eager)
-    parallelize(model, OneRank(), dtype=torch.float32, compile=True)
+    parallelize(model, OneRank(), dtype=torch.float32, activation_checkpoint="selective", compile=True)
     step = TreeStep(model, TreeLoss("gspo"), "cpu", TreePartitioner("redundancy_free", 34))
-    step.warm_up(evaluates=True)
+    step.warm_up(num_tokens, evaluates=True)
     assert all(parameter.grad is None for parameter in model.parameters())
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -49,7 +56,7 @@ def test_ranks_that_reduce_every_gradient_warm_up_without_partitions(monkeypatch
     model = tree_model(hf_model(tied=True))
     monkeypatch.setattr("titan_tree.engine.tree_step.FSDPModule", type(model))
     step = TreeStep(model, TreeLoss("sft"), "cpu", TreePartitioner("auto", 34), reduce_gradients="every")
-    step.warm_up(evaluates=True)
+    step.warm_up(150, evaluates=True)
     large = TokenTree.from_paths([TokenPath(range(60))])
     with pytest.raises(UserError, match=r"parallel\.reduce_gradients: expected 'last'"):
         step.run(step.prepare([[large]]))
@@ -57,9 +64,31 @@ def test_ranks_that_reduce_every_gradient_warm_up_without_partitions(monkeypatch
 
 def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
     step = TreeStep(tree_model(hf_model(tied=True)), TreeLoss("sft"), "cpu", TreePartitioner("auto", 34))
-    for inputs in warm_up_inputs(step.preparer()):
+    for inputs in warm_up_inputs(step.preparer(), 150, 99):
         for batch in inputs.micro_batches[0]:
             assert [name for name, value in vars(batch.pairs).items() if value is None] == []
+
+
+def test_inputs_from_a_worker_fit_the_graphs_of_the_warm_up() -> None:
+    """A graph depends on the strides of its inputs, even of those that are empty."""
+    step = TreeStep(tree_model(hf_model(tied=True)), TreeLoss("gspo"), "cpu", TreePartitioner("auto", 34))
+    for inputs in warm_up_inputs(step.preparer(), 150, 99):
+        assert strides(inputs) == strides(from_bytes(to_bytes(inputs)))
+
+
+def strides(inputs: StepInput) -> list[tuple[int, ...]]:
+    """Returns the strides of all tensors."""
+    found: list[tuple[int, ...]] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            if not isinstance(value, Tensor):
+                return None
+            found.append(value.stride())
+            return len(found)
+
+    Pickler(io.BytesIO()).dump(inputs)
+    return found
 
 
 def random_tree(draw: random.Random) -> TokenTree:

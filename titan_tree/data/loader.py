@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler
 from typing import Any, Generic, TypeVar
 
@@ -55,9 +55,16 @@ class StepLoader(Generic[T]):
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
 
     def __iter__(self) -> Iterator[tuple[T, Position]]:
+        """Starts to make the first steps, and returns an iterator over all of them."""
         items = self._from_workers() if self.workers else self._in_this_process()
-        with ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_ctrl_c) as thread:
-            upcoming = thread.submit(next, items, None)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_ctrl_c)
+        return self._one_ahead(items, thread, thread.submit(next, items, None))
+
+    def _one_ahead(
+        self, items: Iterator[tuple[T, Position]], thread: ThreadPoolExecutor, upcoming: Future[Any]
+    ) -> Iterator[tuple[T, Position]]:
+        """Yields the items, of which ``upcoming`` is the first. The thread makes each one item ahead."""
+        with thread:
             while (item := upcoming.result()) is not None:
                 upcoming = thread.submit(next, items, None)
                 yield item

@@ -6,11 +6,15 @@ else is the same on a laptop, on one GPU and on many.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -82,6 +86,8 @@ def _blocks(model: Decoder) -> Iterable[nn.Module]:
 
 
 def _checkpoint_activations(model: Decoder, mode: ActivationCheckpoint) -> None:
+    # torch.compile warns about operators that change their inputs. Blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     policy = titan.FullAC if mode == "full" else titan.TreeSelectiveAC
     # No operator in a block draws random numbers.
     policy(policy.Config(preserve_rng_state=False)).apply(model)
@@ -92,6 +98,11 @@ def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
     # The compiler makes a graph for each kind of size that it tells apart (docs/design.md). There are fewer
     # kinds than this limit.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    # Numbers such as the eps of a norm are constants. Otherwise they would be tensors on the CPU, so that the
+    # graphs of a GPU would have C++ kernels too.
+    torch._dynamo.config.specialize_float = True
+    # RMSNorm's reductions over rows and columns are otherwise fused in large batches only, in another graph.
+    torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
     if "states" in model.cache_streams:
         # The many small tables of a layout may have equal sizes by chance. A graph must not rely on that.
         torch.fx.experimental._config.use_duck_shape = False
@@ -101,6 +112,18 @@ def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
         torch._inductor.config.reorder_for_peak_memory = False
     for module in (*_blocks(model), model.get_submodule("norm")):
         module.compile(fullgraph=True, dynamic=True)
+
+
+def keep_compiled(folder: Path) -> Path:
+    """Makes torch.compile keep its graphs and kernels in ``folder``, and returns the folder that it will use.
+
+    That is another one if the environment variable TORCHINDUCTOR_CACHE_DIR names one. PyTorch sets this
+    variable to a default when it is imported, so the default counts as unset.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name, default_cache_dir()) == default_cache_dir():
+        os.environ[name] = str(folder.absolute())
+    return Path(os.environ[name])
 
 
 def _fully_shard(

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from importlib.metadata import version
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -53,3 +57,32 @@ class TreeSelectiveAC(SelectiveAC):
         ops = torch.ops.titan_tree
         saved = {ops.tree_attention.default, ops.plan_exchange.default, ops.dispatch.default}
         return super().get_save_ops() | saved
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped = super()._wrap_block(module, base_fqn=base_fqn)
+        assert isinstance(wrapped, CheckpointWrapper)
+        wrapped.checkpoint_fn.keywords["context_fn"] = _stored_operators
+        return wrapped
+
+
+def _stored_operators() -> tuple[Any, Any]:
+    """The contexts of ``TreeSelectiveAC`` for one forward pass and its recomputation.
+
+    torch.compile keeps a traced graph on disk only if this function can be pickled, which torchtitan's own, a
+    lambda, cannot, and if its attribute ``cache_hash`` says what it depends on.
+    """
+    return _context_fn()()
+
+
+@functools.cache
+def _context_fn() -> Any:
+    """Returns torchtitan's function. It is the same for all blocks, as none has the name moe.router.gate."""
+    wrapped = SelectiveAC._wrap_block(TreeSelectiveAC(SelectiveAC.Config()), nn.Identity())
+    assert isinstance(wrapped, CheckpointWrapper)
+    return wrapped.checkpoint_fn.keywords["context_fn"]
+
+
+_stored_operators.cache_hash = (  # type: ignore[attr-defined]
+    version("torchtitan"),
+    *sorted(map(str, TreeSelectiveAC(SelectiveAC.Config()).get_save_ops())),
+)

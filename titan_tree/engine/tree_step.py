@@ -125,12 +125,13 @@ class TreeStep:
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return self._result(run, sizes, dummy_forwards)
 
-    def warm_up(self, replay: bool = False, evaluates: bool = False) -> None:
-        """Runs all kinds of passes on a tiny tree, so that a compiled model compiles its graphs now.
+    def warm_up(self, num_tokens: int, replay: bool = False, evaluates: bool = False) -> None:
+        """Runs all kinds of passes on two random trees, so that a compiled model compiles its graphs now.
 
         Weights and gradients stay unchanged. Call it before the first step, on every rank.
 
         Args:
+            num_tokens: tokens of both trees, approximately. The compiler chooses kernels for sizes like it.
             replay: whether steps will replay recorded experts.
             evaluates: whether ``evaluate`` will be called, or partitions will drop their activations.
         """
@@ -138,7 +139,7 @@ class TreeStep:
         preparer = self.preparer()
         if not self._may_partition:
             preparer = dataclasses.replace(preparer, partitioner=None)
-        inputs = warm_up_inputs(preparer, experts)
+        inputs = warm_up_inputs(preparer, num_tokens, self.model.config.vocab_size, experts)
         for step in inputs:
             self.run(step)
         if evaluates:

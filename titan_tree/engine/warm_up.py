@@ -1,4 +1,4 @@
-"""The inputs of TreeStep.warm_up: tiny trees that need every graph of a compiled model."""
+"""The inputs of TreeStep.warm_up: two trees that need every graph of a compiled model."""
 
 from __future__ import annotations
 
@@ -14,28 +14,40 @@ from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.replay import Replay
 from titan_tree.tree.token_tree import TokenTree
 
+# Lengths of the nodes of the two trees, without unit. The small tree is a partition that exports nothing. The
+# first partition of the large one exports all of its rows.
+SMALL = (7,)
+TRUNK, LEFT, RIGHT = 20, (23, 8, 27), (29, 9, 25)  # a trunk with two branches, each of which has two leaves
+MAX_LENGTH = 32  # of a partition
+LENGTH = sum(SMALL) + TRUNK + sum(LEFT) + sum(RIGHT)
 
-def warm_up_inputs(preparer: StepPreparer, experts: ExpertSizes | None = None) -> list[StepInput]:
-    """Returns the inputs of steps on two tiny trees: in one pass and, with a partitioner, in partitions.
+
+def warm_up_inputs(
+    preparer: StepPreparer, num_tokens: int, vocab_size: int, experts: ExpertSizes | None = None
+) -> list[StepInput]:
+    """Returns the inputs of steps on two random trees: in one pass and, with a partitioner, in partitions.
 
     Args:
+        num_tokens: of both trees, approximately. They have LENGTH tokens at least.
+        vocab_size: token ids are smaller.
         experts: the sizes of recorded experts; None: the trees have none.
     """
-    trunk, left, right = [0] * 20, [1] * 23, [2] * 29
-    large = (
-        trunk + left + [3] * 8,
-        trunk + left + [4] * 27,
-        trunk + right + [3] * 9,
-        trunk + right + [4] * 25,
-    )
-    # The small tree is a partition that exports nothing. The first partition of the large one exports all.
-    small = ([5] * 7,)
+    unit, rng = max(1, num_tokens // LENGTH), np.random.default_rng(0)
+
+    def node(length: int) -> list[int]:
+        # Random tokens, because experts would not be balanced if all tokens were alike.
+        return rng.integers(vocab_size, size=length * unit).tolist()
+
+    trunk = node(TRUNK)
+    branches = [(trunk + node(branch), leaves) for branch, *leaves in (LEFT, RIGHT)]
+    large = [branch + node(leaf) for branch, leaves in branches for leaf in leaves]
     replay: Replay = "off" if experts is None else "first"
     trees = [
         TokenTree.from_paths([_warm_up_path(tokens, experts) for tokens in paths], replay)
-        for paths in (small, large)
+        for paths in ([node(*SMALL)], large)
     ]
-    partitioners = [None] if preparer.partitioner is None else [None, TreePartitioner("redundancy_free", 32)]
+    partitioner = TreePartitioner("redundancy_free", MAX_LENGTH * unit)
+    partitioners = [None] if preparer.partitioner is None else [None, partitioner]
     return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
 
 
@@ -44,6 +56,6 @@ def _warm_up_path(tokens: list[int], experts: ExpertSizes | None) -> TokenPath:
     fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
     fields["policy_version"] = 0
     if experts is not None:
-        shape = (len(tokens), experts.num_layers, experts.top_k)
-        fields["routed_experts"] = np.broadcast_to(np.arange(experts.top_k), shape)
+        first = np.array(tokens)[:, None, None] + np.arange(experts.num_layers)[:, None]
+        fields["routed_experts"] = (first + np.arange(experts.top_k)) % experts.num_experts
     return TokenPath(tokens, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from titan_tree.tree.batch import TreeBatch
@@ -53,9 +54,10 @@ class ModelCosts:
         """
         layout = batch.layout
         # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
-        first, end = torch.arange(len(layout.subtree_end), dtype=torch.int32), layout.subtree_end
+        end = layout.subtree_end.numpy()
+        first = np.arange(len(end))
         if len(batch) < len(end):  # a partition runs only some of its keys
-            first, end = torch.searchsorted(layout.key_index, torch.stack([first, end]))
+            first, end = np.searchsorted(layout.key_index.numpy(), [first, end])
         return (
             self.flops_per_token * len(batch)
             + self.flops_per_pair * int((end - first).sum())

@@ -166,7 +166,12 @@ class Decoder(nn.Module, ABC):
         return ModelOutput(*scores, routing, boundary, tuple(exports), tuple(experts), top1)
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
-        """Returns the layout with everything that layers derive from it. Called once per batch."""
+        """Returns the layout with everything that layers derive from it. Called once per batch.
+
+        It drops what no layer reads, because a compiled graph depends on the sizes of all of its inputs.
+        """
+        if "states" not in self.cache_streams:
+            layout = layout.for_attention()
         return self.attention.prepare(layout)
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:

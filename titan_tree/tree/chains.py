@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chunks, int32
 from titan_tree.tree.partition import PAD
 
 
@@ -81,8 +81,7 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     edges = np.arange(rank.max() + 2)
     rounds = [np.searchsorted(np.sort(rank), edges), num_rows + np.searchsorted(np.sort(stored_rank), edges)]
     columns = slot, first, end, source, slot[exported], first_child, child
-    tensors = [torch.from_numpy(x.astype(np.int32)) for x in columns]
-    return Chains._make([*tensors, torch.from_numpy(np.stack(rounds, axis=1))])
+    return Chains._make([*map(int32, columns), torch.from_numpy(np.stack(rounds, axis=1))])
 
 
 def _depths(parent: np.ndarray) -> np.ndarray:

@@ -55,4 +55,12 @@ def make_chunks(predecessor: np.ndarray, exports: np.ndarray, size: int = CHUNK)
     last = predecessor[start[:-1]]
     before = np.where(last >= 0, np.searchsorted(start, last, side="right") - 1, last)
     exported = np.searchsorted(start, exports, side="right") - 1
-    return Chunks(*(torch.from_numpy(x.astype(np.int32)) for x in (start, before, exported)))
+    return Chunks(*map(int32, (start, before, exported)))
+
+
+def int32(values: np.ndarray) -> Tensor:
+    """Returns a copy of ``values`` with contiguous strides.
+
+    An empty array of NumPy may have the stride 0, for which torch.compile would make a graph of its own.
+    """
+    return torch.empty(values.shape, dtype=torch.int32).copy_(torch.from_numpy(values))

@@ -81,6 +81,10 @@ class TreeLayout:
         values = {field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return TreeLayout(**values | {"attention_plan": None, "conv_plan": None})
 
+    def for_attention(self) -> TreeLayout:
+        """Returns the layout without the fields for recurrent layers."""
+        return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
+
     def with_plan(self, plan: Any) -> TreeLayout:
         """Returns the same layout with the ``attention_plan`` of a backend."""
         return dataclasses.replace(self, attention_plan=plan)
