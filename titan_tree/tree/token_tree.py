@@ -154,8 +154,9 @@ class TokenTree:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         to_dfs = (start[node_of] + np.arange(len(lex_parent)) - first[node_of]).astype(np.int32)
+        path_index = to_dfs[flat]
         tokens = np.empty(len(lex_parent), np.int32)
-        tokens[to_dfs[flat]] = np.concatenate([p.tokens for p in paths])
+        tokens[path_index] = np.concatenate([p.tokens for p in paths])
         if records is not None:
             records = records._replace(experts=records.experts[np.argsort(to_dfs)])
         return TokenTree(
@@ -168,7 +169,7 @@ class TokenTree:
             paths=tuple(paths),
             path_node=rank[node_of[flat[path_offsets[1:] - 1]]].astype(np.int32),
             path_offsets=path_offsets,
-            path_index=to_dfs[flat],
+            path_index=path_index,
             records=records,
         )
 

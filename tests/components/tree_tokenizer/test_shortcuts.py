@@ -76,6 +76,7 @@ OBJECTS = {
         "content": "a{0}",
         "none": None,
         "clear": 4,
+        "call": {"name": "f", "role": {"name": "g"}},
     },
     "messages": [{"role": "a"}, {"role": "b"}],
     "text": "a{0.role}b",
@@ -94,6 +95,12 @@ OBJECTS = {
             "message['role']",
             "message['items']",
         ),
+        *(
+            "message.call.role.name ~ message.role",
+            "(message.call or message).role",
+            "message.call.name.upper()",
+        ),
+        *("messages|selectattr('role')|map(attribute='role')|list", "message.call.missing.more"),
         *("message.get('role')", "message.__class__", "message|attr('role')", "message|attr('keys')"),
         *(
             "text.upper()",

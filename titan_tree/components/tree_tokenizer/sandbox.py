@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
@@ -35,8 +36,24 @@ _MISSING = object()
 _DEFAULTS = False, None, None, False
 
 
+class _Code(CodeGenerator):
+    """Reads the fields of messages without a function call."""
+
+    def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: Frame) -> None:  # noqa: N802
+        """Writes ``obj.attr`` as an expression that reads a dict and leaves other objects to the sandbox."""
+        if node.attr in _DICT_ATTRIBUTES:
+            super().visit_Getattr(node, frame)
+            return
+        # An inner expression is done with ``got`` before the outer one assigns it.
+        self.write(f"(got[{node.attr!r}] if type(got := ")
+        self.visit(node.node, frame)
+        self.write(f") is dict and {node.attr!r} in got else environment.getattr(got, {node.attr!r}))")
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with the functions and filters of chat templates; templates.py explains ``text``."""
+
+    code_generator_class = _Code
 
     def __init__(self) -> None:
         super().__init__(
@@ -48,9 +65,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns what the sandbox returns for ``obj.attribute``."""
         kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
-            value = obj.get(attribute, _MISSING)
-            return self.undefined(obj=obj, name=attribute) if value is _MISSING else value
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:  # ``_Code`` has read the fields that it has
+            return obj.get(attribute) if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _STR_METHODS:
             return getattr(obj, attribute)
         if (kind is LoopContext or kind is Namespace) and not attribute.startswith("_"):
