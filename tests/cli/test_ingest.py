@@ -109,6 +109,11 @@ def test_settings_that_differ_from_those_of_the_store_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_defaults_may_be_spelt_out(folder: Path) -> None:
+    options = ["--sample", "keep_reasoning=false", "turns=each", "--tokenizer", "byte"]
+    assert main(["inspect", str(folder / "shop.store"), *options]) == 0
+
+
 def test_the_header_says_what_the_store_is_made_of(folder: Path) -> None:
     header = TokenStore(folder / "shop.store").header
     (source,) = header["sources"]

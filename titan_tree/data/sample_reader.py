@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import with_group_advantages
 from titan_tree.data.files import DataFiles
 from titan_tree.data.groups import Group, Sample, group_samples
@@ -116,7 +117,8 @@ class SampleReader(DataFiles):
     def _check_store(self, store: TokenStore) -> None:
         """Raises UserError if the configuration asks for other samples than the store holds."""
         made, config = store.header, self.config
-        if config.sample and config.sample != made["sample"]:
+        defaults = TreeTokenizer.samples.__kwdefaults__
+        if config.sample and defaults | config.sample != defaults | made["sample"]:
             raise UserError(
                 f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
                 "remove data.sample, or ingest the sources again"
