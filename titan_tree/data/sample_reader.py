@@ -117,7 +117,7 @@ class SampleReader(DataFiles):
     def _check_store(self, store: TokenStore) -> None:
         """Raises UserError if the configuration asks for other samples than the store holds."""
         made, config = store.header, self.config
-        defaults = TreeTokenizer.samples.__kwdefaults__
+        defaults = TreeTokenizer.samples.__kwdefaults__ or {}
         if config.sample and defaults | config.sample != defaults | made["sample"]:
             raise UserError(
                 f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
