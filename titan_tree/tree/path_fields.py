@@ -14,6 +14,7 @@ from titan_tree.errors import UserError, shorten
 
 MAX_ID = np.iinfo(np.int32).max  # of tokens and policy versions
 MAX_EXPERT = np.iinfo(np.int16).max
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def wrong(field: str, expected: str, got: object) -> UserError:
@@ -27,9 +28,8 @@ def number(field: str, value: Any, expected: str, accepts: Callable[[float], boo
         result = float("nan") if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
-    with np.errstate(over="ignore"):  # batches store numbers of paths in float32
-        rounded = float(np.float32(result))
-    if not (np.isfinite(rounded) and accepts(rounded)):
+    # Batches store numbers of paths in float32.
+    if not (abs(result) <= FLOAT32_MAX and accepts(float(np.float32(result)))):
         raise wrong(field, expected, shorten(value))
     return result
 
@@ -67,8 +67,8 @@ def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
     array = _floats(field, value, "iufb", (int, float))
     if array.shape != (num_tokens,):
         raise wrong(field, f"{num_tokens} entries, one per token", _size(array))
-    if (bad := ~(np.isfinite(array) & (array >= 0))).any():
-        token = int(bad.argmax())
+    if not (array.min() >= 0 and array.max() < np.inf):
+        token = int((~(np.isfinite(array) & (array >= 0))).argmax())
         raise wrong(field, "every entry finite and >= 0", f"{array[token]} at token {token}")
     return array
 

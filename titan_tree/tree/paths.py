@@ -178,8 +178,8 @@ class TokenPath:
         if self.policy_version is not None:
             self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
         if self.rollout_tokens is not None:
-            least = self.loss_tokens * (1 - 1e-6)
-            expected = f"at least the path's own {self.loss_tokens:g} loss tokens"
+            own = self.loss_tokens
+            least, expected = own * (1 - 1e-6), f"at least the path's own {own:g} loss tokens"
             self.rollout_tokens = number(
                 "rollout_tokens", self.rollout_tokens, expected, lambda x: x >= least
             )
