@@ -3,6 +3,8 @@
 import errno
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from titan_tree.models.registry import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean"])
@@ -291,3 +295,20 @@ def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> 
         if theirs["validation_loss"]:
             expected = pytest.approx(float(theirs["validation_loss"]), rel=1e-4)
             assert float(ours["validation_loss"]) == expected
+
+
+def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
+    """Its worker would otherwise train too, and start workers of its own."""
+    script = tmp_path / "script.py"
+    config, folder = ROOT / "train_configs" / "demo.toml", tmp_path / "run"
+    overrides = [f"folder={folder}", "training.steps=2", "lr_scheduler.warmup_steps=0", "data.workers=1"]
+    script.write_text(
+        "from titan_tree import Trainer, load_config\n"
+        f"Trainer(load_config({str(config)!r}, {overrides!r})).train()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 1
+    assert "UserError: data.workers: a worker process ended unexpectedly" in result.stderr
+    assert 'put the training under if __name__ == "__main__":' in result.stderr

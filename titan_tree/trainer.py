@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +114,12 @@ class Trainer:
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # A worker process is importing the script. Another training run there would never end.
+            raise UserError(
+                "this script trains while a worker process imports it; put the training under if __name__ == "
+                '"__main__":'
+            )
         self.config = config
         self.mesh, self.device = init_distributed()
         if config.training.deterministic:
