@@ -39,7 +39,7 @@ from titan_tree.engine.preparation import StepPreparer
 from titan_tree.models.costs import ModelCosts
 
 ENDLESS = 1_000_000  # steps
-TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executes on an H200, see docs/performance.md
+TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executed on an H200, see docs/log/2026-11-20-tau-bench.md
 STEP = {"global_batch_groups": 4, "max_tokens": 65_536}  # as in train_configs/qwen3_0.6b_tau.toml
 
 
