@@ -65,7 +65,7 @@ from titan_tree.registry import LOGGERS
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 16_384  # the compiler makes much the same choices for all larger sizes
+WARM_UP_TOKENS = 16_384  # enough for the compiler to choose kernels for large batches
 SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 

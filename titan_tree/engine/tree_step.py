@@ -131,7 +131,7 @@ class TreeStep:
         Weights and gradients stay unchanged. Call it before the first step, on every rank.
 
         Args:
-            num_tokens: tokens of both trees, approximately. The compiler chooses kernels for sizes like it.
+            num_tokens: tokens of both trees, approximately. The compiler chooses kernels for this size.
             replay: whether steps will replay recorded experts.
             evaluates: whether ``evaluate`` will be called, or partitions will drop their activations.
         """

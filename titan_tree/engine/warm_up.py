@@ -14,8 +14,8 @@ from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.replay import Replay
 from titan_tree.tree.token_tree import TokenTree
 
-# Lengths of the nodes of the two trees, without unit. The small tree is a partition that exports nothing. The
-# first partition of the large one exports all of its rows.
+# Lengths of the nodes of the two trees, in units. The small tree is a partition that exports nothing. The first
+# partition of the large one exports all of its rows.
 SMALL = (7,)
 TRUNK, LEFT, RIGHT = 20, (23, 8, 27), (29, 9, 25)  # a trunk with two branches, each of which has two leaves
 MAX_LENGTH = 32  # of a partition
@@ -32,7 +32,8 @@ def warm_up_inputs(
         vocab_size: token ids are smaller.
         experts: the sizes of recorded experts; None: the trees have none.
     """
-    unit, rng = max(1, num_tokens // LENGTH), np.random.default_rng(0)
+    unit = max(1, num_tokens // LENGTH)  # in tokens
+    rng = np.random.default_rng(0)
 
     def node(length: int) -> list[int]:
         # Random tokens, because experts would not be balanced if all tokens were alike.

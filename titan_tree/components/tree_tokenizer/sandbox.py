@@ -65,7 +65,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Returns what the sandbox returns for ``obj.attribute``."""
         kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:  # ``_Code`` has read the fields that it has
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:  # missing, or read by a filter
             return obj.get(attribute) if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _STR_METHODS:
             return getattr(obj, attribute)
