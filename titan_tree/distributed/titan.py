@@ -61,28 +61,28 @@ class TreeSelectiveAC(SelectiveAC):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         wrapped = super()._wrap_block(module, base_fqn=base_fqn)
         assert isinstance(wrapped, CheckpointWrapper)
-        wrapped.checkpoint_fn.keywords["context_fn"] = _stored_operators
+        wrapped.checkpoint_fn.keywords["context_fn"] = _checkpoint_contexts
         return wrapped
 
 
-def _stored_operators() -> tuple[Any, Any]:
-    """The contexts of ``TreeSelectiveAC`` for one forward pass and its recomputation.
+def _checkpoint_contexts() -> tuple[Any, Any]:
+    """Returns the contexts of ``TreeSelectiveAC`` for a forward pass and for its recomputation.
 
     torch.compile keeps a traced graph on disk only if this function can be pickled, which torchtitan's own, a
     lambda, cannot, and if its attribute ``cache_hash`` says what it depends on.
     """
-    return _context_fn()()
+    return _torchtitan_contexts()()
 
 
 @functools.cache
-def _context_fn() -> Any:
-    """Returns torchtitan's function. It is the same for all blocks, as none has the name moe.router.gate."""
+def _torchtitan_contexts() -> Any:
+    """Returns torchtitan's function. It is the same for all blocks: none has a module moe.router.gate."""
     wrapped = SelectiveAC._wrap_block(TreeSelectiveAC(SelectiveAC.Config()), nn.Identity())
     assert isinstance(wrapped, CheckpointWrapper)
     return wrapped.checkpoint_fn.keywords["context_fn"]
 
 
-_stored_operators.cache_hash = (  # type: ignore[attr-defined]
+_checkpoint_contexts.cache_hash = (  # type: ignore[attr-defined]
     version("torchtitan"),
     *sorted(map(str, TreeSelectiveAC(SelectiveAC.Config()).get_save_ops())),
 )
