@@ -1,4 +1,4 @@
-"""What torch.compile keeps for the next start of a run."""
+"""What torch.compile makes of blocks, and what it keeps for the next start of a run."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,15 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.utils import run_and_get_code
 
-from titan_tree.distributed.parallelize import keep_compiled
+from tests.support.partitions import OneRank
+from titan_tree.distributed.parallelize import keep_compiled, parallelize
 from titan_tree.distributed.titan import TreeSelectiveAC
+from titan_tree.models.registry import build_model
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -43,3 +49,22 @@ def test_a_selectively_checkpointed_block_is_not_traced_twice(
         block(torch.ones(4, 8, requires_grad=True)).sum().backward()
     assert counters["aot_autograd"]["autograd_cache_miss"] == 1
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_the_eps_of_a_norm_is_a_constant_of_its_graph() -> None:
+    """As an input it would be a tensor on the CPU, even if the model is on a GPU."""
+    torch._dynamo.reset()
+    model = build_model("qwen3", "debug")
+    parallelize(model, OneRank(), dtype=torch.float32, compile=True)
+    _, (code, *_) = run_and_get_code(model.norm, torch.ones(4, model.config.hidden_size))
+    assert "float*" in code
+    assert "double" not in code
+
+
+def test_blocks_get_no_tables_that_they_do_not_read() -> None:
+    """With torch 2.11, a compiled graph depends on the sizes of all of its inputs."""
+    layout = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3])])]).layout
+    assert layout.chains is not None
+    dense, hybrid = (build_model(name, "debug").prepare(layout) for name in ("qwen3", "qwen3_5"))
+    assert dense.chains is dense.chunks is dense.predecessor is dense.state_exports is None
+    assert hybrid.chains is not None
