@@ -14,8 +14,8 @@ from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.replay import Replay
 from titan_tree.tree.token_tree import TokenTree
 
-# Lengths of the nodes of the two trees, in units. The small tree is a partition that exports nothing. The first
-# partition of the large one exports all of its rows.
+# Lengths of the nodes of the two trees, in units. The small tree is a partition that exports nothing. The
+# first partition of the large one exports all of its rows.
 SMALL = (7,)
 TRUNK, LEFT, RIGHT = 20, (23, 8, 27), (29, 9, 25)  # a trunk with two branches, each of which has two leaves
 MAX_LENGTH = 32  # of a partition
