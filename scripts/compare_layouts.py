@@ -118,8 +118,8 @@ def summary(rows: dict[str, Rows], warmup: int) -> str:
         operations = {
             layout: sum(row["mfu"] * row["step_s"] for row in rows[layout][warmup:]) for layout in LAYOUTS
         }
-        bound = operations["flat"] / operations["tree"]
-        lines.append(f"{speed_up / bound:.1%} of the ratio of operations, flat / tree = {bound:.2f}x")
+        ratio = operations["flat"] / operations["tree"]
+        lines.append(f"{speed_up / ratio:.1%} of the ratio of operations, flat / tree = {ratio:.2f}x")
     return "\n".join(lines)
 
 
