@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.datasets import tree_dataset
-from titan_tree.data.loader import StepLoader
+from titan_tree.data.loader import StepLoader, _WorkerSteps
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.errors import UserError
@@ -84,6 +85,21 @@ def test_workers_resume_anywhere_and_report_what_a_thread_reports(
     assert f"{file}:8: tokens" in of_thread[1]
     assert len(of_thread[2]) == 1
     assert of_thread == of_workers
+
+
+def test_a_pipe_holds_what_starts_a_worker(file: Path) -> None:
+    """Otherwise the training process would wait for each worker to start before it starts the next one."""
+    dataset = tree_dataset(file)
+    dataset.reader.tokenizer = b"vocabulary" * 1_000_000  # type: ignore[assignment]
+    assert len(ForkingPickler.dumps(_WorkerSteps(dataset, as_batches, 1))) < 65_536
+
+
+def test_reading_checksums_does_not_change_what_another_thread_pickles(file: Path) -> None:
+    """A dictionary that grows while it is pickled is a RuntimeError."""
+    dataset = tree_dataset(file)
+    before = set(vars(dataset.reader))
+    assert dataset.reader.checksums
+    assert set(vars(dataset.reader)) == before
 
 
 def die(micro_batches: MicroBatches) -> None:

@@ -18,20 +18,25 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+FOLDER, KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def test_the_default_folder_of_torch_gives_way_to_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, default_cache_dir())  # as importing torch.compile does
+    monkeypatch.setenv(KERNELS, "")  # restores the variable after the test
+    monkeypatch.delenv(KERNELS)
     assert keep_compiled(tmp_path / "compiled") == tmp_path / "compiled"
     assert os.environ[FOLDER] == str(tmp_path / "compiled")
+    assert os.environ[KERNELS] == str(tmp_path / "compiled" / "triton")
 
 
-def test_a_folder_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_the_user_names_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
+    monkeypatch.setenv(KERNELS, str(tmp_path / "kernels"))
     assert keep_compiled(tmp_path / "compiled") == tmp_path / "mine"
+    assert os.environ[KERNELS] == str(tmp_path / "kernels")
 
 
 def test_a_selectively_checkpointed_block_is_not_traced_twice(

@@ -6,7 +6,6 @@ import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,6 +48,8 @@ class DataFiles:
         self.files = [file for files in found for file in files]
         self.weights = [weight for files, weight in zip(found, weights, strict=True) for _ in files]
         _refuse_repeated(self.files)
+        # Set here because a thread may read ``checksums`` while another one pickles this object.
+        self._checksums: list[list[int]] | None = None
 
     def groups(self, open_file: OpenFile = open_binary, epoch: int | None = None) -> Iterator[Group]:
         """Yields all groups in file order, without tokenizing them.
@@ -108,13 +109,15 @@ class DataFiles:
                 total += 1
         return total
 
-    @cached_property
+    @property
     def checksums(self) -> list[list[int]]:
         """[bytes, CRC-32] of each file. The first use reads all files, but of a token store only its end."""
-        try:
-            return [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        if self._checksums is None:
+            try:
+                self._checksums = [[0, 0] if file == DEMO else _checksum(Path(file)) for file in self.files]
+            except OSError as error:
+                raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        return self._checksums
 
     def check_unchanged(self, before: list[list[int]]) -> None:
         """Raises UserError if the files differ from those whose ``checksums`` a checkpoint holds."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from titan_tree.data.dataset import TreeDataset
@@ -105,24 +107,30 @@ class StepLoader(Generic[T]):
 
 
 class _WorkerSteps(IterableDataset):
-    """Iterates over the packed steps of one worker."""
+    """Iterates over the packed steps of one worker.
+
+    What a worker needs is several megabytes with the vocabulary. It lies in shared memory: a pipe holds
+    64 KiB, so the training process would wait for each worker to start before it starts the next one.
+    """
 
     def __init__(self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int) -> None:
-        self.dataset, self.prepare, self.num_steps = dataset, prepare, num_steps
+        pickled = bytearray(pickle.dumps((dataset, prepare, num_steps)))
+        self.pickled = torch.frombuffer(pickled, dtype=torch.uint8).share_memory_()
 
     def __iter__(self) -> Iterator[tuple[Packed | str, Position, list[logging.LogRecord]]]:
         """Yields (packed step or error message, position after it, log records) of each step."""
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         worker = get_worker_info()
         assert worker is not None
+        dataset, prepare, num_steps = pickle.loads(self.pickled.numpy())
         collected = _Collector()
         package = logging.getLogger("titan_tree")
         package.addHandler(collected)
         package.propagate = False
         try:
-            for micro_batches in self.dataset.steps(self.num_steps, worker.id, worker.num_workers):
-                packed = to_bytes(self.prepare(micro_batches))
-                yield packed, self.dataset.position(), collected.take()
+            for micro_batches in dataset.steps(num_steps, worker.id, worker.num_workers):
+                packed = to_bytes(prepare(micro_batches))
+                yield packed, dataset.position(), collected.take()
         except UserError as error:
             yield str(error), {}, collected.take()
 

@@ -118,12 +118,17 @@ def keep_compiled(folder: Path) -> Path:
     """Makes torch.compile keep its graphs and kernels in ``folder``, and returns the folder that it will use.
 
     That is another one if the environment variable TORCHINDUCTOR_CACHE_DIR names one. PyTorch sets this
-    variable to a default when it is imported, so the default counts as unset.
+    variable to a default when it is imported, so the default counts as unset. Triton keeps its kernels in
+    the folder "triton" there, unless TRITON_CACHE_DIR names another one.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name, default_cache_dir()) == default_cache_dir():
         os.environ[name] = str(folder.absolute())
-    return Path(os.environ[name])
+    kept = Path(os.environ[name])
+    # Inductor sets this when it compiles, but not when it finds its graphs in the cache. The next start
+    # would look for the kernels that are called directly, such as TreeAttention's, in another folder.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
+    return kept
 
 
 def _fully_shard(
