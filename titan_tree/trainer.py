@@ -6,6 +6,7 @@ metrics.csv, tensorboard/ and checkpoints/, and on request hf/ and profiling/.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import multiprocessing
@@ -36,7 +37,7 @@ from titan_tree.build import (
     num_steps,
     num_workers,
 )
-from titan_tree.checkpoint import Checkpoints, Progress, export_hf
+from titan_tree.checkpoint import Checkpoints, FolderLock, Progress, export_hf, set_aside
 from titan_tree.components.moe import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
@@ -46,6 +47,7 @@ from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import StepLoader
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
+from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
     Optimizers,
@@ -106,7 +108,8 @@ class Trainer:
     validation_inputs: list[StepInput]  # in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
 
-    # how far it is
+    # how far it is, and where it writes
+    run: str  # id of the run, see FolderLock
     num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
@@ -122,6 +125,8 @@ class Trainer:
             )
         self.config = config
         self.mesh, self.device = init_distributed()
+        self.lock: FolderLock | None = None  # on rank 0
+        self.run = on_rank_0(self._lock_folder)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
@@ -155,21 +160,40 @@ class Trainer:
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture=describe_architecture(config, self.model, self.mesh),
+            run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
         if self.progress.step:
-            self.dataset.load_state_dict(self.progress.data)
+            self._resume_data()
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.loggers = self._open_loggers() if dist.get_rank() == 0 else None
 
-    def _open_loggers(self) -> Loggers:
-        """Creates the run's folder with its configuration and log files."""
-        config, folder = self.config, Path(self.config.folder)
+    def _lock_folder(self) -> str:
+        """Locks the run's folder and returns the id of the run."""
+        self.lock = FolderLock(Path(self.config.folder))
+        return self.lock.run
+
+    def _resume_data(self) -> None:
+        """Moves the dataset to the position of the checkpoint."""
+        state = self.progress.data
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(dump_config(config))
-        except OSError as error:
-            raise UserError(f"folder = {config.folder}: cannot be written: {error.strerror}") from None
+            self.dataset.load_state_dict(state)
+        except UserError as error:
+            if not self.config.checkpoint.allow_changes:
+                raise
+            logger.warning("changed since the checkpoint: %s", error)
+            position = {name: state[name] for name in self.dataset.position()}
+            self.dataset.load_state_dict(self.dataset.state_dict() | position)
+
+    def _open_loggers(self) -> Loggers:
+        """Writes the configuration and opens the log files. Files of earlier starts keep their content."""
+        config, folder, step = self.config, Path(self.config.folder), self.progress.step
+        written, text = folder / "config.toml", dump_config(config)
+        if written.exists() and written.read_text(errors="replace") != text:
+            set_aside(written, f"until-step-{step}")
+        written.write_text(text)
+        if not step and (earlier := set_aside(folder / "metrics.csv", "earlier")):
+            logger.info("metrics of an earlier run: moved to %s", earlier)
         return Loggers(config.metrics, folder, self.progress.step, self.num_steps)
 
     def train(self) -> None:
@@ -187,13 +211,13 @@ class Trainer:
         with self.loggers or nullcontext(), profiler_context as profiler:
             while self.progress.step < steps:
                 self.train_step(inputs)
-                self.checkpoints.save(last=self.progress.step == steps)
+                self.checkpoints.save(due=self.progress.step == steps)
                 profiler.step()
         self.checkpoints.close()
         self._log_summary()
         if config.checkpoint.export_hf:
             dtype = getattr(torch, config.training.dtype)
-            export_hf(self.model, Path(config.folder) / "hf", dtype, source=config.model.hf_path)
+            export_hf(self.model, Path(config.folder) / "hf", self.run, dtype, config.model.hf_path)
 
     def _log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
@@ -213,7 +237,9 @@ class Trainer:
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Unlocks the run's folder and leaves the process group."""
+        if self.lock:
+            self.lock.release()
         dist.destroy_process_group()
 
     def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:

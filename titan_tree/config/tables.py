@@ -275,7 +275,10 @@ class CheckpointConfig(Checked, table="checkpoint"):
     # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # inside the run's folder, or an absolute path
-    resume: bool = True  # continue from the newest complete checkpoint in the folder
+    resume: bool = True  # continue from the newest good checkpoint in the folder
+    # Resume even if the data, the samples, the loss or the validation files have changed, so that one curve
+    # shows different experiments. The log names all changes.
+    allow_changes: bool = False
     async_save: bool = False  # copy to host memory, then write while training continues
     export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
 
