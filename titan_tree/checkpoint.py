@@ -122,15 +122,15 @@ class Checkpoints:
         self._set_hyperparameters(hyperparameters)
         logger.info("resumed from %s", self._path(self.progress.step))
 
-    def save(self, last: bool = False) -> None:
-        """Writes a checkpoint of the current step if one is due, or if it is the ``last``.
+    def save(self, due: bool = False) -> None:
+        """Writes a checkpoint of the current step if the interval says so, or if it is ``due``.
 
         Raises:
             UserError: writing to the disk failed, for this checkpoint or for an asynchronous one before it.
                 The incomplete checkpoint is removed; earlier ones stay.
         """
         step = self.progress.step
-        if self.config.interval == 0 or not (last or step % self.config.interval == 0):
+        if self.config.interval == 0 or not (due or step % self.config.interval == 0):
             return
         self.wait()
         self.saving = step
