@@ -311,5 +311,5 @@ def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
         [sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert result.returncode == 1
-    assert "UserError: data.workers: a worker process ended unexpectedly" in result.stderr
+    assert "AgreedError: data.workers: a worker process ended unexpectedly" in result.stderr
     assert 'put the training under if __name__ == "__main__":' in result.stderr

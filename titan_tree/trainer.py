@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,8 @@ from titan_tree.distributed.optimizers import (
 from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import UserError
+from titan_tree.errors import AgreedError, UserError
+from titan_tree.leaving import AgreedInput, Leaving
 from titan_tree.metrics import Loggers, StepReport, step_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
@@ -113,6 +114,7 @@ class Trainer:
     num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
+    leaving: Leaving
     history: list[StepCounts]  # of the steps that this process has trained
     loggers: Loggers | None  # None except on rank 0
 
@@ -163,6 +165,7 @@ class Trainer:
             run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
+        self.leaving = Leaving(config.checkpoint, self.checkpoints, self.progress)
         if self.progress.step:
             self._resume_data()
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
@@ -197,27 +200,35 @@ class Trainer:
         return Loggers(config.metrics, folder, self.progress.step, self.num_steps)
 
     def train(self) -> None:
-        """Runs the remaining steps, then writes the last checkpoint, the export and a summary."""
+        """Runs the remaining steps, then writes the last checkpoint, the export and a summary.
+
+        Raises:
+            Interrupted: a signal ended the run, after a checkpoint of the steps trained so far.
+            UserError: a step was refused, or a checkpoint could not be written.
+        """
         config, steps, done = self.config, self.num_steps, self.progress.step
         logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
             self._log_sample()
-        inputs = self.inputs()  # the first ones are made while the model compiles
-        if steps > done and config.training.compile:
-            self.compile()
-        profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
-        with self.loggers or nullcontext(), profiler_context as profiler:
-            while self.progress.step < steps:
-                self.train_step(inputs)
-                self.checkpoints.save(due=self.progress.step == steps)
-                profiler.step()
-        self.checkpoints.close()
-        self._log_summary()
-        if config.checkpoint.export_hf:
-            dtype = getattr(torch, config.training.dtype)
-            export_hf(self.model, Path(config.folder) / "hf", self.run, dtype, config.model.hf_path)
+        with self.leaving.signals as signals:
+            inputs = self.inputs()  # the first ones are made while the model compiles
+            if steps > done and config.training.compile:
+                self.compile()
+            signals.defer()
+            profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
+            with self.loggers or nullcontext(), profiler_context as profiler:
+                while self.progress.step < steps:
+                    with self.leaving.checkpoint_before_error():
+                        self.train_step(inputs)
+                    self.leaving.save(due=self.progress.step == steps)
+                    profiler.step()
+            self.checkpoints.close()
+            self._log_summary()
+            if config.checkpoint.export_hf:
+                dtype = getattr(torch, config.training.dtype)
+                export_hf(self.model, Path(config.folder) / "hf", self.run, dtype, config.model.hf_path)
 
     def _log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
@@ -242,26 +253,28 @@ class Trainer:
             self.lock.release()
         dist.destroy_process_group()
 
-    def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
-        """Starts to make the inputs of the remaining steps, and returns an iterator over (input, position).
+    def inputs(self) -> Iterator[AgreedInput]:
+        """Starts to make the inputs of the remaining steps, and returns an iterator over them.
 
-        The position is the state of the dataset after the step. Inputs are made ahead, so the dataset itself
-        is ahead of training. With the position, a checkpoint does not skip data that was not trained on.
+        It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
+        the state of the dataset after the step. Inputs are made ahead, so the dataset itself is ahead of
+        training. With the position, a checkpoint does not skip data that was not trained on.
         """
         num_steps = self.num_steps - self.progress.step
         workers = num_workers(self.config.data.workers, self.device)
         on_gpu = self.device.type == "cuda"
-        return iter(StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu))
+        loader = StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
+        return self.leaving.agree(iter(loader))
 
-    def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
+    def train_step(self, inputs: Iterator[AgreedInput]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
         started = time.perf_counter()
-        step_input, position = next(inputs)
+        step_input, position, sizes = next(inputs)
         step = self.progress.step + 1
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
         torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
 
-        result = self.tree_step.run(step_input)
+        result = self.tree_step.run(step_input, sizes)
         grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
         self.optimizers.zero_grad()
         loss, norm = result.loss.item(), grad_norm.item()  # waits for the device
@@ -300,7 +313,9 @@ class Trainer:
         if not self.validation_inputs or not is_due:
             return {}
         if not (values := self.tree_step.evaluate(self.validation_inputs)):
-            raise UserError("validation.files: expected tokens to score, but all loss masks or weights are 0")
+            raise AgreedError(
+                "validation.files: expected tokens to score, but all loss masks or weights are 0"
+            )
         return values
 
     def _log_summary(self) -> None:

@@ -272,6 +272,8 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
+    # Minutes after which a checkpoint is written in any case, by the clock of rank 0; unset: no limit.
+    minutes: float | None = setting(None, greater_than(0))
     # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # inside the run's folder, or an absolute path
@@ -281,6 +283,15 @@ class CheckpointConfig(Checked, table="checkpoint"):
     allow_changes: bool = False
     async_save: bool = False  # copy to host memory, then write while training continues
     export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.minutes is None or self.interval > 0,
+            "checkpoint.minutes",
+            "checkpoint.interval > 0 as well, because 0 turns checkpoints off",
+            self.minutes,
+        )
 
 
 @dataclass

@@ -63,4 +63,6 @@ class StepPreparer:
         ]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
         versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
-        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
+        path_ids = tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans)
+        newest = int(max(versions, default=-1))
+        return StepInput(batches, unpartitioned, counts, chain_peak, newest, path_ids)

@@ -29,7 +29,7 @@ from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_re
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
-from titan_tree.errors import UserError
+from titan_tree.errors import AgreedError, UserError
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
@@ -105,14 +105,18 @@ class TreeStep:
         step = self.preparer()(micro_batches)
         return step.pin_memory() if self.device.type == "cuda" else step
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput, sizes: GlobalSizes | None = None) -> StepResult:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
 
+        Args:
+            step: this rank's share.
+            sizes: of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
             UserError: if the loss counts no token of the global batch, or if the GPU runs out of memory.
                 Discard the gradients in that case.
         """
-        sizes = all_reduce_counts(step)
+        if sizes is None:
+            sizes = all_reduce_counts(step)
         self._check(sizes)
         micro_batches = self._schedule(step, sizes)
         run = self._make_run(step, sizes, micro_batches)
@@ -212,12 +216,12 @@ class TreeStep:
     def _check(self, sizes: GlobalSizes) -> None:
         counts = sizes.counts
         if counts.loss_weight <= 0:
-            raise UserError(
+            raise AgreedError(
                 "the loss counts no token of this step's global batch, because all loss masks or weights "
                 "are 0; check the data, or raise data.global_batch_groups"
             )
         if sizes.is_partitioned and not self._may_partition:
-            raise UserError(
+            raise AgreedError(
                 "parallel.reduce_gradients: expected 'last' if trees are partitioned (one micro-batch has "
                 f"{sizes.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
                 "raise data.max_tokens"
