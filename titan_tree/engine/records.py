@@ -62,6 +62,8 @@ class StepInput:
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
+    # For each tree of each micro-batch, the ids of its paths; "?" for a path without an id.
+    path_ids: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     def pin_memory(self) -> StepInput:
         """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""
