@@ -151,7 +151,8 @@ class CountCalls(TorchDispatchMode):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, optimizer__lr=1e30, checkpoint__interval=1)
+    options = {"checkpoint__interval": 1, "training__max_bad_steps": 1}
+    config = tiny_config(tmp_path, optimizer__lr=1e30, **options)
     with pytest.raises(UserError, match=r"step 2: .* is nan.*step-1"):
         train(config)
     assert [row["step"] for row in read_metrics(config)] == ["1"]

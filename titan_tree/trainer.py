@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import multiprocessing
 import os
 import time
@@ -53,14 +52,15 @@ from titan_tree.distributed.optimizers import (
     Optimizers,
     build_lr_schedulers,
     build_optimizers,
-    clip_and_step,
 )
 from titan_tree.distributed.parallelize import keep_compiled
+from titan_tree.engine.bad_steps import BadStepError, BadSteps
 from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.engine.update import update_weights
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.leaving import AgreedInput, Leaving
-from titan_tree.metrics import Loggers, StepReport, step_values
+from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import LOGGERS
@@ -115,7 +115,8 @@ class Trainer:
     progress: Progress
     checkpoints: Checkpoints
     leaving: Leaving
-    history: list[StepCounts]  # of the steps that this process has trained
+    history: list[StepCounts]  # of the steps that this process has trained, without bad steps
+    bad_steps: BadSteps  # of this process
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
@@ -154,6 +155,8 @@ class Trainer:
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
+        # A run in which no step trains also ends with an error.
+        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
@@ -274,38 +277,48 @@ class Trainer:
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
         torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
 
-        result = self.tree_step.run(step_input, sizes)
-        grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
-        self.optimizers.zero_grad()
-        loss, norm = result.loss.item(), grad_norm.item()  # waits for the device
-        check_finite(step, {"loss": loss, "grad_norm": norm}, self.checkpoints)
-        if self.router_bias:
-            assert result.routing is not None
-            assert self.model.experts is not None
-            self.router_bias.update(self.model.experts.router_biases().values(), result.routing)
-
+        max_grad_norm, update = self.config.optimizer.max_grad_norm, None
+        try:
+            update = update_weights(
+                self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
+            )
+            self.history.append(update.result.counts)
+            self.bad_steps.in_a_row = 0
+        except BadStepError as reason:
+            self._skip(step, reason)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, self._data_state() | position
-        self.history.append(result.counts)
 
         seconds = time.perf_counter() - started
         validation = self._validate(step)
         if self.loggers:
             self.loggers.advance(step)
-            if validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
+            if update is None:
+                self.loggers.log(step, {"bad_steps": self.bad_steps.total} | validation_values(validation))
+            elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
                 report = StepReport(
-                    result,
+                    update.result,
                     seconds,
                     dist.get_world_size(),
                     self.device,
-                    loss,
-                    norm,
+                    update.loss,
+                    update.grad_norm,
                     lr,
                     position["epoch"],
                     validation,
                 )
                 self.loggers.log(step, step_values(report))
+
+    def _skip(self, step: int, reason: BadStepError) -> None:
+        """Reports a bad step. Raises AgreedError if there were too many of them in a row."""
+        if self.bad_steps.add() == self.bad_steps.limit:
+            raise AgreedError(
+                f"step {step}: {reason} (training ended after {self.bad_steps.limit} bad steps in a row, "
+                "which left the weights unchanged)"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("step %d is skipped: %s", step, reason)
 
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
@@ -319,22 +332,7 @@ class Trainer:
         return values
 
     def _log_summary(self) -> None:
-        logger.info(summary(self.history))
+        logger.info(summary(self.history, self.bad_steps.total))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
-
-
-def check_finite(step: int, values: dict[str, float], checkpoints: Checkpoints) -> None:
-    """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.
-
-    All ranks see the same values, so all of them stop.
-    """
-    for name, value in values.items():
-        if not math.isfinite(value):
-            checkpoints.wait()
-            raise UserError(
-                f"step {step}: {name} is {value}; training stopped before this step changed the weights "
-                f"(newest checkpoint: {checkpoints.newest() or 'none'}); lower optimizer.lr, or "
-                "check the data for bad values"
-            )

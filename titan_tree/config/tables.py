@@ -221,6 +221,10 @@ class TrainingConfig(Checked, table="training"):
     # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
     # never use float8.
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    # A step is bad if its loss or gradient is not finite, or if the loss counts none of its tokens. It leaves
+    # weights and optimizer states unchanged, but it counts as a step: data and learning rate move on. After
+    # this many bad steps in a row, training ends with an error.
+    max_bad_steps: int = setting(3, at_least(1))
     seed: int = 0  # seed of random initial weights
     compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
     # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and

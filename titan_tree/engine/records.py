@@ -62,7 +62,8 @@ class StepInput:
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
-    path_ids: tuple[tuple[str, ...], ...] = ()  # the ids of the paths of each micro-batch, "?" without an id
+    # For each tree of each micro-batch, the ids of its paths; "?" for a path without an id.
+    path_ids: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @classmethod
     def nothing(cls) -> StepInput:

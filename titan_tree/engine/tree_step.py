@@ -22,6 +22,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.bad_steps import BadStepError, find_cause
 from titan_tree.engine.evaluation import evaluate
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
 from titan_tree.engine.preparation import StepPreparer
@@ -112,8 +113,8 @@ class TreeStep:
             step: this rank's share.
             sizes: of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
-            UserError: if the loss counts no token of the global batch, or if the GPU runs out of memory.
-                Discard the gradients in that case.
+            BadStepError: if the loss counts no token of the global batch. No pass has run then.
+            UserError: if the GPU runs out of memory. Discard the gradients in that case.
         """
         if sizes is None:
             sizes = all_reduce_counts(step)
@@ -155,6 +156,14 @@ class TreeStep:
         """Scores held-out trees, see ``evaluate``."""
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
+
+    def find_cause(self, step: StepInput) -> str:
+        """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
+
+        Call it on every rank, before the weights change.
+        """
+        self._gradient_sync.hold(False)
+        return find_cause(self.model, self.loss, step, self.device)
 
     @property
     def _may_partition(self) -> bool:
@@ -216,7 +225,7 @@ class TreeStep:
     def _check(self, sizes: GlobalSizes) -> None:
         counts = sizes.counts
         if counts.loss_weight <= 0:
-            raise AgreedError(
+            raise BadStepError(
                 "the loss counts no token of this step's global batch, because all loss masks or weights "
                 "are 0; check the data, or raise data.global_batch_groups"
             )
