@@ -200,6 +200,20 @@ def test_the_self_test_fails_if_a_branch_sees_another_one(monkeypatch, family):
     assert finding.fix
 
 
+def test_the_self_test_fails_for_numbers_that_are_not_finite_and_for_kernels_that_crash(monkeypatch):
+    results = iter([(float("nan"), 0.0, 1e-6), (0.0, float("nan"), 1e-6), (0.0, 0.0, float("nan"))])
+    monkeypatch.setattr(numerics, "errors", lambda *arguments: next(results))
+    assert [finding.ok for finding in numerics.self_test(doctor.Subject())] == [False, False, False]
+
+    def crash(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(numerics, "errors", crash)
+    findings = list(numerics.self_test(doctor.Subject()))
+    assert [finding.name for finding in findings] == list(numerics.KERNEL_SIZES)
+    assert all(finding.value.endswith("illegal memory access was encountered") for finding in findings)
+
+
 def test_a_gpu_that_is_in_use_or_too_old_is_a_problem(capsys, monkeypatch, only):
     only("GPUs")
     names = [("H200", 9, 0), ("H200", 9, 0), ("V100", 7, 0)]

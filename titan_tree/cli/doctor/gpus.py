@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.cli.doctor.finding import Finding, Subject, problem
-from titan_tree.cli.doctor.machine import size_text
+from titan_tree.cli.doctor.machine import GIB, size_text
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
-MAX_USED = 0.1  # share of a GPU's memory that other programs may use
+MAX_USED = 0.1  # share of a GPU's memory that other programs may use,
+ALLOWED = 2 * GIB  # or this much, for the desktop of a small GPU
 TIMEOUT_S = 120  # of the all-reduce, with the start of its processes
 
 
@@ -67,7 +68,7 @@ def _gpu(index: int) -> Iterator[Finding]:
         for uuid, pid, memory in _nvidia_smi("compute-apps", "gpu_uuid,pid,used_memory")
         if uuid.removeprefix("GPU-") == str(properties.uuid) and pid != str(os.getpid())
     ]
-    if free < (1 - MAX_USED) * total:
+    if total - free > max(MAX_USED * total, ALLOWED):
         used_by = f"processes {', '.join(others)}" if others else "programs that are not visible here"
         yield problem(
             name,
@@ -83,7 +84,7 @@ def all_reduce(num_ranks: int) -> Finding:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(num_ranks), "-m", "titan_tree.cli.doctor.all_reduce"]
     pipe, stdout = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(command, text=True, stdout=pipe, stderr=stdout) as process:
+    with subprocess.Popen(command, text=True, errors="replace", stdout=pipe, stderr=stdout) as process:
         try:
             output, _ = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

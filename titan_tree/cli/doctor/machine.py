@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from titan_tree.cli.doctor.finding import Finding, Subject, problem
 
 MIB, GIB, TIB = 2**20, 2**30, 2**40
@@ -21,7 +23,7 @@ MIN_OPEN_FILES = 1024
 
 def machine(subject: Subject) -> Iterator[Finding]:
     """Checks the host."""
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_gpus = torch.cuda.device_count()
     yield _cores(num_gpus)
     yield _memory()
     yield _shared_memory(num_gpus)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.cli.doctor.finding import Finding, Subject, problem
+from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
 from titan_tree.components.backends import AUTO, resolve
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.scoring import tree_logprobs
@@ -72,25 +72,28 @@ def _backends(
 
 def self_test(subject: Subject) -> Iterator[Finding]:
     """Trains tiny random models for one step on a tree, and compares with path by path on the CPU."""
-    device, dtype = training_device()
     for family in KERNEL_SIZES:
-        started = time.perf_counter()
-        loss_error, error, noise = errors(family, device, dtype)
-        limit = MAX_NOISE_RATIO * noise
-        text = (
-            f"gradients of a tree and of its paths differ by {error:.1e} (limit {limit:.1e}), losses by "
-            f"{loss_error:.1e}; {str(dtype).removeprefix('torch.')} on {device.type}, "
-            f"{time.perf_counter() - started:.1f} s"
-        )
-        if max(error, loss_error) <= limit:  # False for NaN
-            yield Finding(family, text)
-            continue
-        yield problem(
-            family,
-            text,
-            "install the versions of constraints.txt, or set model.attention=triton and model.gdn=triton; "
-            "report the output of titan-tree doctor --json",
-        )
+        yield from attempt(family, _test, family, *training_device())
+
+
+def _test(family: str, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+    started = time.perf_counter()
+    loss_error, error, noise = errors(family, device, dtype)
+    limit = MAX_NOISE_RATIO * noise
+    text = (
+        f"gradients of a tree and of its paths differ by {error:.1e} (limit {limit:.1e}), losses by "
+        f"{loss_error:.1e}; {str(dtype).removeprefix('torch.')} on {device.type}, "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+    if error <= limit and loss_error <= limit:  # False for NaN
+        yield Finding(family, text)
+        return
+    yield problem(
+        family,
+        text,
+        "install the versions of constraints.txt, or set model.attention=triton and model.gdn=triton; "
+        "report the output of titan-tree doctor --json",
+    )
 
 
 def errors(family: str, device: torch.device, dtype: torch.dtype) -> tuple[float, float, float]:
