@@ -83,7 +83,7 @@ def test_a_dumped_configuration_loads_as_the_same_configuration(
         ("[checkpoint]\nkeep = 1", ["checkpoint.keep", "at least 2"]),
         ("[partition]\ndevice_gb = -1", ["partition.device_gb", "at least 0"]),
         ('[partition]\nhost_gb = 1\nactivations = "keep"', ["partition.host_gb", '"auto"', "'keep'"]),
-        ("training = 3", ["x.toml", "TrainingConfig"]),
+        ("training = 3", ["x.toml", "training: expected a table", "3"]),
         ("[training]\nsteps = = 3", ["x.toml", "not valid TOML", "line"]),
     ],
 )

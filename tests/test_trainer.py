@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
-from titan_tree import checkpoint
+from titan_tree.checkpoint.storage import CheckpointWriter, read_manifest
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
@@ -151,7 +151,8 @@ class CountCalls(TorchDispatchMode):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, optimizer__lr=1e30, checkpoint__interval=1)
+    options = {"checkpoint__interval": 1, "training__max_bad_steps": 1}
+    config = tiny_config(tmp_path, optimizer__lr=1e30, **options)
     with pytest.raises(UserError, match=r"step 2: .* is nan.*step-1"):
         train(config)
     assert [row["step"] for row in read_metrics(config)] == ["1"]
@@ -176,7 +177,7 @@ def test_a_full_disk_only_loses_the_checkpoint_being_written(
     def refuse_the_second(self: FileSystemWriter, plan: object, planner: object) -> object:
         calls.append(self.path)
         if len(calls) == 2:
-            (self.path / "__0_0.distcp").write_bytes(b"half")
+            (Path(self.path) / "__0_0.distcp").write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, plan, planner)
 
@@ -193,17 +194,17 @@ def test_a_write_error_of_the_operating_system_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_written: int
 ) -> None:
     """Writing fails at the start of a file or within a tensor, for which torch has different messages."""
-    save = checkpoint.CheckpointManager.save
+    write = CheckpointWriter.write_data
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited_save(*args: object) -> object:
+    def limited_write(*args: Any) -> object:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_written, limit[1]))
         try:
-            return save(*args)
+            return write(*args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
-    monkeypatch.setattr(checkpoint.CheckpointManager, "save", limited_save)
+    monkeypatch.setattr(CheckpointWriter, "write_data", limited_write)
     config = tiny_config(tmp_path, checkpoint__interval=2, model__overrides__hidden_size=256)
     with pytest.raises(UserError, match=r"step-2: writing the checkpoint failed"):
         train(config)
@@ -226,7 +227,8 @@ def test_a_run_starts_from_the_weights_of_a_snapshot(tmp_path: Path) -> None:
     config.model = ModelConfig(hf_path=f"{first.config.folder}/hf")  # without the name of the family
     for name, value in train(config).model.state_dict().items():
         assert torch.equal(value, weights[name]), name
-    assert json.loads((Path(config.folder) / "checkpoints" / "model.json").read_text())["name"] == "qwen3_moe"
+    saved = read_manifest(Path(config.folder) / "checkpoints" / "step-1")
+    assert saved["architecture"]["name"] == "qwen3_moe"
 
 
 def test_a_run_over_epochs_trains_on_every_group_that_often(tmp_path: Path) -> None:
@@ -310,5 +312,5 @@ def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
         [sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert result.returncode == 1
-    assert "UserError: data.workers: a worker process ended unexpectedly" in result.stderr
+    assert "AgreedError: data.workers: a worker process ended unexpectedly" in result.stderr
     assert 'put the training under if __name__ == "__main__":' in result.stderr

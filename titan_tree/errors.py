@@ -16,6 +16,10 @@ class UserError(ValueError):
         super().__init__(printable(message))
 
 
+class AgreedError(UserError):
+    """A UserError that all ranks raise between the same two steps, so they can still write a checkpoint."""
+
+
 def printable(text: str) -> str:
     r"""Returns ``text`` as one line without control characters, which could change what a terminal shows.
 

@@ -17,11 +17,24 @@ import time
 from collections.abc import Sequence
 
 from titan_tree.config.toml import load_config
-from titan_tree.errors import UserError
+from titan_tree.errors import AgreedError, UserError
+from titan_tree.signals import Interrupted, Signals, discard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the training and returns the exit status: 0, 2 for wrong input, or 130 after Ctrl-C."""
+    """Runs the training and returns the exit status.
+
+    It is 0 once all steps are trained, 2 for an error, and 128 plus the number of a signal that ended the
+    run: 130 after Ctrl-C, 143 after SIGTERM.
+    """
+    try:
+        with Signals():
+            return _main(argv)
+    except Interrupted as interrupted:
+        return int(interrupted.code or 0)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="titan_tree.train", description="Train a model on token trees.")
     parser.add_argument("--config", required=True, metavar="FILE.toml", help="see train_configs/")
     parser.add_argument(
@@ -40,12 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if rank > 0:
             time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
-        print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
+        if rank == 0 or not isinstance(error, AgreedError):
+            print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
         return 2
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted: the same command continues from the newest checkpoint", flush=True)
-        return 130
     return 0
 
 
@@ -56,7 +66,10 @@ class _Stdout(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
+        try:
+            print(self.format(record), flush=True)
+        except OSError:  # stdout is a pipe whose reader has ended; the run goes on
+            discard(1)
 
 
 def _log_to_stdout(rank: int) -> None:

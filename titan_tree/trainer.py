@@ -6,8 +6,8 @@ metrics.csv, tensorboard/ and checkpoints/, and on request hf/ and profiling/.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import math
 import multiprocessing
 import os
 import time
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from titan_tree.build import (
     num_steps,
     num_workers,
 )
-from titan_tree.checkpoint import Checkpoints, Progress, export_hf
+from titan_tree.checkpoint import Checkpoints, FolderLock, Progress, export_hf, set_aside
 from titan_tree.components.moe import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
@@ -46,18 +46,21 @@ from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import StepLoader
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
+from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
     Optimizers,
     build_lr_schedulers,
     build_optimizers,
-    clip_and_step,
 )
 from titan_tree.distributed.parallelize import keep_compiled
+from titan_tree.engine.bad_steps import BadStepError, BadSteps
 from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import UserError
-from titan_tree.metrics import Loggers, StepReport, step_values
+from titan_tree.engine.update import update_weights
+from titan_tree.errors import AgreedError, UserError
+from titan_tree.leaving import AgreedInput, Leaving
+from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import LOGGERS
@@ -106,11 +109,14 @@ class Trainer:
     validation_inputs: list[StepInput]  # in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
 
-    # how far it is
+    # how far it is, and where it writes
+    run: str  # id of the run, see FolderLock
     num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
-    history: list[StepCounts]  # of the steps that this process has trained
+    leaving: Leaving
+    history: list[StepCounts]  # of the steps that this process has trained, without bad steps
+    bad_steps: BadSteps  # of this process
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
@@ -122,6 +128,8 @@ class Trainer:
             )
         self.config = config
         self.mesh, self.device = init_distributed()
+        self.lock: FolderLock | None = None  # on rank 0
+        self.run = on_rank_0(self._lock_folder)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
@@ -147,6 +155,8 @@ class Trainer:
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.history = Progress(), []
+        # A run in which no step trains also ends with an error.
+        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
@@ -155,45 +165,73 @@ class Trainer:
             lr_schedulers=self.lr_schedulers,
             progress=self.progress,
             architecture=describe_architecture(config, self.model, self.mesh),
+            run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
+        self.leaving = Leaving(config.checkpoint, self.checkpoints, self.progress)
         if self.progress.step:
-            self.dataset.load_state_dict(self.progress.data)
+            self._resume_data()
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.loggers = self._open_loggers() if dist.get_rank() == 0 else None
 
-    def _open_loggers(self) -> Loggers:
-        """Creates the run's folder with its configuration and log files."""
-        config, folder = self.config, Path(self.config.folder)
+    def _lock_folder(self) -> str:
+        """Locks the run's folder and returns the id of the run."""
+        self.lock = FolderLock(Path(self.config.folder))
+        return self.lock.run
+
+    def _resume_data(self) -> None:
+        """Moves the dataset to the position of the checkpoint."""
+        state = self.progress.data
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(dump_config(config))
-        except OSError as error:
-            raise UserError(f"folder = {config.folder}: cannot be written: {error.strerror}") from None
+            self.dataset.load_state_dict(state)
+        except UserError as error:
+            if not self.config.checkpoint.allow_changes:
+                raise
+            logger.warning("changed since the checkpoint: %s", error)
+            position = {name: state[name] for name in self.dataset.position()}
+            self.dataset.load_state_dict(self.dataset.state_dict() | position)
+
+    def _open_loggers(self) -> Loggers:
+        """Writes the configuration and opens the log files. Files of earlier starts keep their content."""
+        config, folder, step = self.config, Path(self.config.folder), self.progress.step
+        written, text = folder / "config.toml", dump_config(config)
+        if written.exists() and written.read_text(errors="replace") != text:
+            set_aside(written, f"until-step-{step}")
+        written.write_text(text)
+        if not step and (earlier := set_aside(folder / "metrics.csv", "earlier")):
+            logger.info("metrics of an earlier run: moved to %s", earlier)
         return Loggers(config.metrics, folder, self.progress.step, self.num_steps)
 
     def train(self) -> None:
-        """Runs the remaining steps, then writes the last checkpoint, the export and a summary."""
+        """Runs the remaining steps, then writes the last checkpoint, the export and a summary.
+
+        Raises:
+            Interrupted: a signal ended the run, after a checkpoint of the steps trained so far.
+            UserError: a step was refused, or a checkpoint could not be written.
+        """
         config, steps, done = self.config, self.num_steps, self.progress.step
         logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
             self._log_sample()
-        inputs = self.inputs()  # the first ones are made while the model compiles
-        if steps > done and config.training.compile:
-            self.compile()
-        profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
-        with self.loggers or nullcontext(), profiler_context as profiler:
-            while self.progress.step < steps:
-                self.train_step(inputs)
-                self.checkpoints.save(last=self.progress.step == steps)
-                profiler.step()
-        self.checkpoints.close()
-        self._log_summary()
-        if config.checkpoint.export_hf:
-            dtype = getattr(torch, config.training.dtype)
-            export_hf(self.model, Path(config.folder) / "hf", dtype, source=config.model.hf_path)
+        with self.leaving.signals as signals:
+            inputs = self.inputs()  # the first ones are made while the model compiles
+            if steps > done and config.training.compile:
+                self.compile()
+            signals.defer()
+            profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
+            with self.loggers or nullcontext(), profiler_context as profiler:
+                while self.progress.step < steps:
+                    with self.leaving.checkpoint_before_error():
+                        self.train_step(inputs)
+                    self.leaving.save(due=self.progress.step == steps)
+                    profiler.step()
+            self.checkpoints.close()
+            self._log_summary()
+            if config.checkpoint.export_hf:
+                dtype = getattr(torch, config.training.dtype)
+                export_hf(self.model, Path(config.folder) / "hf", self.run, dtype, config.model.hf_path)
 
     def _log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
@@ -213,60 +251,74 @@ class Trainer:
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Unlocks the run's folder and leaves the process group."""
+        if self.lock:
+            self.lock.release()
         dist.destroy_process_group()
 
-    def inputs(self) -> Iterator[tuple[StepInput, dict[str, Any]]]:
-        """Starts to make the inputs of the remaining steps, and returns an iterator over (input, position).
+    def inputs(self) -> Iterator[AgreedInput]:
+        """Starts to make the inputs of the remaining steps, and returns an iterator over them.
 
-        The position is the state of the dataset after the step. Inputs are made ahead, so the dataset itself
-        is ahead of training. With the position, a checkpoint does not skip data that was not trained on.
+        It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
+        the state of the dataset after the step. Inputs are made ahead, so the dataset itself is ahead of
+        training. With the position, a checkpoint does not skip data that was not trained on.
         """
         num_steps = self.num_steps - self.progress.step
         workers = num_workers(self.config.data.workers, self.device)
         on_gpu = self.device.type == "cuda"
-        return iter(StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu))
+        loader = StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
+        return self.leaving.agree(iter(loader))
 
-    def train_step(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> None:
+    def train_step(self, inputs: Iterator[AgreedInput]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
         started = time.perf_counter()
-        step_input, position = next(inputs)
+        step_input, position, sizes = next(inputs)
         step = self.progress.step + 1
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
         torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
 
-        result = self.tree_step.run(step_input)
-        grad_norm = clip_and_step(self.optimizers, result.loss, self.config.optimizer.max_grad_norm)
-        self.optimizers.zero_grad()
-        loss, norm = result.loss.item(), grad_norm.item()  # waits for the device
-        check_finite(step, {"loss": loss, "grad_norm": norm}, self.checkpoints)
-        if self.router_bias:
-            assert result.routing is not None
-            assert self.model.experts is not None
-            self.router_bias.update(self.model.experts.router_biases().values(), result.routing)
-
+        max_grad_norm, update = self.config.optimizer.max_grad_norm, None
+        try:
+            update = update_weights(
+                self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
+            )
+            self.history.append(update.result.counts)
+            self.bad_steps.in_a_row = 0
+        except BadStepError as reason:
+            self._skip(step, reason)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, self._data_state() | position
-        self.history.append(result.counts)
 
         seconds = time.perf_counter() - started
         validation = self._validate(step)
         if self.loggers:
             self.loggers.advance(step)
-            if validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
+            if update is None:
+                self.loggers.log(step, {"bad_steps": self.bad_steps.total} | validation_values(validation))
+            elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
                 report = StepReport(
-                    result,
+                    update.result,
                     seconds,
                     dist.get_world_size(),
                     self.device,
-                    loss,
-                    norm,
+                    update.loss,
+                    update.grad_norm,
                     lr,
                     position["epoch"],
                     validation,
                 )
                 self.loggers.log(step, step_values(report))
+
+    def _skip(self, step: int, reason: BadStepError) -> None:
+        """Reports a bad step. Raises AgreedError if there were too many of them in a row."""
+        if self.bad_steps.add() == self.bad_steps.limit:
+            raise AgreedError(
+                f"step {step}: {reason} (training ended after {self.bad_steps.limit} bad steps in a row, "
+                "which left the weights unchanged)"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("step %d is skipped: %s", step, reason)
 
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
@@ -274,26 +326,13 @@ class Trainer:
         if not self.validation_inputs or not is_due:
             return {}
         if not (values := self.tree_step.evaluate(self.validation_inputs)):
-            raise UserError("validation.files: expected tokens to score, but all loss masks or weights are 0")
+            raise AgreedError(
+                "validation.files: expected tokens to score, but all loss masks or weights are 0"
+            )
         return values
 
     def _log_summary(self) -> None:
-        logger.info(summary(self.history))
+        logger.info(summary(self.history, self.bad_steps.total))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
-
-
-def check_finite(step: int, values: dict[str, float], checkpoints: Checkpoints) -> None:
-    """Raises UserError if a value is not finite; ``clip_and_step`` has then left the weights unchanged.
-
-    All ranks see the same values, so all of them stop.
-    """
-    for name, value in values.items():
-        if not math.isfinite(value):
-            checkpoints.wait()
-            raise UserError(
-                f"step {step}: {name} is {value}; training stopped before this step changed the weights "
-                f"(newest checkpoint: {checkpoints.newest() or 'none'}); lower optimizer.lr, or "
-                "check the data for bad values"
-            )

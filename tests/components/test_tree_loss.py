@@ -181,6 +181,66 @@ def test_extreme_logprobs_of_masked_tokens_reach_neither_loss_nor_gradient():
     assert grad.tolist() == [-1.0, 0.0]
 
 
+def exact_clipped(x: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    """Returns PPO's loss of one token with log-ratio x and its derivative, with the limits of large x."""
+    ratio = math.exp(x) if x < 700 else math.inf
+    if advantage == 0:
+        return 0.0, 0.0
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    if clipped * advantage < ratio * advantage:
+        return -clipped * advantage, 0.0
+    return -ratio * advantage, -ratio * advantage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("x", [-1e4, -100.0, -0.5, 0.0, 0.05, 0.5, 100.0, 1e4])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 1.5])
+@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+def test_extreme_ratios_have_the_loss_and_the_gradient_of_their_limit(name, advantage, x, dtype):
+    old = -1.0 if x <= 0 else -1.0 - x
+    path = TokenPath([1, 2], advantage=advantage, old_logprobs=[0, old], ref_logprobs=[0, old])
+    batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
+    logprobs = torch.tensor([old + x], dtype=dtype, requires_grad=True)
+    loss, _ = TreeLoss(name, **OPTIONS.get(name, {}))(logprobs, batch, 1.0)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+
+    if name == "sft":
+        want = -logprobs.item(), -1.0
+    elif name == "reinforce":
+        want = -advantage * logprobs.item(), -advantage
+    else:
+        want = exact_clipped(x, advantage, 0.1, 0.3)
+    if name == "grpo":
+        penalty = math.exp(-x) if x > -700 else math.inf
+        want = want[0] + 0.1 * (penalty - 1 + x), want[1] + 0.1 * (1 - penalty)
+    largest = torch.finfo(dtype).max
+    want = [math.copysign(math.inf, value) if abs(value) > largest else value for value in want]
+    # A log-ratio is a difference: its rounding error is that of the log-probs.
+    tolerance = {"rel": 1e-4, "abs": 1e-6} if dtype == torch.float32 else {"rel": 1e-6, "abs": 1e-9}
+    assert [loss.item(), grad.item()] == pytest.approx(want, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
+def test_a_path_without_weight_changes_nothing_even_if_its_ratio_overflows(name):
+    def path(last, **fields):
+        return TokenPath([1, 2, last], loss_mask=[0, 0, 1], ref_logprobs=[0, 0, -1], **fields)
+
+    counted = path(3, advantage=0.5, old_logprobs=[0, 0, -1])
+    ignored = path(4, advantage=-1.0, old_logprobs=[0, 0, -1e4], weight=0.0)
+    logprobs = torch.tensor([-1.25, -1.25], requires_grad=True)
+    batch = TreeBatch.from_trees([TokenTree.from_paths([counted, ignored])], edges="loss")
+    options = {"kl": 0.1} if name == "grpo" else {}
+    loss, metrics = TreeLoss(name, **options)(logprobs, batch, 1.0)
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    alone, expected = TreeLoss(name, **options)(
+        logprobs[:1], TreeBatch.from_trees([TokenTree.from_paths([counted])], edges="loss"), 1.0
+    )
+    assert loss.item() == alone.item()
+    assert metrics == expected
+    assert grad[batch.edge_label == 4].item() == 0
+    assert grad.isfinite().all()
+
+
 def test_all_turns_of_a_rollout_share_one_denominator():
     """One rollout counts 1 and 3 tokens in its two turns; another one counts 2 tokens."""
     turns = [TokenPath([1, 2]), TokenPath([1, 2, 3, 4, 5], loss_mask=[0, 0, 1, 1, 1])]
@@ -242,6 +302,50 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
     register_loss("decorator")(whole_path_loss(mean))
     needs = {name: TreeLoss(name).needs_whole_paths for name in LOSSES}
     assert [name for name, needed in needs.items() if needed] == ["gspo", "argument", "decorator"]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda logprobs, pairs: logprobs.sum(), r"losses of shape \[3\], .* got a scalar; TreeLoss applies"),
+        (lambda logprobs, pairs: None, r"losses of shape \[3\], one number per log-prob, on cpu, got None"),
+        (lambda logprobs, pairs: logprobs.tolist(), r"losses of .* got a value of type list"),
+        (lambda logprobs, pairs: logprobs[1:], r"losses of shape \[3\], .* got shape \[2\]"),
+        (lambda logprobs, pairs: logprobs[:, None], r"losses of shape \[3\], .* got shape \[3, 1\]"),
+        (lambda logprobs, pairs: logprobs.long(), r"expected floating-point losses, got dtype torch.int64"),
+        (
+            lambda logprobs, pairs: logprobs.to("meta"),
+            "on cpu, got a tensor on meta",
+        ),
+        (lambda logprobs, pairs: (logprobs, {}, {}), "losses of .* got a value of type tuple"),
+        (lambda logprobs, pairs: (logprobs, logprobs), "a dict of metrics beside the losses, got Tensor"),
+        (lambda logprobs, pairs: (logprobs, {"m": 1.0}), "metric 'm': expected values of .* got a value of"),
+        (lambda logprobs, pairs: (logprobs, {"m": logprobs.mean()}), "metric 'm': .* got a scalar"),
+        (
+            lambda logprobs, pairs: logprobs - pairs.old_logprobs,
+            r"'NoneType' .*test_tree_loss\.py:\d+\); the pairs have edge, path, .*; the paths lack "
+            "advantage, old_logprobs, ref_logprobs, rollout_logprobs, policy_version, so give the field",
+        ),
+        (lambda logprobs, pairs: torch.where(logprobs > 0, logprobs, pairs.advantage), "lack advantage"),
+        (lambda logprobs, pairs: pairs.advantage.exp(), "lack advantage"),
+        (lambda logprobs, pairs: logprobs * pairs.reward, "has no attribute 'reward' .* the pairs have edge"),
+    ],
+)
+def test_mistakes_of_a_registered_loss_are_one_line(function, error):
+    register_loss("mine")(function)
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3, 4])])])
+    with pytest.raises(UserError, match=rf"^loss 'mine': .*{error}"):
+        TreeLoss("mine")(torch.zeros(3), batch, 1.0)
+
+
+def test_other_errors_of_a_registered_loss_keep_their_traceback():
+    def mine(logprobs, pairs):
+        return logprobs + "text"
+
+    register_loss("mine")(mine)
+    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2])])])
+    with pytest.raises(TypeError, match="str"):
+        TreeLoss("mine")(torch.zeros(1), batch, 1.0)
 
 
 def test_errors_name_the_setting_and_what_was_expected():

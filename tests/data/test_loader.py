@@ -21,6 +21,7 @@ from titan_tree.data.loader import StepLoader, _WorkerSteps
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.errors import UserError
+from titan_tree.signals import SIGNALS
 from titan_tree.tree.batch import TreeBatch
 
 NUM_GROUPS = 7
@@ -156,7 +157,8 @@ def test_workers_end_with_a_process_that_was_killed(file: Path) -> None:
     sender.close()
     workers = [receiver.recv(), receiver.recv()]
     time.sleep(0.5)  # until the pipe is full
-    os.kill(workers[0], signal.SIGINT)  # Ctrl-C is for the training process
+    for number in SIGNALS:  # they are for the training process, but may be sent to the whole group
+        os.kill(workers[0], number)
     assert all(map(is_running, workers))
     trainer.kill()
     deadline = time.monotonic() + 3

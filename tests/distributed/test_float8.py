@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -156,8 +157,7 @@ def test_a_run_resumes_and_exports_plain_weights(tmp_path: Path, options) -> Non
     exported = load_pretrained(Path(config.folder) / "hf", dtype=torch.bfloat16).state_dict()
     for name, value in weights.items():
         assert torch.equal(value.to(exported[name].dtype).bfloat16(), exported[name]), name
-    for path in (Path(config.folder) / "checkpoints" / "step-4").iterdir():
-        path.unlink()
+    shutil.rmtree(Path(config.folder) / "checkpoints" / "step-4")
     resumed = train(config)
     assert len(resumed.history) == 2
     assert read_metrics(config) == rows

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.registry import Registry
 
 Check = Callable[[Any], str | None]
@@ -50,7 +50,7 @@ class Checked:
                 continue
             for accepted in (*choices.get(field.name, ()), *field.metadata.get("checks", ())):
                 if (expected := accepted(value)) is not None:
-                    raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {value!r}")
+                    raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {shorten(value)}")
 
 
 def setting(default: Any, *checks: Check) -> Any:

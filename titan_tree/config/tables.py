@@ -38,6 +38,10 @@ PATHS = check(
     lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
 )
 
+OPTIONS = check(
+    "no messages and no tools", lambda options: not {"self", "messages", "tools"} & options.keys()
+)
+
 
 @dataclass
 class ModelConfig(Checked, table="model"):
@@ -68,7 +72,7 @@ class DataConfig(Checked, table="data"):
     ignore_fields: list[str] = setting([])
     tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file; default: model.hf_path
     template: str | None = None  # chat template (.jinja) that replaces the tokenizer's
-    sample: dict[str, Any] = setting({})  # options of TreeTokenizer.samples, such as turns = "last"
+    sample: dict[str, Any] = setting({}, OPTIONS)  # of TreeTokenizer.samples, such as turns = "last"
     merge: Literal["group", "batch"] = "group"  # one tree per group; "batch" also merges groups of a batch
     layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path separately, as a baseline
     advantage: Literal["given", "group"] = "given"  # "group" computes it from the rewards of each group
@@ -111,10 +115,11 @@ class PartitionConfig(Checked, table="partition"):
     # Activations of partitions that wait for the partitions below them (docs/partitioning.md). "auto" keeps
     # up to device_gb on the GPU, offloads up to host_gb to host memory, and recomputes the rest.
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
-    device_gb: float | None = setting(None, at_least(0))  # budget of "auto" per GPU; default: no limit
+    # Budget of "auto" per GPU. Default: no limit.
+    device_gb: float | None = setting(None, finite, at_least(0))
     # Budget of "auto" in host memory, per GPU. Default: half of the available memory, divided by the number
     # of ranks on the host.
-    host_gb: float | None = setting(None, at_least(0))
+    host_gb: float | None = setting(None, finite, at_least(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,11 +154,11 @@ class LossConfig(Checked, table="loss"):
 
 
 @dataclass
-class RouterLossConfig:
+class RouterLossConfig(Checked, table="router_loss"):
     """Auxiliary losses on the router of a mixture of experts, see RouterLoss. A coefficient of 0 is off."""
 
-    balance: float = 0.0  # coefficient of the load-balancing loss; about 1e-3 in pre-training
-    z: float = 0.0  # coefficient of the z-loss
+    balance: float = setting(0.0, finite)  # of the load-balancing loss; about 1e-3 in pre-training
+    z: float = setting(0.0, finite)  # of the z-loss
     # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
     # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
     # of them twice: first to count the tokens per expert, then to train.
@@ -161,17 +166,18 @@ class RouterLossConfig:
 
 
 @dataclass
-class RouterBiasConfig:
+class RouterBiasConfig(Checked, table="router_bias"):
     """Balances the experts by a bias on the router's choice, without a loss. See RouterBias."""
 
     # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
     # Unset: no biases are added, and those of a snapshot stay constant. 0: biases are added, and stay
     # constant.
-    rate: float | None = None
+    rate: float | None = setting(None, finite)
     # How often a token counts in the load of an expert: "paths": once per path; "tokens": once.
     counts: Literal["paths", "tokens"] = "paths"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.rate is not None or self.counts == "paths",
             "router_bias.counts",
@@ -221,6 +227,10 @@ class TrainingConfig(Checked, table="training"):
     # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
     # never use float8.
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    # A step is bad if its loss or gradient is not finite, or if the loss counts none of its tokens. It leaves
+    # weights and optimizer states unchanged, but it counts as a step: data and learning rate move on. After
+    # this many bad steps in a row, training ends with an error.
+    max_bad_steps: int = setting(3, at_least(1))
     seed: int = 0  # seed of random initial weights
     compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
     # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and
@@ -272,12 +282,26 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
+    # Minutes after which a checkpoint is written in any case, by the clock of rank 0; unset: no limit.
+    minutes: float | None = setting(None, greater_than(0))
     # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # inside the run's folder, or an absolute path
-    resume: bool = True  # continue from the newest complete checkpoint in the folder
+    resume: bool = True  # continue from the newest good checkpoint in the folder
+    # Resume even if the data, the samples, the loss or the validation files have changed, so that one curve
+    # shows different experiments. The log names all changes.
+    allow_changes: bool = False
     async_save: bool = False  # copy to host memory, then write while training continues
     export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.minutes is None or self.interval > 0,
+            "checkpoint.minutes",
+            "checkpoint.interval > 0 as well, because 0 turns checkpoints off",
+            self.minutes,
+        )
 
 
 @dataclass
@@ -330,10 +354,11 @@ class Config:
     def __post_init__(self) -> None:
         if self.training.steps is not None:
             check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
+        require(self.folder.strip(), "folder", "a path", repr(self.folder))
         # ModelConfig cannot check this: omegaconf constructs it with defaults, where both are unset.
         require(
             bool(self.model.flavor) != bool(self.model.hf_path),
             "model",
-            "either flavor (random weights) or hf_path (a local Hugging Face snapshot)",
+            "either flavor (random weights) or hf_path (a local snapshot, with model.flavor=null)",
             f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
         )

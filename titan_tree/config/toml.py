@@ -14,19 +14,30 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
+from titan_tree.config.checks import MISSING, require
 from titan_tree.config.tables import Config
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, errors_at, require_unicode, shorten
 
 # Keys of earlier versions, and the setting that replaced each one.
 RENAMED = {
     "metrics.csv": 'metrics.loggers, a list of names: add or remove "csv"',
     "metrics.tensorboard": 'metrics.loggers, a list of names: add or remove "tensorboard"',
+}
+# What a key of each type accepts. omegaconf alone would also convert values, such as "3" to 3.
+EXPECTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a table",
 }
 
 
@@ -40,29 +51,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-
-    config = _merge(OmegaConf.structured(Config), table, source=str(path))
+    config = OmegaConf.structured(Config)
     sources: dict[str, str] = {}  # the argument that set a key
-    for argument in overrides:
-        key, separator, _ = argument.lstrip("-").partition("=")
-        if not separator or not key:
-            raise UserError(f"argument {argument!r}: expected key=value, for example training.steps=10")
-        try:
-            parsed = OmegaConf.from_dotlist([argument.lstrip("-")])
-        except yaml.YAMLError:
-            raise UserError(f"argument {argument!r}: the value is not valid YAML") from None
-        sources[key] = f"argument {argument!r}"
-        config = _merge(config, parsed, sources[key])
+    for source, table in [(str(path), _read_file(path)), *map(_read_argument, overrides)]:
+        with errors_at(source):
+            _check_tables(table)
+            config = _merge(config, table)
+        if source != str(path):
+            sources |= dict.fromkeys(_keys(table), source)
+    _require_all(config, path)
     try:
         return OmegaConf.to_object(config)  # type: ignore[return-value]  # runs the checks of every table
-    except MissingMandatoryValue as error:
-        raise UserError(f"{path}: {error.full_key}: missing; it has no default") from None
     except UserError as error:
         key = str(error).partition(":")[0]
         raise UserError(f"{sources.get(key, path)}: {error}") from None
@@ -97,30 +96,143 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value)  # TOML writes strings, numbers and booleans like JSON
 
 
-def _merge(config: Any, table: Any, source: str) -> Any:
-    """Returns ``config`` with the values of ``table``. Errors name ``source``, a file or an argument."""
+def _read_file(path: str | Path) -> dict[str, Any]:
     try:
-        return OmegaConf.merge(config, table)
-    except ConfigKeyError as error:
-        raise UserError(f"{source}: {_explain_unknown(error.full_key or str(error.key))}") from None
-    except (OmegaConfBaseException, TypeError) as error:
-        key = getattr(error, "full_key", None)
-        message = str(error).splitlines()[0]
-        raise UserError(f"{source}: {key}: {message}" if key else f"{source}: {message}") from None
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid TOML: brackets are nested too deeply") from None
+    except ValueError as error:  # wrong TOML, not UTF-8, or a number of thousands of digits
+        raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
-def _explain_unknown(key: str) -> str:
+def _read_argument(argument: str) -> tuple[str, dict[str, Any]]:
+    """Returns a name of the argument for error messages, and the tables that it sets."""
+    source = f"argument {shorten(argument)}"
+    key, separator, text = argument.lstrip("-").partition("=")
+    names = key.split(".")
+    if not separator or not all(names):
+        raise UserError(f"{source}: expected key=value, for example training.steps=10")
+    _check_text(text, f"{source}: {key:.60}")
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        raise UserError(f"{source}: the value is not valid YAML") from None
+    # YAML spells these numbers .inf and .nan, but Python and TOML do not.
+    value: Any = float(text) if text in ("inf", "-inf", "nan") else parsed["value"]
+    for name in reversed(names):
+        value = {name: value}
+    return source, value
+
+
+def _check_tables(tables: dict[str, Any]) -> None:
+    """Raises UserError for unknown keys, values of another type than the key's, and unusable values."""
+    known = _types(Config)
+    for name, table in tables.items():
+        if name not in known:
+            raise UserError(_explain_unknown("", name))
+        if not dataclasses.is_dataclass(known[name]):
+            _check_type(table, known[name], name)
+            continue
+        _check_type(table, dict, name)
+        types = _types(known[name])
+        for field, value in table.items():
+            if field not in types:
+                raise UserError(_explain_unknown(name, field))
+            _check_type(value, types[field], f"{name}.{field}")
+    for name, table in tables.items():
+        _check_value(table, name)
+
+
+def _check_type(value: Any, hint: Any, key: str) -> None:
+    """Raises UserError if a value, or an item of a list, is not of the type that the field declares."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kind = get_origin(options[0]) or options[0]
+    if kind not in EXPECTED or (value is None and NoneType in options):
+        return
+    fits = isinstance(value, int | float if kind is float else kind)
+    fits = fits and isinstance(value, bool) == (kind is bool)  # a bool is an int for Python
+    hint = "; write it in quotes" if kind is str else ""
+    require(fits, key, EXPECTED[kind], shorten(value) + hint)
+    if kind is list:
+        for index, item in enumerate(value):
+            _check_type(item, get_args(options[0])[0], f"{key}[{index}]")
+
+
+def _check_value(value: Any, key: str) -> None:
+    """Raises UserError for a value that no key can have, or that omegaconf would not take literally."""
+    expected = "a string, a number, true, false, a list or a table"
+    require(isinstance(value, str | int | float | list | dict | None), key, expected, shorten(value))
+    if isinstance(value, str):
+        _check_text(value, key)
+    elif isinstance(value, int):
+        require(-(2**63) <= value < 2**63, key, "an integer of at most 64 bits", shorten(value))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{key}[{index}]")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            require(isinstance(name, str), key, "names as the keys of a table", shorten(name))
+            _check_text(name, key)
+            _check_value(item, f"{key}.{name:.60}")
+
+
+def _check_text(text: str, key: str) -> None:
+    """Raises UserError for what omegaconf would replace, and for text that no file can be named."""
+    for marker, found in (("${", "${" in text), (MISSING, text.strip() == MISSING)):
+        if found:
+            raise UserError(
+                f"{key}: expected a literal value without {marker!r}, got {shorten(text)}; variables are not "
+                "expanded, so write the value itself"
+            )
+    require("\0" not in text, key, "text without NUL characters", shorten(text))
+    require_unicode(text, key)
+
+
+def _merge(config: Any, tables: dict[str, Any]) -> Any:
+    """Returns ``config`` with the values of ``tables``."""
+    try:
+        return OmegaConf.merge(config, tables)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]:.200}") from None
+
+
+def _require_all(config: Any, path: str | Path) -> None:
+    """Raises UserError if keys without a default are missing; the message names all of them."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if not (config.model.flavor or config.model.hf_path):
+        missing.append("model.flavor (random weights) or model.hf_path (a local Hugging Face snapshot)")
+    if missing:
+        names = "; ".join(missing)
+        raise UserError(f"{path}: missing, without a default: {names}; set them here or as key=value")
+
+
+def _explain_unknown(table: str, name: str) -> str:
+    """Returns what is wrong with a key. Hints name the same key of another table, or a similar one here."""
+    key = f"{table}.{name}" if table else name
     if key in RENAMED:
         return f"{key!r} was replaced by {RENAMED[key]}"
-    known = list(_keys(OmegaConf.to_container(OmegaConf.structured(Config))))
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
-        return f"unknown key {key!r}; did you mean {close[0]!r}?"
-    tables = [field.name for field in dataclasses.fields(Config) if field.name != "folder"]
-    return f"unknown key {key!r}; the tables are {', '.join(tables)}"
+    tables = {name: _types(hint) for name, hint in _types(Config).items() if dataclasses.is_dataclass(hint)}
+    here = list(tables[table] if table else _types(Config))
+    hints = [f"{other}.{name}" for other, fields in tables.items() if name in fields]
+    if not hints:
+        near = difflib.get_close_matches(name.lower()[:60], here, n=1, cutoff=0.7)
+        hints = [f"{table}.{match}" if table else match for match in near]
+    if hints:
+        return f"unknown key {shorten(key)}; did you mean {' or '.join(map(repr, hints))}?"
+    owner = f"the keys of [{table}]" if table else "the tables"
+    return f"unknown key {shorten(key)}; {owner} are {', '.join(here if table else tables)}"
 
 
-def _keys(table: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in table.items():
+def _types(table: Any) -> dict[str, Any]:
+    """Returns the types of the fields of a dataclass."""
+    hints = get_type_hints(table)
+    return {field.name: hints[field.name] for field in dataclasses.fields(table)}
+
+
+def _keys(tables: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in tables.items():
         yield prefix + key
         if isinstance(value, dict):
             yield from _keys(value, f"{prefix}{key}.")

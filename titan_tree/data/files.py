@@ -121,7 +121,10 @@ class DataFiles:
 
     def check_unchanged(self, before: list[list[int]]) -> None:
         """Raises UserError if the files differ from those whose ``checksums`` a checkpoint holds."""
-        now, advice = self.checksums, "resume with the same data, or start a run in a new folder"
+        now, advice = (
+            self.checksums,
+            "resume with the same data, start in a new folder, or set checkpoint.allow_changes = true",
+        )
         if len(now) != len(before):
             raise UserError(
                 f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler
+from multiprocessing import resource_tracker
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.serialization import Packed, from_bytes, to_bytes
 from titan_tree.errors import UserError
+from titan_tree.signals import SIGNALS
 
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
@@ -59,7 +61,7 @@ class StepLoader(Generic[T]):
     def __iter__(self) -> Iterator[tuple[T, Position]]:
         """Starts to make the first steps, and returns an iterator over all of them."""
         items = self._from_workers() if self.workers else self._in_this_process()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_ctrl_c)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_signals)
         return self._one_ahead(items, thread, thread.submit(next, items, None))
 
     def _one_ahead(
@@ -77,6 +79,8 @@ class StepLoader(Generic[T]):
             yield (step.pin_memory() if self.pin else step), self.dataset.position()
 
     def _from_workers(self) -> Iterator[tuple[T, Position]]:
+        resource_tracker.ensure_running()  # if the first worker started it, it would unblock some signals
+        _block_signals()
         steps = DataLoader(
             _WorkerSteps(self.dataset, self.prepare, self.num_steps),
             batch_size=None,
@@ -120,6 +124,7 @@ class _WorkerSteps(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Packed | str, Position, list[logging.LogRecord]]]:
         """Yields (packed step or error message, position after it, log records) of each step."""
         threading.Thread(target=_exit_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_if_terminated, daemon=True).start()
         worker = get_worker_info()
         assert worker is not None
         dataset, prepare, num_steps = pickle.loads(self.pickled.numpy())
@@ -150,12 +155,20 @@ class _Collector(QueueHandler):
         return records
 
 
-def _block_ctrl_c() -> None:
-    """Blocks SIGINT in this thread and in the processes that it starts: Ctrl-C is for the main thread.
+def _block_signals() -> None:
+    """Blocks the signals that end a run in this thread and in the processes that it starts.
 
-    It ends training, and training ends the workers, which would otherwise each print a traceback.
+    They are for the main thread, which finishes its step and writes a checkpoint before it ends the workers.
+    Ctrl-C, a closed terminal and torchrun send them to all processes of a group.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _exit_if_terminated() -> None:
+    """Ends this worker on a SIGTERM of its parent. Those that are sent to the whole group have no effect."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(1)
 
 
 def _exit_with_parent() -> None:

@@ -5,9 +5,14 @@ A single rank gets its arguments back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -54,3 +59,27 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
     total = torch.stack([loss, *(sums.get(name, zero).float() for name in names)])
     dist.all_reduce(total)
     return total[0], dict(zip(names, total[1:], strict=True))
+
+
+def agreed(function: Callable[[], T]) -> T:
+    """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
+    mine: tuple[Any, Exception | None]
+    try:
+        mine = function(), None
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        mine = None, error
+    of_ranks = [mine] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(of_ranks, mine)
+    for _, failure in of_ranks:
+        if failure is not None:
+            raise failure
+    return cast(T, of_ranks[0][0])
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Calls a function on rank 0 only. All ranks return its result, or raise its error."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return agreed(function if is_first else lambda: cast(T, None))

@@ -7,6 +7,7 @@ OPTIMIZERS (titan_tree/registry.py).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ def build_lr_schedulers(
     config: LRSchedulerConfig, optimizers: Optimizers, steps: int
 ) -> titan.LRSchedulersContainer:
     """Returns a scheduler over ``steps`` optimizer steps for each optimizer."""
+    # The schedule moves on when a step is skipped, even the first one.
+    warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
     return titan.LRSchedulersContainer.Config(
         warmup_steps=config.warmup_steps, decay_type=config.decay_type, min_lr_factor=config.min_lr_factor
     ).build(optimizers=optimizers, training_steps=steps)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.profiler import Profiler
@@ -25,7 +24,6 @@ from titan_tree.components import tree_attention  # noqa: F401  # registers tita
 from titan_tree.distributed import exchange  # noqa: F401  # registers titan_tree::dispatch
 
 __all__ = [
-    "CheckpointManager",
     "FullAC",
     "LRSchedulersContainer",
     "OptimizersContainer",

@@ -32,7 +32,7 @@ def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad(), cast_weights(model):
         for step in steps:
-            for batches in _schedule(step):
+            for batches in equal_schedule(step):
                 runner = PartitionRunner(model, batches, device, is_top1=True)
                 for batch, out in runner.outputs():
                     if not batch.is_dummy:
@@ -41,8 +41,11 @@ def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -
     return {"loss": loss / weight, "accuracy": correct / weight} if weight else {}
 
 
-def _schedule(step: StepInput) -> list[list[TreeBatch]]:
-    """Returns the micro-batches; ranks communicate in every forward pass, so all of them run equally many."""
+def equal_schedule(step: StepInput) -> list[list[TreeBatch]]:
+    """Returns the micro-batches of this rank, with dummy batches so that all ranks run equally many passes.
+
+    Ranks communicate in every forward pass. Dummy micro-batches come last.
+    """
     if world_size() == 1:
         return step.micro_batches
     sizes = all_reduce_counts(step)

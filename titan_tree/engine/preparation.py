@@ -63,4 +63,8 @@ class StepPreparer:
         ]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
         versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
-        return StepInput(batches, unpartitioned, counts, chain_peak, int(max(versions, default=-1)))
+        path_ids = tuple(
+            tuple(tuple(path.id or "?" for path in tree.paths) for tree in trees) for trees in micro_batches
+        )
+        newest = int(max(versions, default=-1))
+        return StepInput(batches, unpartitioned, counts, chain_peak, newest, path_ids)

@@ -62,6 +62,13 @@ class StepInput:
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
+    # For each tree of each micro-batch, the ids of its paths; "?" for a path without an id.
+    path_ids: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+    @classmethod
+    def nothing(cls) -> StepInput:
+        """Returns the input of a rank without trees."""
+        return cls([], [], StepCounts(*(0 for _ in dataclasses.fields(StepCounts))), chain_peak=0)
 
     def pin_memory(self) -> StepInput:
         """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""
@@ -96,6 +103,7 @@ class GlobalSizes(NamedTuple):
     max_partitions: int  # of one micro-batch
     chain_peak: int
     newest_version: int
+    notice: int  # the largest one that a rank gave, see ``all_reduce_counts``
 
     @property
     def is_partitioned(self) -> bool:
@@ -103,11 +111,17 @@ class GlobalSizes(NamedTuple):
         return self.max_partitions > 1
 
 
-def all_reduce_counts(step: StepInput) -> GlobalSizes:
-    """Sums the counts of all ranks and takes the maxima of the other sizes, on the host."""
+def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
+    """Sums the counts of all ranks and takes the maxima of the other sizes, on the host.
+
+    Args:
+        notice: a number that all ranks learn, at no extra cost, before they run the step.
+    """
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
-    maxima = torch.tensor([len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version])
+    maxima = torch.tensor(
+        [len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version, notice]
+    )
     if world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)

@@ -22,6 +22,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.bad_steps import BadStepError, find_cause
 from titan_tree.engine.evaluation import evaluate
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
 from titan_tree.engine.preparation import StepPreparer
@@ -29,7 +30,7 @@ from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_re
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
-from titan_tree.errors import UserError
+from titan_tree.errors import AgreedError, UserError
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
@@ -105,14 +106,18 @@ class TreeStep:
         step = self.preparer()(micro_batches)
         return step.pin_memory() if self.device.type == "cuda" else step
 
-    def run(self, step: StepInput) -> StepResult:
+    def run(self, step: StepInput, sizes: GlobalSizes | None = None) -> StepResult:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
 
+        Args:
+            step: this rank's share.
+            sizes: of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
-            UserError: if the loss counts no token of the global batch, or if the GPU runs out of memory.
-                Discard the gradients in that case.
+            BadStepError: if the loss counts no token of the global batch. No pass has run then.
+            UserError: if the GPU runs out of memory. Discard the gradients in that case.
         """
-        sizes = all_reduce_counts(step)
+        if sizes is None:
+            sizes = all_reduce_counts(step)
         self._check(sizes)
         micro_batches = self._schedule(step, sizes)
         run = self._make_run(step, sizes, micro_batches)
@@ -151,6 +156,14 @@ class TreeStep:
         """Scores held-out trees, see ``evaluate``."""
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
+
+    def find_cause(self, step: StepInput) -> str:
+        """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
+
+        Call it on every rank, before the weights change.
+        """
+        self._gradient_sync.hold(False)
+        return find_cause(self.model, self.loss, step, self.device)
 
     @property
     def _may_partition(self) -> bool:
@@ -212,12 +225,12 @@ class TreeStep:
     def _check(self, sizes: GlobalSizes) -> None:
         counts = sizes.counts
         if counts.loss_weight <= 0:
-            raise UserError(
+            raise BadStepError(
                 "the loss counts no token of this step's global batch, because all loss masks or weights "
                 "are 0; check the data, or raise data.global_batch_groups"
             )
         if sizes.is_partitioned and not self._may_partition:
-            raise UserError(
+            raise AgreedError(
                 "parallel.reduce_gradients: expected 'last' if trees are partitioned (one micro-batch has "
                 f"{sizes.max_partitions} partitions), got {self.reduce_gradients!r}; set it to 'last', or "
                 "raise data.max_tokens"

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 # The values that the line shows, in this order, and those that it omits. Any other value, such as one of your
 # own loss or metric, follows the loss.
 FORMATS = {
+    "bad_steps": "{:.0f} bad steps so far",
     "loss": "loss {:.4f}",
     "grad_norm": "grad {:.3f}",
     "lr": "lr {:.2e}",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from titan_tree.errors import UserError, shorten
 from titan_tree.metrics.loggers import Logger
 
 
@@ -22,12 +23,32 @@ class CsvLogger(Logger):
         self.path = folder / "metrics.csv"
         self.columns: list[str] = []
         if self.path.exists():
-            with self.path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                # A crash can truncate the last row, even inside its step number. Missing values are None.
-                rows = [row for row in reader if None not in row.values() and int(row["step"]) <= start_step]
-                self.columns = list(reader.fieldnames or [])
+            with self.path.open(newline="", errors="backslashreplace") as file:
+                rows = self._rows_up_to(start_step, csv.DictReader(file))
             self._rewrite(rows)
+
+    def _rows_up_to(self, step: int, reader: csv.DictReader) -> list[dict[str, str]]:
+        """Returns the rows of steps up to ``step``, and sets the columns.
+
+        A crash can truncate the last row, even inside its step number. This row is left out.
+
+        Raises:
+            UserError: a row is not one that this class writes.
+        """
+        try:
+            rows = [(reader.line_num, row) for row in reader]
+        except csv.Error as error:
+            raise UserError(f"{self.path}:{reader.line_num}: {error}; rename the file") from None
+        self.columns = list(reader.fieldnames or [])
+        if rows and None in rows[-1][1].values():
+            del rows[-1]
+        for line, row in rows:
+            if None in row or None in row.values() or not row.get("step", "").isdecimal():
+                raise UserError(
+                    f"{self.path}:{line}: expected a step and one value per column, got "
+                    f"{shorten(row.get('step'))}; correct or remove the line, or rename the file"
+                )
+        return [row for _, row in rows if int(row["step"]) <= step]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         row = {"step": step, **values}

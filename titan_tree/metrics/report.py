@@ -43,8 +43,13 @@ def step_values(report: StepReport) -> dict[str, float]:
     for name in METRICS:
         _add(values, METRICS[name](report), f"metric {name!r}")
     _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
-    _add(values, {f"validation_{name}": value for name, value in report.validation.items()}, "validation")
+    _add(values, validation_values(report.validation), "validation")
     return values
+
+
+def validation_values(validation: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values of a validation by the names that ``step_values`` gives them."""
+    return {f"validation_{name}": value for name, value in validation.items()}
 
 
 def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:

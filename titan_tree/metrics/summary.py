@@ -37,8 +37,16 @@ def data_sizes(sizes: DataSizes, groups_per_step: int) -> str:
     )
 
 
-def summary(history: Sequence[StepCounts]) -> str:
-    """Returns one line on what the steps of this process have trained on."""
+def summary(history: Sequence[StepCounts], bad_steps: int) -> str:
+    """Returns one line on what the steps of this process have trained on.
+
+    Args:
+        history: of the steps that changed the weights.
+        bad_steps: number of the other steps.
+    """
+    skipped = f"skipped {bad_steps} bad step{'s' * (bad_steps > 1)}" if bad_steps else ""
+    if not history and bad_steps:
+        return f"trained no step; {skipped}"
     if not history:
         return (
             "nothing left to train: raise training.steps or training.epochs to continue, or set a new folder "
@@ -49,4 +57,5 @@ def summary(history: Sequence[StepCounts]) -> str:
         f"trained {len(history)} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
         f"{total.logical_tokens:,} logical tokens, {total.executed_tokens:,} executed "
         f"(POR {100 * total.por:.1f}%, {total.logical_tokens / total.executed_tokens:.2f}x fewer)"
+        f"{'; ' if skipped else ''}{skipped}"
     )

@@ -51,6 +51,7 @@ class PathPairs:
     edge: Tensor  # [F] int64, index of an edge of the batch
     path: Tensor  # [F] int64, 0 .. P-1, ascending
     loss_mask: Tensor  # [F] float32
+    path_number: Tensor  # [P] int64: the path's number in ``TokenTree.paths`` of the micro-batch
     weight: Tensor  # [P] float32
     loss_tokens: Tensor  # [P] float32: sum of the path's loss mask, also over edges of other partitions
     rollout_tokens: Tensor  # [P] float32: sum of loss_tokens over the paths of the path's rollout
@@ -214,6 +215,7 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_pat
         path=torch.from_numpy(
             pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
         ),
+        path_number=torch.from_numpy(paths),
         **{name: torch.from_numpy(values[paths]) for name, values in pairs.path_fields.items()},
         **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
     )

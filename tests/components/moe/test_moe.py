@@ -32,6 +32,34 @@ def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
 
 
+def test_forced_experts_whose_probabilities_underflow_have_weights_and_gradients():
+    """The logits of two experts are 200 below the others, so their probabilities are 0 in float32."""
+    exact = small_moe(norm_topk_prob=True, shared=False, top_k=2)
+    with torch.no_grad():
+        exact.gate.weight.mul_(0.1)
+        exact.gate.weight[:, 0] = torch.tensor([0.0, -2.0, -4.0, -200.0, -200.5])
+    made = copy.deepcopy(exact).float()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    x[:, 0] = 1.0
+    forced = torch.tensor([[3, 4]] * 3 + [[4, 3]] * 2 + [[-1, -1]], dtype=torch.int16)
+
+    # The definition, with logarithms of probabilities.
+    chosen = torch.where(forced >= 0, forced.long(), torch.tensor([0, 1]))
+    log_p = (x @ exact.gate.weight.t()).log_softmax(-1).gather(1, chosen)
+    weight = (log_p - log_p.logsumexp(-1, keepdim=True)).exp()
+    gate_up, down = exact.experts.gate_up_proj[chosen], exact.experts.down_proj[chosen]
+    gate, up = torch.einsum("nkmd,nd->nkm", gate_up, x).chunk(2, dim=-1)
+    want = torch.einsum("nkdm,nkm,nk->nd", down, F.silu(gate) * up, weight)
+
+    got = made(x.float(), torch.ones(6), forced)[0]
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
+    upstream = torch.randn_like(want)
+    theirs = torch.autograd.grad((want * upstream).sum(), list(exact.parameters()))
+    ours = torch.autograd.grad((got * upstream.float()).sum(), list(made.parameters()))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.float(), rtol=1e-3, atol=1e-4)
+
+
 def test_routing_counts_tokens_and_paths():
     made = small_moe(top_k=2)
     x = torch.randn(11, 8, dtype=torch.float64)

@@ -160,7 +160,7 @@ def test_a_resumed_run_has_the_biases_of_an_uninterrupted_one(tmp_path):
 def test_without_a_rate_there_are_no_biases(tmp_path):
     trainer = train(tiny_config(tmp_path / "a", model__name="qwen3_moe", checkpoint__interval=2))
     assert not any("bias" in name for name in trainer.model.state_dict())
-    assert "router_bias" not in json.loads((trainer.checkpoints.folder / "model.json").read_text())
+    assert "router_bias" not in trainer.checkpoints.architecture
     with pytest.raises(UserError, match=r"router_bias.rate: expected a model with experts"):
         train(tiny_config(tmp_path / "b", router_bias__rate=0.0))
 

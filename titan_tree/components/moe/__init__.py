@@ -107,9 +107,10 @@ class MoE(nn.Module):
         expert = choice.topk(self.top_k, dim=-1).indices
         if forced_experts is not None:
             expert = torch.where(forced_experts >= 0, forced_experts.to(expert.dtype), expert)
-        weight = probability.gather(1, expert)
-        if self.norm_topk_prob:
-            weight = weight / weight.sum(-1, keepdim=True)
+        if self.norm_topk_prob:  # a softmax over the chosen, because all their probabilities may underflow
+            weight = logits.gather(1, expert).softmax(-1)
+        else:
+            weight = probability.gather(1, expert)
         is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
 
         experts = self.experts

@@ -1,6 +1,7 @@
 """TreeLoss: any loss of single sequences, computed on a token tree.
 
 loss.py             TreeLoss, which reduces a loss over the paths of a global batch; register_loss
+call.py             calls a loss function and checks what it returns
 sft.py              negative log-likelihood
 policy_gradient.py  reinforce, ppo, grpo, gspo
 
@@ -8,8 +9,8 @@ A loss is a function of the log-probs of one sequence's tokens. A new loss takes
 ``titan_tree.registry.LOSSES``, or the decorator ``register_loss`` in your own script.
 """
 
+from titan_tree.components.tree_loss.call import LossFunction
 from titan_tree.components.tree_loss.loss import (
-    LossFunction,
     Reduction,
     TreeLoss,
     normalizer,

@@ -28,19 +28,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from titan_tree.components.tree_loss.call import LossFunction, call_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
-from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.batch import PathPairs, TreeBatch
 from titan_tree.tree.paths import TokenPath
 
 Reduction = Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"]
-# (log-probs [F] in nats, pairs, **options) -> losses [F], or losses [F] and metrics, each [F]
-LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
 def whole_path_loss(function: LossFunction) -> LossFunction:
@@ -139,7 +138,8 @@ class TreeLoss:
             batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
 
         Raises:
-            UserError: ``normalizer`` is not positive, or the paths lack a field that the loss needs.
+            UserError: ``normalizer`` is not positive, the paths lack a field that the loss needs, or the loss
+                function returns something else than [F] losses.
         """
         pairs = batch.pairs
         if not normalizer > 0:
@@ -153,11 +153,47 @@ class TreeLoss:
         if self.reduction in divisors:
             coefficient = token_weight / divisors[self.reduction].clamp_min(1e-30)[pairs.path]
 
-        # Log-probs become 0 where the mask is 0, as old and reference log-probs are: the ratio is 1, and
-        # 0 * inf cannot occur.
-        path_logprobs = torch.where(pairs.loss_mask > 0, logprobs[pairs.edge], 0.0)
-        result: Any = self.function(path_logprobs, pairs, **self.options)
-        losses, metrics = result if isinstance(result, tuple) else (result, {})
+        losses, metrics = self._losses(self._by_pair(logprobs, pairs), pairs, entropy)
+        # What is not counted may be infinite, and 0 * inf is NaN.
+        loss = torch.where(coefficient > 0, coefficient * losses, 0.0).sum() / normalizer
+        sums = {
+            name: torch.where(token_weight > 0, token_weight * value.detach(), 0.0).sum()
+            for name, value in metrics.items()
+        }
+        return loss, sums | {"token_weight": token_weight.sum()}
+
+    @torch.enable_grad()
+    def not_finite(self, logprobs: Tensor, batch: TreeBatch, entropy: Tensor | None = None) -> Tensor:
+        """Returns [F] bool: the counted pairs with a loss, or a derivative by a log-prob, that is not finite.
+
+        Args:
+            logprobs: see ``__call__``; without gradients.
+            batch: see ``__call__``.
+            entropy: see ``__call__``.
+        """
+        pairs = batch.pairs
+        is_counted = (pairs.weight[pairs.path] > 0) & (pairs.loss_mask > 0)
+        path_logprobs = self._by_pair(logprobs, pairs).requires_grad_()
+        losses, _ = self._losses(path_logprobs, pairs, entropy)
+        losses = torch.where(is_counted, losses, 0.0)
+        (derivatives,) = torch.autograd.grad(losses.sum(), path_logprobs)
+        return is_counted & ~(losses.isfinite() & derivatives.isfinite())
+
+    def _by_pair(self, logprobs: Tensor, pairs: PathPairs) -> Tensor:
+        """Returns the log-prob of each pair, [F]; 0 where the mask is 0, as old and reference log-probs are.
+
+        The ratio is then 1 there, and no gradient flows back.
+        """
+        is_counted = pairs.loss_mask > 0
+        if not self.needs_whole_paths:  # otherwise, the loss of another path may depend on this path
+            is_counted = is_counted & (pairs.weight[pairs.path] > 0)
+        return torch.where(is_counted, logprobs[pairs.edge], 0.0)
+
+    def _losses(
+        self, path_logprobs: Tensor, pairs: PathPairs, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses and the metrics of all pairs, [F] each."""
+        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
         metrics["nll"] = -path_logprobs
         if pairs.policy_version is not None:
             metrics["policy_version"] = pairs.policy_version
@@ -169,7 +205,4 @@ class TreeLoss:
                     "TreeLoss: entropy != 0 needs the model's entropy: call model(batch, entropy=True)"
                 )
             losses = losses - self.entropy * metrics["entropy"]
-
-        loss = (coefficient * losses).sum() / normalizer
-        sums = {name: (token_weight * value.detach()).sum() for name, value in metrics.items()}
-        return loss, sums | {"token_weight": token_weight.sum()}
+        return losses, metrics

@@ -33,10 +33,8 @@ def ppo(
     """
     advantage = _field(pairs, "advantage")
     log_ratio = logprobs - _field(pairs, "old_logprobs")
-    ratio = log_ratio.exp()
-    loss, is_clipped = _clipped_surrogate(ratio, advantage, clip_low, clip_high)
-    # The k3 estimator of Schulman (2020): unbiased and never negative.
-    return loss, {"clip_fraction": is_clipped, "old_kl": ratio - 1 - log_ratio}
+    loss, is_clipped = _clipped_surrogate(log_ratio, advantage, clip_low, clip_high)
+    return loss, {"clip_fraction": is_clipped, "old_kl": _k3(log_ratio)}
 
 
 def grpo(
@@ -56,8 +54,7 @@ def grpo(
     """
     loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
     if kl:
-        log_ratio = _field(pairs, "ref_logprobs") - logprobs
-        metrics["ref_kl"] = log_ratio.exp() - 1 - log_ratio
+        metrics["ref_kl"] = _k3(_field(pairs, "ref_logprobs") - logprobs)
         loss = loss + kl * metrics["ref_kl"]
     return loss, metrics
 
@@ -78,21 +75,32 @@ def gspo(
     Returns:
         Losses, and the metric clip_fraction.
     """
-    log_ratio = (logprobs - _field(pairs, "old_logprobs")) * pairs.loss_mask
+    is_counted = pairs.weight[pairs.path] > 0  # a path without weight has no gradient, even an infinite one
+    log_ratio = (logprobs - _field(pairs, "old_logprobs")) * pairs.loss_mask * is_counted
     mean = torch.zeros_like(pairs.loss_tokens, dtype=log_ratio.dtype).index_add(0, pairs.path, log_ratio)
     mean = mean / pairs.loss_tokens.clamp_min(1e-30)
-    ratio, advantage = mean.exp()[pairs.path], _field(pairs, "advantage")
-    loss, is_clipped = _clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    advantage = _field(pairs, "advantage")
+    loss, is_clipped = _clipped_surrogate(mean[pairs.path], advantage, clip_low, clip_high)
     return loss, {"clip_fraction": is_clipped}
 
 
 def _clipped_surrogate(
-    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the losses [F], and 1.0 wherever the clipped term is the smaller one and stops the gradient."""
+    """Returns the losses [F], and 1.0 wherever the clipped term is the smaller one and stops the gradient.
+
+    Where the gradient is 0, the exponential is not differentiated: it may overflow, and 0 * inf is NaN.
+    """
+    ratio = log_ratio.detach().exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    return loss, ((clipped - ratio) * advantage < 0).float()
+    is_clipped = (clipped - ratio) * advantage < 0
+    ratio = torch.where(is_clipped | (advantage == 0), 0.0, log_ratio).exp()
+    return -torch.where(is_clipped, clipped, ratio) * advantage, is_clipped.float()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Returns the k3 estimate of KL divergence by Schulman (2020), which is unbiased and never negative."""
+    return log_ratio.expm1() - log_ratio
 
 
 _FIXES = {

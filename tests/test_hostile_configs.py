@@ -1,0 +1,216 @@
+"""Wrong configurations of every kind: each one is refused in one line, and nothing in it is expanded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_tree.config import Config
+from titan_tree.config.toml import dump_config, load_config
+from titan_tree.errors import UserError
+
+GOOD = 'folder = "outputs/x"\n[model]\nflavor = "debug"\n[data]\nfiles = "demo"\n'
+SECRET = "${oc.env:SECRET}"
+
+FILES = {  # name -> content, and words of the error
+    "empty": ("", "missing, without a default: data.files; model.flavor"),
+    "all missing": ("[training]\nsteps = 1", "data.files; model.flavor"),
+    "latin-1": (b'folder = "\xe9"', "not valid TOML: 'utf-8' codec"),
+    "utf-16": (GOOD.encode("utf-16"), "not valid TOML"),
+    "a NUL": (b'folder = "\0"', "not valid TOML"),
+    "a control character": (b'folder = "\x1b[31m"', "not valid TOML"),
+    "JSON": ('{"folder": "x"}', "not valid TOML"),
+    "a table twice": (f"{GOOD}[model]\nname = 'qwen3'", "not valid TOML"),
+    "a key twice": (f"{GOOD}files = 'x'", "not valid TOML"),
+    "brackets": ("x = " + "[" * 100_000, "nested too deeply"),
+    "inline tables": ("x = " + "{a=" * 100_000, "nested too deeply"),
+    "dots": (f"{GOOD}[loss.options]\n{'.'.join('a' * 3000)} = 1", "nested too deeply"),
+    "5,000 digits": (f"{GOOD}[training]\nsteps = {'9' * 5000}", "not valid TOML"),
+    "6,000 hex digits": (f"{GOOD}[training]\nsteps = 0x{'f' * 6000}", "training.steps: expected an integer"),
+    "400 digits": (
+        f"{GOOD}[training]\nseed = {'9' * 400}",
+        "training.seed: expected an integer of at most 64",
+    ),
+    "a rate of 400 digits": (f"{GOOD}[optimizer]\nlr = {'9' * 400}", "optimizer.lr: expected an integer of"),
+    "a number as a boolean": (f"{GOOD}[optimizer]\nlr = true", "optimizer.lr: expected a number, got True"),
+    "a boolean as a count": (
+        f"{GOOD}[checkpoint]\ninterval = true",
+        "interval: expected an integer, got True",
+    ),
+    "a float as a count": (
+        f"{GOOD}[checkpoint]\ninterval = 1e3",
+        "interval: expected an integer, got 1000.0",
+    ),
+    "text as a count": (f"{GOOD}[training]\nsteps = '3'", "training.steps: expected an integer, got '3'"),
+    "text as a boolean": (f"{GOOD}[checkpoint]\nresume = 'yes'", "resume: expected true or false, got 'yes'"),
+    "a date as a count": (f"{GOOD}[training]\nsteps = 2020-01-01", "training.steps: expected an integer"),
+    "a date as an option": (f"{GOOD}[loss.options]\na = 2020-01-01", "loss.options.a: expected a string"),
+    "a number as a path": ("folder = 3", "folder: expected a string, got 3; write it in quotes"),
+    "a list as a path": ("folder = ['a']", "folder: expected a string"),
+    "no path": (GOOD.replace("outputs/x", " "), "folder: expected a path"),
+    "a NUL in a path": (
+        f'{GOOD}[checkpoint]\nfolder = "a\\u0000b"',
+        "checkpoint.folder: expected text without",
+    ),
+    "a NUL in a name": (f'{GOOD}[loss.options]\n"a\\u0000" = 1', "loss.options: expected text without NUL"),
+    "a table for a value": (
+        f"{GOOD}[training.steps]\na = 1",
+        "training.steps: expected an integer, got {'a'",
+    ),
+    "an array of tables": (f"{GOOD}[[training]]\nsteps = 1", "training: expected a table, got [{'steps'"),
+    "a list for a table": ("model = [1]", "model: expected a table, got [1]"),
+    "text for a table": ('model = "x"', "model: expected a table, got 'x'"),
+    "a variable for a table": ('model = "${data}"', "model: expected a table, got '${data}'"),
+    "a variable": (GOOD.replace("outputs/x", SECRET), "folder: expected a literal value without '${'"),
+    "half a variable": (GOOD.replace("outputs/x", "${"), "folder: expected a literal value without '${'"),
+    "a variable in a table": (
+        f"{GOOD}[model.overrides]\na = '{SECRET}'",
+        "model.overrides.a: expected a lit",
+    ),
+    "a variable in a list": (GOOD.replace("demo", f"x{SECRET}"), "data.files: expected a literal value"),
+    "a variable as a name": (
+        f"{GOOD}[model.overrides]\n'{SECRET}' = 1",
+        "model.overrides: expected a literal",
+    ),
+    "the marker of missing": (
+        GOOD.replace("outputs/x", "???"),
+        "folder: expected a literal value without '???'",
+    ),
+    "missing files": (GOOD.replace("demo", "???"), "data.files: expected a literal value without '???'"),
+    "missing numbers": (f"{GOOD}[training]\nsteps = '???'", "training.steps: expected an integer, got '???'"),
+    "a number of files": (GOOD.replace('"demo"', "3"), "data.files: expected a path or a non-empty list"),
+    "a table of files": (
+        GOOD.replace('"demo"', "{a = 1}"),
+        "data.files: expected a path or a non-empty list",
+    ),
+    "mixed files": (GOOD.replace('"demo"', '["a", 1]'), "data.files: expected a path or a non-empty list"),
+    "nested files": (GOOD.replace('"demo"', '[["a"]]'), "data.files: expected a path or a non-empty list"),
+    "a weight of nan": (f"{GOOD}weights = [nan]", "data.weights: expected a list in which every item"),
+    "text as weights": (f"{GOOD}weights = 'a'", "data.weights: expected a list, got 'a'"),
+    "half a worker": (f"{GOOD}workers = 1.5", 'data.workers: expected "auto" or an integer'),
+    "taken options": (f"{GOOD}[data.sample]\nmessages = 1", "data.sample: expected no messages and no tools"),
+    "a coefficient of nan": (f"{GOOD}[router_loss]\nbalance = nan", "router_loss.balance: expected a finite"),
+    "an infinite rate": (f"{GOOD}[router_bias]\nrate = inf", "router_bias.rate: expected a finite number"),
+    "an infinite budget": (
+        f"{GOOD}[partition]\nhost_gb = inf",
+        "partition.host_gb: expected a finite number",
+    ),
+    "one logger": (f"{GOOD}[metrics]\nloggers = 'csv'", "metrics.loggers: expected a list, got 'csv'"),
+    "nested loggers": (f"{GOOD}[metrics]\nloggers = [['csv']]", "metrics.loggers[0]: expected a string"),
+    "a list as a choice": (f"{GOOD}[training]\ndtype = ['a']", "training.dtype: "),
+    "options as a list": (GOOD.replace("[data]", "overrides = [1]\n[data]"), "overrides: expected a table"),
+    "flavor and snapshot": (GOOD.replace("[data]", "hf_path = 'x'\n[data]"), "model.flavor=null"),
+    "no key": (f'{GOOD}"" = 1', "unknown key 'data.'; the keys of [data] are files, weights"),
+    "a table with a dot": (f'{GOOD}["a.b"]\nc = 1', "unknown key 'a.b'; the tables are model, data"),
+    "a key of another table": (f"{GOOD}[optimizer]\nsteps = 3", "did you mean 'training.steps'?"),
+    "a key of two tables": (f"seed = 3\n{GOOD}", "did you mean 'data.seed' or 'training.seed'?"),
+    "a key like no other": (
+        f"{GOOD}[training]\nlearning_rate = 3",
+        "the keys of [training] are steps, epochs",
+    ),
+}
+
+ARGUMENTS = {  # argument -> words of the error
+    "": "expected key=value",
+    "=": "expected key=value",
+    "=1": "expected key=value",
+    "--": "expected key=value",
+    "training.steps": "expected key=value",
+    ".steps=1": "expected key=value",
+    "training..steps=1": "expected key=value",
+    "a.b.c.d=1": "unknown key 'a'; the tables are",
+    "a" * 100_000 + "=1": "unknown key 'aaa",
+    "lr=1": "did you mean 'optimizer.lr'?",
+    "training[steps]=3": "unknown key 'training[steps]'",
+    "model.__class__=1": "unknown key 'model.__class__'; the keys of [model] are name",
+    "data.files[0]=x": "did you mean 'data.files'?",
+    "model=3": "model: expected a table, got 3",
+    "model=null": "model: expected a table, got None",
+    "model.flavor=": "missing, without a default: model.flavor",
+    "training.steps=1.0": "expected an integer, got 1.0",
+    "training.steps=[1, 2]": "expected an integer, got [1, 2]",
+    "training.steps=2020-01-01": "expected an integer",
+    "training.steps=!!int x": "not valid YAML",
+    "training.steps=" + "9" * 5000: "not valid YAML",
+    "training.steps=" + "a" * 5000: "expected an integer",
+    "training.seed=" + "9" * 50: "an integer of at most 64 bits",
+    "optimizer.lr=1e400": "a finite number, got inf",
+    "checkpoint.resume.x=1": "expected true or false",
+    "optimizer.betas.0=1": "optimizer.betas: expected a list, got {'0': 1}",
+    "optimizer.betas=[a, b]": "optimizer.betas[0]: expected a number, got 'a'",
+    "data.files=[a, b": "not valid YAML",
+    "data.files={a: 1, a: 2}": "not valid YAML",
+    "data.files=!!python/object/apply:os.system [ls]": "not valid YAML",
+    "data.files=&a [*a]": "not valid YAML",
+    "data.files=" + "[" * 3000: "not valid YAML",
+    "model.overrides={1: 2}": "expected names as the keys",
+    "model.overrides={null: 2}": "not valid YAML",
+    "model.overrides={a: !!binary aGk=}": "expected a string, a number",
+    f"folder={SECRET}": "folder: expected a literal value without '${'",
+    'folder="\\x24{oc.env:SECRET}"': "folder: expected a literal value without '${'",
+    "folder=${": "folder: expected a literal value without '${'",
+    "training=???": "training: expected a literal value without '???'",
+    "folder=\udcff": "folder: expected Unicode text",
+    "folder=a: b": "folder: expected a string, got {'a': 'b'}",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    content, words = FILES[name]
+    file = tmp_path / "x.toml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refusal(file)
+    assert str(file) in message
+    assert words in message
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=lambda argument: argument[:30])
+def test_a_hostile_argument_is_refused_in_one_line(tmp_path: Path, argument: str) -> None:
+    (tmp_path / "x.toml").write_text(GOOD)
+    message = refusal(tmp_path / "x.toml", argument)
+    assert "argument " in message or "missing" in message
+    assert ARGUMENTS[argument] in message
+
+
+@pytest.mark.parametrize("path", ["", "none.toml", "a\0b", "a" * 5000, "/dev/null"])
+def test_a_path_that_is_no_configuration_is_refused_in_one_line(tmp_path: Path, path: str) -> None:
+    refusal(tmp_path / path)
+
+
+def test_unusual_but_valid_configurations_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("demo", "part-???.jsonl").encode())
+    assert load_config(file).data.files == ["part-???.jsonl"]
+    arguments = ["folder=été $HOME {x}", "optimizer.max_grad_norm=inf", "data.seed=-9223372036854775808"]
+    config = load_config(file, arguments)
+    assert config.folder == "été $HOME {x}"
+    file.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(file) == config
+    assert isinstance(config, Config)
+
+
+def test_the_command_prints_one_line_and_exits_with_status_2(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(GOOD)
+    code = (
+        "import sys, titan_tree.train as train\n"
+        "for arguments in (['folder=${oc.env:SECRET}'], ['--x', 'y'], ['steps=3'], ['model=3']):\n"
+        f"    assert train.main(['--config', {str(file)!r}, *arguments]) == 2\n"
+    )
+    environment = {"SECRET": "hunter2", "PATH": ""}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert [line[:24] for line in run.stderr.splitlines()] == ["titan_tree.train: error:"] * 4
+    assert "hunter2" not in run.stderr + run.stdout
+
+
+def refusal(file: Path, *arguments: str) -> str:
+    """Returns the message of the UserError that loading raises: one short line."""
+    with pytest.raises(UserError) as error:
+        load_config(file, arguments)
+    message = str(error.value)
+    assert message.isprintable()
+    assert len(message) < 500 + len(str(file))
+    return message

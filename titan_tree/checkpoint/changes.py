@@ -1,0 +1,59 @@
+"""What has changed between the start of a run and its continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan_tree.errors import shorten
+
+# With other values of these keys, one curve would show two different experiments: its loss or its data mean
+# something else before and after the checkpoint. A trailing dot stands for a whole table.
+DECISIVE = (
+    "data.advantage",
+    "data.files",
+    "data.global_batch_groups",
+    "data.layout",
+    "data.merge",
+    "data.replay",
+    "data.sample.",
+    "data.seed",
+    "data.shuffle_buffer",
+    "data.template",
+    "data.tokenizer",
+    "data.weights",
+    "loss.",
+    "router_loss.",
+    "validation.files",
+)
+# They have no effect on what is learned or shown. ``data.files`` is compared by content, not by name.
+IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Compares two configurations, each as nested dictionaries.
+
+    Returns:
+        The changes that make a curve misleading, and all others, each as "key: before -> now".
+    """
+    old, new = dict(_flat(before)), dict(_flat(now))
+    decisive: list[str] = []
+    other: list[str] = []
+    for key in sorted(old | new):
+        if old.get(key) == new.get(key) or key == "data.files" or _matches(key, IRRELEVANT):
+            continue
+        change = f"{key}: {shorten(old.get(key))} -> {shorten(new.get(key))}"
+        (decisive if _matches(key, DECISIVE) else other).append(change)
+    return decisive, other
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _matches(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)

@@ -1,0 +1,345 @@
+"""Checkpoints: saves a run's state and resumes it exactly.
+
+    <folder>/run.lock       held by the run that uses the folder, see FolderLock
+    <folder>/step-100/      a checkpoint, see storage.py
+    <folder>/step-100.3f9a41c2.partial/     one that is being written; 3f9a41c2 is the id of the run
+    <folder>/step-100.damaged/              one that could not be resumed
+
+The run deletes only its own checkpoints and partial ones, which carry its id.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_tree.checkpoint.changes import config_changes
+from titan_tree.checkpoint.lock import FolderLock, set_aside
+from titan_tree.checkpoint.storage import (
+    MANIFEST,
+    TENSORS,
+    CheckpointReader,
+    CheckpointWriter,
+    DamagedCheckpointError,
+    read_manifest,
+    verify,
+)
+from titan_tree.config import CheckpointConfig
+from titan_tree.distributed.collectives import agreed, on_rank_0
+from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
+from titan_tree.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """The state that a resume needs besides model, optimizer and scheduler.
+
+    It contains no random generators, because the trainer seeds them in every step.
+    """
+
+    step: int = 0  # optimizer steps done
+    data: dict[str, Any] = field(default_factory=dict)  # state of the dataset after these steps
+
+
+class Checkpoints:
+    """Saves and resumes a run's state. Collective: every rank makes the same calls.
+
+    Args:
+        folder: folder of the checkpoints. It is created now, so that a wrong one is found now.
+        architecture: the configuration of the model, and the optimizer, as JSON values. A run only resumes
+            from checkpoints with the same architecture.
+        run_config: the whole configuration as nested dictionaries. A resume names what has changed.
+
+    Raises:
+        UserError: the folder cannot be written, or another run uses it.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        *,
+        model: nn.Module,
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        progress: Progress,
+        architecture: Mapping[str, Any],
+        run_config: Mapping[str, Any],
+    ) -> None:
+        self.config, self.folder, self.progress = config, folder, progress
+        self.model, self.optimizers, self.lr_schedulers = model, optimizers, lr_schedulers
+        self.architecture = json.loads(json.dumps(architecture))
+        self.run_config = json.loads(json.dumps(run_config))
+        self.lock: FolderLock | None = None  # on rank 0
+        self.run = ""  # id of the run
+        self.writing: tuple[int, Path] | None = None  # step and folder of the checkpoint being written
+        self._written: Future | None = None  # ends when an asynchronous checkpoint is complete
+        self.last_saved = 0
+        if config.interval:
+            self.run = on_rank_0(self._lock)
+            self._async_group = dist.new_group(backend="gloo") if config.async_save else None
+
+    def _lock(self) -> str:
+        self.lock = FolderLock(self.folder)
+        return self.lock.run
+
+    def resume(self) -> None:
+        """Loads the newest good checkpoint, if any, and deletes partial ones of this run.
+
+        A damaged checkpoint is named, renamed to step-N.damaged, and the one before it is used.
+
+        Raises:
+            UserError: no checkpoint is good; ``resume`` is false although there are some; or they belong to
+                another architecture, or to a configuration whose curves cannot be compared.
+        """
+        if self.config.interval == 0:
+            return
+        steps = on_rank_0(self._scan)
+        if steps and not self.config.resume:
+            raise UserError(
+                f"{self.folder}: contains checkpoints up to step {steps[-1]}, but checkpoint.resume is "
+                "false; choose another folder, or remove the checkpoints"
+            )
+        for step in reversed(steps):
+            try:
+                self._load(step)
+            except DamagedCheckpointError as damage:
+                moved = on_rank_0(partial(set_aside, self._path(step), "damaged"))
+                logger.warning("damaged checkpoint: %s; moved to %s", damage, moved)
+            else:
+                logger.info("resumed from %s", self._path(step))
+                return
+        if steps:
+            raise UserError(
+                f"{self.folder}: none of its checkpoints is intact (see the lines above); restore one, or "
+                "start again in another folder"
+            )
+
+    def save(self, due: bool = False) -> None:
+        """Writes a checkpoint of the current step if the interval says so, or if ``due``.
+
+        Raises:
+            UserError: writing to the disk failed, for this checkpoint or for an asynchronous one before it.
+                The partial checkpoint is removed; earlier ones stay.
+        """
+        step = self.progress.step
+        if self.config.interval == 0 or step == self.last_saved:
+            return
+        if not due and step % self.config.interval:
+            return
+        self.wait()
+        unfinished = self.folder / f"step-{step}.{self.run}.partial"
+        self.writing = step, unfinished
+        with self._removed_on_failure():
+            on_rank_0(partial(unfinished.mkdir, exist_ok=True))
+            content = {
+                "run": self.run,
+                "step": step,
+                "data": self.progress.data,
+                "lr_scheduler": self.lr_schedulers.state_dict(),
+                "architecture": self.architecture,
+                "config": self.run_config,
+            }
+            writer = CheckpointWriter(unfinished, self._path(step), content)
+            if self.config.async_save:
+                written = dcp.async_save(
+                    self._tensors(), storage_writer=writer, process_group=self._async_group
+                )
+                assert isinstance(written, Future)
+                self._written = written
+            else:
+                dcp.save(self._tensors(), storage_writer=writer)
+        if not self.config.async_save:
+            self._saved()
+
+    def wait(self) -> None:
+        """Waits until an asynchronous checkpoint is complete."""
+        if self._written:
+            written, self._written = self._written, None
+            with self._removed_on_failure():
+                written.result()
+            self._saved()
+
+    def newest(self) -> Path | None:
+        """Returns the folder of the newest checkpoint that this run has written or resumed."""
+        return self._path(self.last_saved) if self.last_saved else None
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and unlocks the folder."""
+        self.wait()
+        if self.lock:
+            self.lock.release()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors of the model and of the optimizer. Loading replaces their values in place."""
+        states = self.optimizers.state_dict()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": {name: value for name, value in states.items() if isinstance(value, Tensor)},
+        }
+
+    def _scan(self) -> list[int]:
+        """Returns the steps of the checkpoints, ascending, and deletes partial ones of this run."""
+        steps = []
+        for path in sorted(self.folder.iterdir()):
+            if re.fullmatch(rf"step-\d+\.{self.run}\.partial", path.name):
+                shutil.rmtree(path)
+                logger.info("removed %s: its run was interrupted", path)
+            elif match := re.fullmatch(r"step-(0|[1-9]\d{0,11})", path.name):
+                if not any((path / name).is_file() for name in (MANIFEST, TENSORS)):
+                    raise UserError(
+                        f"{path}: expected a checkpoint of this version of titan_tree, which contains "
+                        f"{MANIFEST}; move it to another place, or choose another folder"
+                    )
+                steps.append(int(match[1]))
+        return sorted(steps)
+
+    def _load(self, step: int) -> None:
+        """Verifies a checkpoint and loads it.
+
+        Raises:
+            DamagedCheckpointError: it is not as it was written.
+            UserError: it belongs to another architecture or experiment.
+        """
+        path = self._path(step)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+
+        def verified() -> dict[str, Any]:
+            content = read_manifest(path)
+            verify(path, content["files"], rank, world_size)
+            return content
+
+        with _damaged(path):
+            content = agreed(verified)
+            architecture, config, data = content["architecture"], content["config"], content["data"]
+            reader = CheckpointReader(path, content["files"])
+            schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
+        self._check_architecture(architecture)
+        self._check_config(config)
+        tensors = self._tensors()
+        with _damaged(path):
+            dcp.load(tensors, storage_reader=reader)
+        self.model.load_state_dict(tensors["model"])
+        # The hyperparameters of the optimizer are those of the configuration.
+        self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
+        self.lr_schedulers.load_state_dict(schedule)
+        rates = [rate for scheduler in self.lr_schedulers for rate in scheduler.get_last_lr()]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = lr
+        self.progress.step, self.progress.data = step, data
+        self.last_saved = step
+
+    def _check_architecture(self, saved: Mapping[str, Any]) -> None:
+        wrong = [
+            f"{key} = {saved.get(key)} (now {self.architecture.get(key)})"
+            for key in sorted(saved | self.architecture)
+            if saved.get(key) != self.architecture.get(key)
+        ]
+        if wrong:
+            raise UserError(
+                f"{self.folder}: contains checkpoints of another model or optimizer: {', '.join(wrong)}; "
+                "restore these settings, or choose another folder"
+            )
+
+    def _check_config(self, saved: Mapping[str, Any]) -> None:
+        """Names what has changed. Raises UserError if curves before and after cannot be compared."""
+        decisive, other = config_changes(saved, self.run_config)
+        if decisive and not self.config.allow_changes:
+            raise UserError(
+                f"{self.folder}: its checkpoints belong to another experiment: {', '.join(decisive)}; "
+                "restore these settings, choose another folder, or set checkpoint.allow_changes = true"
+            )
+        for change in decisive + other:
+            logger.info("changed since the checkpoint: %s", change)
+
+    def _saved(self) -> None:
+        """Notes that a checkpoint is complete, and deletes those that are no longer kept."""
+        assert self.writing
+        self.last_saved, self.writing = self.writing[0], None
+        if dist.get_rank() == 0 and self.config.keep:
+            for step in self._own_steps()[: -self.config.keep]:
+                shutil.rmtree(self._path(step))
+
+    def _own_steps(self) -> list[int]:
+        """Returns the steps of intact checkpoints that this run has written, ascending."""
+        steps = []
+        for path in self.folder.glob("step-*"):
+            if match := re.fullmatch(r"step-(\d+)", path.name):
+                try:
+                    if read_manifest(path).get("run") == self.run:
+                        steps.append(int(match[1]))
+                except DamagedCheckpointError:
+                    continue  # not known to be of this run
+        return sorted(steps)
+
+    @contextmanager
+    def _removed_on_failure(self) -> Iterator[None]:
+        """Removes the checkpoint that is being written if the context raises."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
+            assert self.writing
+            (step, unfinished), self.writing = self.writing, None
+            if dist.get_rank() == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            if (cause := _failed_write(error)) is None:
+                raise
+            raise UserError(
+                f"{self._path(step)}: writing the checkpoint failed: {cause}; earlier ones are intact; if "
+                "the disk is full, free some space, then run the same command again to resume"
+            ) from error
+
+
+# What reading a manifest or tensors raises that were written by something else than titan_tree.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError)
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Turns what reading a crafted or damaged checkpoint raises into DamagedCheckpointError."""
+    try:
+        yield
+    except (UserError, DamagedCheckpointError):
+        raise
+    except (*MALFORMED, EOFError, OSError, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        lines = str(cause).splitlines() or [type(cause).__name__]
+        raise DamagedCheckpointError(f"{path}: cannot be loaded: {lines[0]}") from None
+
+
+def _failed_write(error: BaseException) -> BaseException | None:
+    """Returns the failed write that caused ``error``, or None for any other cause, which is a bug."""
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes = [failure for failure, _ in error.failures.values()]
+    for cause in causes:
+        # torch's zip writer reports a failed write as a RuntimeError.
+        if (
+            isinstance(cause, OSError)
+            or "PytorchStreamWriter" in str(cause)
+            or "inline_container" in str(cause)
+        ):
+            return cause
+    return None

@@ -1,0 +1,99 @@
+"""FolderLock: one run at a time in a folder, and a mark for what it writes there. Also, ``set_aside``."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+from typing import ClassVar, TextIO
+
+from titan_tree.errors import UserError, shorten
+
+logger = logging.getLogger(__name__)
+
+
+class FolderLock:
+    """Locks a folder for as long as this process lives, or until ``release``.
+
+    The kernel releases the lock when the process ends in any way, so no lock is ever left behind. The locked
+    file, run.lock, also holds the id of the run, which later starts in the same folder share. What a run may
+    delete in the folder carries this id.
+
+    A process may lock a folder again, for example after an error in a notebook. The new lock replaces the
+    old one.
+
+    Attributes:
+        run: the id, 8 hexadecimal digits.
+
+    Raises:
+        UserError: another process has locked the folder, or it cannot be written.
+    """
+
+    _held: ClassVar[dict[Path, TextIO]] = {}  # the locks of this process
+
+    def __init__(self, folder: Path) -> None:
+        path = folder.resolve() / "run.lock"
+        if path in self._held:
+            self._held.pop(path).close()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be written: {error.strerror}; set folder, or checkpoint.folder"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder}: another run uses this folder ({_owner(path)}); wait until it ends, stop it, or "
+                "set another folder"
+            ) from None
+        except OSError as error:  # some network file systems cannot lock
+            logger.warning(
+                "%s: cannot be locked (%s); do not start a second run in this folder", path, error.strerror
+            )
+        self.run = _read(path).get("run") or secrets.token_hex(4)
+        self._file.truncate(0)
+        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
+        self._file.write(json.dumps(owner) + "\n")
+        self._file.flush()
+        self._held[path] = self._file
+
+    def release(self) -> None:
+        """Unlocks the folder. The file stays: it holds the id of the run."""
+        self._file.close()
+
+
+def set_aside(path: Path, ending: str) -> Path | None:
+    """Renames a file or folder, so that another one can take its name and nothing is lost.
+
+    Returns:
+        The new name, such as step-9.damaged or step-9.damaged-2; None if there is no ``path``.
+    """
+    if not path.exists():
+        return None
+    moved, number = path.with_name(f"{path.name}.{ending}"), 1
+    while moved.exists():
+        number += 1
+        moved = path.with_name(f"{path.name}.{ending}-{number}")
+    return path.rename(moved)
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Returns the content of a lock file, or {} if it is empty or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        return content if re.fullmatch("[0-9a-f]{8}", content["run"]) else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def _owner(path: Path) -> str:
+    owner = _read(path)
+    return f"process {shorten(owner.get('pid'))} on {shorten(owner.get('host'))}" if owner else "unknown"

@@ -1,0 +1,218 @@
+"""One checkpoint on disk: how its files are written, verified and read.
+
+    step-100/
+      __0_0.distcp ...    tensors, as torch.distributed.checkpoint (DCP) writes them: one file per rank
+      tensors.json        where each tensor lies in these files
+      checkpoint.json     the rest of the state, the configuration, and checksums of all files
+
+A checkpoint is written into a folder with another name, which is renamed at the end. So a folder that is
+called step-100 was complete, and the checksums tell whether it still is. DCP's own index is a pickle, which
+can run code when it is read. It is neither written nor read. Tensors are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+MANIFEST, TENSORS = "checkpoint.json", "tensors.json"
+BLOCK = 1 << 26  # bytes per checksum
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint cannot be used. The message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """The size of a file, and the CRC-32 of each of its blocks of ``BLOCK`` bytes."""
+
+    num_bytes: int
+    crc32: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> FileSum:
+        """Reads a file. Threads compute the blocks, because zlib releases the interpreter lock."""
+        size = path.stat().st_size
+        if size == 0:
+            return cls(0, ())
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as content,
+            ThreadPoolExecutor(_num_threads()) as threads,
+        ):
+
+            def crc(start: int) -> int:
+                with content[start : start + BLOCK] as block:
+                    return zlib.crc32(block)
+
+            return cls(size, tuple(threads.map(crc, range(0, size, BLOCK))))
+
+
+def _num_threads() -> int:
+    """Returns this rank's share of the cores."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint into ``folder``, and renames this folder to ``final`` once all ranks have written.
+
+    Args:
+        content: what checkpoint.json holds besides the checksums, as JSON values.
+    """
+
+    def __init__(self, folder: Path, final: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        self.folder, self.final, self.content = folder, final, content
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's tensors, and adds a result with the checksum of each file."""
+        results = super().write_data(plan, planner).wait()
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            checksum = FileSum.of(self.folder / name)
+            results.append(WriteResult(MetadataIndex(name), checksum.num_bytes, checksum))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Completes the checkpoint, on rank 0, after all ranks have written."""
+        sums, places = {}, {}
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result.storage_data, FileSum):
+                sums[result.index.fqn] = result.storage_data
+            else:
+                places[result.index] = result.storage_data
+        write_synced(self.folder / TENSORS, json.dumps(_describe_tensors(metadata, places)))
+        sums[TENSORS] = FileSum.of(self.folder / TENSORS)
+        files = {name: [checksum.num_bytes, *checksum.crc32] for name, checksum in sums.items()}
+        write_manifest(self.folder, {**self.content, "files": files})
+        os.rename(self.folder, self.final)
+        sync_folder(self.final.parent)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads the tensors of a checkpoint from ``files``, which were verified."""
+
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
+        super().__init__(folder)
+        self.metadata = _read_tensors(folder, files)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes checkpoint.json with a checksum of itself."""
+    text = json.dumps(content, indent=1)
+    write_synced(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the content of checkpoint.json.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or not as it was written.
+    """
+    path = folder / MANIFEST
+    try:
+        first, _, text = path.read_bytes().partition(b"\n")
+        checksum = json.loads(first)["crc32"]
+        if zlib.crc32(text.removesuffix(b"\n")) != checksum:
+            raise DamagedCheckpointError(f"{path}: its checksum is wrong")
+        content = json.loads(text)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedCheckpointError(f"{path}: is not what titan_tree writes") from None
+    return content
+
+
+def verify(folder: Path, files: Mapping[str, list[int]], part: int = 0, parts: int = 1) -> None:
+    """Compares every ``parts``-th file with its checksum, beginning with number ``part``.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or differs.
+    """
+    for name, (num_bytes, *crc32) in list(files.items())[part::parts]:
+        path = folder / name
+        if path.parent != folder:
+            raise DamagedCheckpointError(f"{folder / MANIFEST}: names a file outside of its folder: {name}")
+        try:
+            found = FileSum.of(path)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+        if found.num_bytes != num_bytes:
+            raise DamagedCheckpointError(f"{path}: {found.num_bytes:,} bytes instead of {num_bytes:,}")
+        if found.crc32 != tuple(crc32):
+            raise DamagedCheckpointError(f"{path}: its checksum is wrong")
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a text file and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names of a folder's files are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _describe_tensors(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    """Returns {name: [dtype, shape, [[offsets, shape, file, first byte, number of bytes] of each chunk]]}."""
+    described = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), name  # all other state is in checkpoint.json
+        chunks = []
+        for chunk in tensor.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            chunks.append([chunk.offsets, chunk.sizes, place.relative_path, place.offset, place.length])
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        described[name] = [dtype, tensor.size, chunks]
+    return described
+
+
+def _read_tensors(folder: Path, files: Collection[str]) -> Metadata:
+    """The inverse of ``_describe_tensors``. All tensors must lie in ``files``."""
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, (dtype, size, chunks) in json.loads((folder / TENSORS).read_text()).items():
+        tensors[name] = TensorStorageMetadata(
+            TensorProperties(getattr(torch, dtype)),
+            torch.Size(size),
+            [ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)) for offsets, shape, *_ in chunks],
+        )
+        for offsets, _, file, start, length in chunks:
+            if file not in files:
+                raise DamagedCheckpointError(f"{folder / TENSORS}: names a file without a checksum: {file}")
+            places[MetadataIndex(name, offsets)] = _StorageInfo(file, start, length)
+    return Metadata(tensors, storage_data=places)

@@ -1,0 +1,102 @@
+"""Bad steps: steps that cannot change the weights, and the paths that caused them.
+
+A step is bad if its loss or its gradient is not finite, or if the loss counts no token of the global batch.
+The optimizer then leaves weights and states unchanged. All ranks know the reduced values, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.engine.evaluation import equal_schedule
+from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.records import StepInput
+from titan_tree.engine.whole_path_loss import Scores, collect_scores
+from titan_tree.errors import AgreedError
+from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.tree.batch import TreeBatch
+
+NAMED_PATHS = 5  # a message names up to so many paths
+
+
+class BadStepError(AgreedError):
+    """A step that cannot change the weights. The message says why."""
+
+
+@dataclass
+class BadSteps:
+    """Counts bad steps."""
+
+    limit: int  # bad steps in a row after which training ends
+    total: int = 0
+    in_a_row: int = 0  # since the last good step, which resets it
+
+    def add(self) -> int:
+        """Counts a bad step and returns the number of bad steps in a row."""
+        self.total += 1
+        self.in_a_row += 1
+        return self.in_a_row
+
+
+def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
+    """Names the paths with a loss, or a derivative by a log-prob, that is not finite. Collective.
+
+    It scores the trees of all ranks without gradients. If all of these numbers are finite, the model's
+    backward pass or the router loss caused the bad step, and all trees of the step are possible causes.
+    """
+    paths = [list(chain.from_iterable(trees)) for trees in step.path_ids]  # of each micro-batch
+    causes = [paths[i][number] for i, number in sorted(_bad_paths(model, loss, step, device))]
+    trees = [ids[0] for ids in chain.from_iterable(step.path_ids)]
+    own = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])
+    by_rank = [own]
+    if world_size() > 1:
+        by_rank = [own] * world_size()
+        dist.all_gather_object(by_rank, own)
+    num_causes, named_causes, num_trees, named_trees = zip(*by_rank, strict=True)
+    if sum(num_causes):
+        listed = _listed(named_causes, sum(num_causes))
+        return f"paths with a loss or a derivative that is not finite: {listed}"
+    listed = _listed(named_trees, sum(num_trees))
+    return f"the loss of every single path is finite; the first paths of the step's trees: {listed}"
+
+
+def _bad_paths(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> set[tuple[int, int]]:
+    """Returns (micro-batch, number of the path) of this rank's paths that are not finite."""
+    found = set()
+    with torch.no_grad(), cast_weights(model):
+        for i, batches in enumerate(equal_schedule(step)):
+            runner = PartitionRunner(model, batches, device, entropy=loss.needs_entropy)
+            unpartitioned = step.unpartitioned[i] if i < len(step.unpartitioned) else None
+            for batch, scores in _scored(runner.outputs(), unpartitioned, device):
+                pairs = batch.pairs
+                bad = loss.not_finite(scores["logprobs"], batch, scores.get("entropy"))
+                found |= {(i, number) for number in pairs.path_number[pairs.path[bad].unique()].tolist()}
+    return found
+
+
+def _scored(
+    outputs: Iterable[tuple[TreeBatch, ModelOutput]], unpartitioned: TreeBatch | None, device: torch.device
+) -> Iterator[tuple[TreeBatch, Scores]]:
+    """Yields batches on which the loss can run, with the scores of their edges."""
+    if unpartitioned is not None:
+        yield unpartitioned.to(device), collect_scores(outputs)
+        return
+    for batch, out in outputs:
+        if not batch.is_dummy and len(batch.edge_label):
+            entropy = {} if out.entropy is None else {"entropy": out.entropy}
+            yield batch, {"logprobs": out.logprobs, **entropy}
+
+
+def _listed(names_by_rank: Sequence[Sequence[str]], count: int) -> str:
+    """Returns the first names, and how many of ``count`` it omits."""
+    names = [name for names in names_by_rank for name in names][:NAMED_PATHS]
+    omitted = count - len(names)
+    return ", ".join(names) + (f" and {omitted} more" if omitted else "")
