@@ -1,0 +1,67 @@
+"""Several accidents in one run: a second run starts in its folder, the disk fills up, and a signal arrives.
+
+The second run must be refused in one line. The first one must say that it cannot write its checkpoint. The
+same command then continues to the same losses. A full disk is imitated by a limit on the size of files, which
+needs no privileges.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+from signals import check_named_checkpoints
+from training import (
+    GRACE_S,
+    PATIENCE_S,
+    STEPS,
+    TIMEOUT_S,
+    Run,
+    check,
+    limit_file_size,
+    reference,
+)
+from training import (
+    prepare as prepare,
+)
+
+TRIALS = 20
+BEFORE, AFTER = "second run, full disk, then a signal", "second run, a signal, full disk while leaving"
+KINDS = tuple(f"{order}, {ranks}" for order in (BEFORE, AFTER) for ranks in ("1 rank", "2 ranks"))
+FULL_AT = 100_000  # bytes: more than the log files have, less than any checkpoint
+
+
+def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
+    """Lets all accidents happen, then resumes. Returns when they happened."""
+    run = Run(folder / "run", int(kind.split()[-2]))
+    run.plant()
+    number = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    with run.start() as first:
+        run.wait_for_step(1, first)
+        with run.start() as second:
+            refusal = second.refusal()
+        check(str(run.folder) in refusal, f"the refusal does not name the folder: {refusal}")
+        moment = run.wait_for_moment(draw, first, first=1)
+        limit_file_size(first, FULL_AT)
+        if kind.startswith(AFTER):
+            first.send(number, range(run.ranks))
+        statuses = first.wait(timeout_s=PATIENCE_S)
+    first.check_no_traceback()
+    check(all(statuses) or run.step() == STEPS, f"exit statuses {statuses} on a full disk")
+    check(
+        "writing the checkpoint failed" in first.text(),
+        f"the full disk is not named: {first.text()[-300:]!r}",
+    )
+    check_named_checkpoints(run, first)
+    if kind.startswith(BEFORE):
+        with run.start() as third:
+            run.wait_for_moment(draw, third)
+            third.send(number, range(run.ranks))
+            third.wait(timeout_s=TIMEOUT_S + GRACE_S)
+        third.check_no_traceback()
+        check_named_checkpoints(run, third)
+    run.finish()
+    run.check_planted()
+    run.check_equals(reference(work, run.ranks))
+    return f"full disk {moment}; {refusal}"
