@@ -125,9 +125,7 @@ class _Run:
         readable = len(reader.files) - len(problems)
         if readable:
             size = size_text(reader.num_bytes())
-            yield Finding(
-                name, f"the first group of {readable} of {len(reader.files)} files is readable; {size}"
-            )
+            yield Finding(name, f"first group readable in {readable} of {len(reader.files)} files; {size}")
 
     def _first_group(self, reader: SampleReader, file: str) -> Iterator[Finding]:
         config = replace(reader.config, files=[file], weights=None)
