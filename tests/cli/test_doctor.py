@@ -194,6 +194,8 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_a_problem(capsys, monkeypat
     assert problems(capsys, *arguments, "optimizer.name=adamw8bit") == {}
     assert "needs 4" in problems(capsys, *arguments, "checkpoint.keep=0")["checkpoints"]  # 80 steps, every 20
     assert problems(capsys, *arguments, "training.steps=60") == {}  # writes three
+    (tmp_path / "run" / "checkpoints" / "step-20.damaged").mkdir(parents=True)
+    assert "needs 4" in problems(capsys, *arguments)["checkpoints"]
     (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)
     assert problems(capsys, *arguments) == {}
 

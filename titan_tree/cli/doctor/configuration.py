@@ -157,7 +157,8 @@ class _Run:
         if steps is not None:
             written = math.ceil(steps / config.checkpoint.interval)
             at_once = min(at_once, written) if keep else written
-        present = len(list(folder.glob("step-*"))) if folder.is_dir() else 0
+        names = [path.name for path in folder.glob("step-*")]
+        present = sum(name.removeprefix("step-").isdecimal() for name in names)
         needed = max(at_once - present, 1)
         text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {keep}"
         if fit >= needed:
