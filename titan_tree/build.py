@@ -59,7 +59,7 @@ def build_parallel_model(
     read or drawn one at a time.
     """
     with torch.device("meta"):
-        built = _model_without_weights(model)
+        built = build_model_without_weights(model)
     parallelize(
         built,
         mesh,
@@ -79,7 +79,7 @@ def build_parallel_model(
     return built
 
 
-def _model_without_weights(model: ModelConfig) -> Decoder:
+def build_model_without_weights(model: ModelConfig) -> Decoder:
     if not model.hf_path:
         assert model.flavor is not None
         return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)

@@ -1,7 +1,7 @@
-"""UserError, the exception for wrong input, and helpers that add places to messages or quote data safely."""
+"""UserError, the exception for wrong input, and helpers that check arguments, add places or quote data."""
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -56,6 +56,21 @@ def require_unicode(text: str, where: str) -> str:
         near = text[max(error.start - 20, 0) : error.start + 20]
         raise UserError(f"{where}: expected Unicode text, got a lone surrogate in {near!r}") from None
     return text
+
+
+def require_list(values: object, kind: type, where: str, hint: str) -> None:
+    """Raises UserError, which begins with ``where``, unless ``values`` is a sequence of ``kind``.
+
+    Args:
+        hint: what to pass instead.
+    """
+    got = type(values).__name__
+    if isinstance(values, Sequence):
+        others = [type(value).__name__ for value in values if not isinstance(value, kind)]
+        if not others:
+            return
+        got = f"{got} of {others[0]}"
+    raise UserError(f"{where}: expected a list of {kind.__name__}s, got {got}; {hint}")
 
 
 @contextmanager

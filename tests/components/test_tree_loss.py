@@ -1,5 +1,6 @@
 """Compares TreeLoss with plain code per path: the loss, its metrics and the gradients of shared log-probs."""
 
+import dataclasses
 import itertools
 import math
 
@@ -336,6 +337,18 @@ def test_mistakes_of_a_registered_loss_are_one_line(function, error):
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2, 3, 4])])])
     with pytest.raises(UserError, match=rf"^loss 'mine': .*{error}"):
         TreeLoss("mine")(torch.zeros(3), batch, 1.0)
+
+
+def test_fields_of_the_paths_must_be_constants():
+    """The gradients of new and old log-probs would cancel."""
+    paths = [TokenPath([1, 2], advantage=1.0, old_logprobs=[0, -1])]
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+    old = torch.zeros(1, requires_grad=True)
+    batch = dataclasses.replace(batch, pairs=dataclasses.replace(batch.pairs, old_logprobs=old))
+    with pytest.raises(
+        UserError, match=r"^loss: old_logprobs: .* requires grad; .* old_logprobs\.detach\(\)"
+    ):
+        TreeLoss("ppo")(torch.zeros(1), batch, 1.0)
 
 
 def test_other_errors_of_a_registered_loss_keep_their_traceback():

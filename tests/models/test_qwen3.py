@@ -230,3 +230,8 @@ def test_training_flops_equal_a_count_by_hand():
 def test_wrong_names_and_sizes_are_refused(arguments, overrides, message):
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         build_model(*arguments, **overrides)
+
+
+def test_token_ids_in_place_of_a_batch_are_refused(models):
+    with pytest.raises(UserError, match=r"^model: expected a TreeBatch, got Tensor; .*use tree_logprobs"):
+        models[1](torch.tensor([[1, 2, 3]]))

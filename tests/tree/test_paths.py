@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -50,7 +51,9 @@ def test_tokens_outside_of_the_loss_need_no_log_probs():
         TokenPath([5, 6, 7], [0, 0, 1], old_logprobs=[0, 0, None])
     with pytest.raises(UserError, match=r"shifted_ref_logprobs: .* got nan at token 1; only"):
         TokenPath([5, 6], shifted_ref_logprobs=[None])
-    with pytest.raises(UserError, match=r"old_logprobs: expected finite numbers, got -inf at token 1$"):
+    with pytest.raises(
+        UserError, match=r"old_logprobs: expected numbers from -1e12 to 1e12, got -inf at token 1$"
+    ):
         TokenPath([5, 6], [0, 0], old_logprobs=[0, -math.inf])
 
 
@@ -64,22 +67,30 @@ def test_one_policy_version_or_one_per_token():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weight": "1"}, "weight: expected a finite number >= 0, got '1'"),
-        ({"weight": True}, "weight: expected a finite number >= 0, got True"),
-        ({"weight": 10**310}, "weight: expected a finite number >= 0, got 1000"),
-        ({"weight": 1e39}, r"weight: expected a finite number >= 0, got 1e\+39"),
-        ({"temperature": 1e-46}, "temperature: expected a finite number > 0, got 1e-46"),
-        ({"temperature": 0}, "temperature: expected a finite number > 0, got 0"),
-        ({"temperature": math.inf}, "temperature: expected a finite number > 0, got inf"),
-        ({"temperature": "warm"}, "temperature: expected a finite number > 0, got 'warm'"),
+        ({"weight": "1"}, "weight: expected a number from 0 to 1e12, got '1'"),
+        ({"weight": True}, "weight: expected a number from 0 to 1e12, got True"),
+        ({"weight": 10**310}, "weight: expected a number from 0 to 1e12, got 1000"),
+        ({"weight": 1e39}, r"weight: expected a number from 0 to 1e12, got 1e\+39"),
+        ({"weight": 2e12}, r"weight: expected a number from 0 to 1e12, got 2000000000000\.0"),
+        ({"temperature": 2e12}, "temperature: expected a number > 0 and up to 1e12, got 2000000000000.0"),
+        ({"advantage": [0, -2e12]}, "advantage: expected numbers from -1e12 to 1e12, got -1999"),
+        ({"loss_mask": [0, 2e12]}, "loss_mask: expected every entry from 0 to 1e12, got 1999"),
+        (
+            {"old_logprobs": [0, -2e12]},
+            "old_logprobs: expected numbers from -1e12 to 1e12, got -1999",
+        ),
+        ({"temperature": 1e-46}, "temperature: expected a number > 0 and up to 1e12, got 1e-46"),
+        ({"temperature": 0}, "temperature: expected a number > 0 and up to 1e12, got 0"),
+        ({"temperature": math.inf}, "temperature: expected a number > 0 and up to 1e12, got inf"),
+        ({"temperature": "warm"}, "temperature: expected a number > 0 and up to 1e12, got 'warm'"),
         ({"advantage": "1"}, "advantage: expected numbers, got '1'"),
         ({"advantage": True}, "advantage: expected numbers, got True"),
-        ({"advantage": [0, 10**310]}, "advantage: expected numbers in the range of float32"),
-        ({"advantage": 1e300}, "advantage: expected finite numbers, got inf at token 1"),
+        ({"advantage": [0, 10**310]}, "advantage: expected numbers up to 1e12"),
+        ({"advantage": 1e300}, "advantage: expected numbers from -1e12 to 1e12, got inf at token 1"),
         ({"advantage": [1]}, "advantage: expected one value, or 2 entries, one per token, got 1"),
         ({"advantage": [None, 1]}, r"advantage: expected numbers, got \[None, 1\]"),
         ({"loss_mask": ["1", "0"]}, r"loss_mask: expected numbers, got \['1', '0'\]"),
-        ({"loss_mask": [NAN, 1]}, "loss_mask: expected every entry finite and >= 0, got nan at token 0"),
+        ({"loss_mask": [NAN, 1]}, "loss_mask: expected every entry from 0 to 1e12, got nan at token 0"),
         ({"loss_mask": 1}, r"loss_mask: expected 2 entries, one per token, got shape \(\)"),
         ({"old_logprobs": ["-1", "-2"]}, "old_logprobs: expected numbers"),
         ({"old_logprobs": [[0, -1]]}, r"old_logprobs: expected 2 entries, one per token, got shape \(1, 2\)"),
@@ -98,6 +109,20 @@ def test_wrong_values_are_refused(fields, message):
     with pytest.raises(UserError, match=f"^path p: {message}") as error:
         TokenPath(**({"tokens": [5, 6], "id": "p"} | fields))
     assert len(str(error.value)) < 150
+
+
+def test_numbers_that_do_not_count_may_be_large():
+    """Some engines report the smallest float for tokens that they did not score."""
+    path = TokenPath([5, 6, 7], [0, 0, 1], old_logprobs=[0, -3e38, -1], weight=1e-50)
+    assert path.old_logprobs[1] == np.float32(-3e38)
+    assert path.weight == 0  # as in the float32 of a batch
+
+
+def test_tensors_with_gradients_are_refused():
+    values = torch.zeros(2, requires_grad=True)
+    for field in ("old_logprobs", "shifted_ref_logprobs", "advantage", "loss_mask", "tokens"):
+        with pytest.raises(UserError, match=rf"path \?: {field}: .* grad.*; pass {field}\.detach\(\)"):
+            TokenPath(**{"tokens": [5, 6], field: values})
 
 
 def test_booleans_are_masks_in_python():

@@ -230,6 +230,45 @@ def test_lexicographic_order_is_that_of_lists():
     )
 
 
+def test_trees_and_batches_are_made_from_lists():
+    path = TokenPath([1, 2])
+    tree = TokenTree.from_paths([path])
+    for make, wrong, message in (
+        (
+            TokenTree.from_paths,
+            tree,
+            "TokenTree.from_paths: expected a list of TokenPaths, got TokenTree; ",
+        ),
+        (
+            TokenTree.from_paths,
+            path,
+            "TokenTree.from_paths: expected a list of TokenPaths, got TokenPath; ",
+        ),
+        (
+            TokenTree.from_paths,
+            [[1, 2]],
+            "TokenTree.from_paths: expected a list of TokenPaths, got list of list; ",
+        ),
+        (
+            TokenTree.forest,
+            tree,
+            r"TokenTree.forest: expected a list of TokenTrees, got .*; pass \[tree\]",
+        ),
+        (
+            TreeBatch.from_trees,
+            tree,
+            "TreeBatch.from_trees: expected a list of TokenTrees, got TokenTree; ",
+        ),
+        (
+            TreeBatch.from_trees,
+            [path],
+            "TreeBatch.from_trees: expected .* TokenTrees, got list of TokenPath; ",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            make(wrong)
+
+
 def test_pin_memory_pins_every_tensor_and_drops_plans(monkeypatch):
     """Pinning needs a GPU, so a copy replaces it here."""
     pinned = []
@@ -269,7 +308,7 @@ def test_errors_name_path_field_and_expectation():
         UserError, match="path a: tokens: expected a flat list of token ids, got a nested list"
     ):
         TokenPath([1, [2]], id="a")
-    with pytest.raises(UserError, match=r"path a: loss_mask: expected every entry finite and >= 0, got -1.0"):
+    with pytest.raises(UserError, match=r"path a: loss_mask: expected every entry from 0 to 1e12, got -1.0"):
         TokenPath([1, 2], loss_mask=[0, -1], id="a")
     some = TokenTree.from_paths([TokenPath([1, 2], advantage=1.0), TokenPath([1, 3], id="bare")])
     with pytest.raises(UserError, match="path bare: advantage: missing"):

@@ -1,7 +1,8 @@
-"""The command titan-tree: tools for data. Training starts with `torchrun -m titan_tree.train`.
+"""The command titan-tree: tools for data, and doctor. Training starts with `torchrun -m titan_tree.train`.
 
 To add a verb, write titan_tree/cli/VERB.py with two functions, ``add_arguments(parser)`` and ``run(args)``,
-and add a line to ``VERBS``. The module's docstring becomes the verb's --help text.
+and add a line to ``VERBS``. ``run`` may return an exit status other than 0. The module's docstring becomes
+the verb's --help text.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from titan_tree.errors import UserError
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
     "ingest": "tokenize data files into a token store",
+    "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns the exit status: 0, 2 for wrong input, 1 if stdout closed, 130 after Ctrl-C."""
+    """Runs a verb and returns the exit status: the verb's or 0, 2 for wrong input, 130 after Ctrl-C.
+
+    1 means that stdout was closed or, from ``doctor``, that there are problems.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv[0] if argv else None).parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args.run(args)
+        status = args.run(args)
         sys.stdout.flush()
     except UserError as error:
         print(f"titan-tree: error: {error}", file=sys.stderr)
@@ -38,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
 def _parser(verb: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
-    parser = argparse.ArgumentParser(prog="titan-tree", description="Data tools of titan_tree.")
+    parser = argparse.ArgumentParser(prog="titan-tree", description="Tools of titan_tree.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
         raw = argparse.RawDescriptionHelpFormatter

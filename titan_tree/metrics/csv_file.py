@@ -43,10 +43,11 @@ class CsvLogger(Logger):
         if rows and None in rows[-1][1].values():
             del rows[-1]
         for line, row in rows:
-            if None in row or None in row.values() or not row.get("step", "").isdecimal():
+            step_text = row.get("step", "")
+            if None in row or None in row.values() or not (step_text.isdecimal() and len(step_text) < 16):
                 raise UserError(
                     f"{self.path}:{line}: expected a step and one value per column, got "
-                    f"{shorten(row.get('step'))}; correct or remove the line, or rename the file"
+                    f"{shorten(step_text)}; correct or remove the line, or rename the file"
                 )
         return [row for _, row in rows if int(row["step"]) <= step]
 

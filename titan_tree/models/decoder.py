@@ -125,8 +125,15 @@ class Decoder(nn.Module, ABC):
                 first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
             is_top1: also return whether each edge's label has the largest logit.
         Raises:
-            UserError: ``gateway`` or ``batch.routed_experts`` does not fit the model.
+            UserError: ``batch`` is not a TreeBatch, or ``gateway`` or ``batch.routed_experts`` does not fit
+                the model.
         """
+        if not isinstance(batch, TreeBatch):
+            raise UserError(
+                f"model: expected a TreeBatch, got {type(batch).__name__}; for log-probs of token ids use "
+                "tree_logprobs(model, [ids]); to train, make a batch with "
+                "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
+            )
         layout = self.prepare(batch.layout)
         rope = self.make_rope(layout.positions)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_tree.errors import require_list
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.gateway import (
@@ -97,9 +98,10 @@ class TreeBatch:
                 It saves the vocabulary projection of prompts; the loss is the same.
 
         Raises:
-            UserError: there are no trees, a per-token field is missing in some paths but not in all, or paths
-                that count the same edge have different temperatures.
+            UserError: ``trees`` is not a list of trees or is empty, a per-token field is missing in some
+                paths but not in all, or paths that count the same edge have different temperatures.
         """
+        require_list(trees, TokenTree, "TreeBatch.from_trees", "pass [tree]")
         (batch,) = TreeBatch.from_plan(one_pass(TokenTree.forest(trees)), edges)
         return batch
 

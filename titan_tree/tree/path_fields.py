@@ -15,6 +15,7 @@ from titan_tree.errors import UserError, shorten
 MAX_ID = np.iinfo(np.int32).max  # of tokens and policy versions
 MAX_EXPERT = np.iinfo(np.int16).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_NUMBER = 1e12  # of numbers in the loss: the product of a weight, a mask and an advantage fits float32
 
 
 def wrong(field: str, expected: str, got: object) -> UserError:
@@ -22,16 +23,21 @@ def wrong(field: str, expected: str, got: object) -> UserError:
     return UserError(f"{field}: expected {expected}, got {got}")
 
 
-def number(field: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    """Returns a number that float32 can represent and ``accepts``; ``expected`` describes these numbers."""
+def number(
+    field: str, value: Any, expected: str, accepts: Callable[[float], bool], limit: float = MAX_NUMBER
+) -> float:
+    """Returns a number that is at most ``limit`` and ``accepts``; ``expected`` describes these numbers.
+
+    A number that float32 rounds to 0 becomes 0.
+    """
     try:
         result = float("nan") if isinstance(value, str | bytes | bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
     # Batches store numbers of paths in float32.
-    if not (abs(result) <= FLOAT32_MAX and accepts(float(np.float32(result)))):
+    if not (abs(result) <= limit and accepts(float(np.float32(result)))):
         raise wrong(field, expected, shorten(value))
-    return result
+    return result if np.float32(result) else 0.0
 
 
 def token_array(tokens: Any) -> np.ndarray:
@@ -63,22 +69,22 @@ def version_array(field: str, value: Any, loss_mask: np.ndarray) -> np.ndarray:
 
 
 def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
-    """Returns [T] float32 from [T] finite numbers >= 0 or booleans."""
+    """Returns [T] float32 from [T] numbers >= 0 or booleans."""
     array = _floats(field, value, "iufb", (int, float))
     if array.shape != (num_tokens,):
         raise wrong(field, f"{num_tokens} entries, one per token", _size(array))
-    if not (array.min() >= 0 and array.max() < np.inf):
-        token = int((~(np.isfinite(array) & (array >= 0))).argmax())
-        raise wrong(field, "every entry finite and >= 0", f"{array[token]} at token {token}")
+    if not (array.min() >= 0 and array.max() <= MAX_NUMBER):
+        token = int((~((array >= 0) & (array <= MAX_NUMBER))).argmax())
+        raise wrong(field, "every entry from 0 to 1e12", f"{array[token]} at token {token}")
     return array
 
 
 def advantage_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
-    """Returns [T] float32 from one number, or from one per token. They are finite after the first token."""
+    """Returns [T] float32 from one number, or from one per token. The first token's may be anything."""
     array = _per_token(field, _floats(field, value, "iuf", (int, float)), num_tokens)
-    if (bad := ~np.isfinite(array[1:])).any():
+    if (bad := ~(np.abs(array[1:]) <= MAX_NUMBER)).any():
         token = 1 + int(bad.argmax())
-        raise wrong(field, "finite numbers", f"{array[token]} at token {token}")
+        raise wrong(field, "numbers from -1e12 to 1e12", f"{array[token]} at token {token}")
     return array
 
 
@@ -107,12 +113,12 @@ def logprob_array(name: str, values: Any, shifted: Any, loss_mask: np.ndarray) -
         hint = hint if array.shape == (num_tokens - 1 + missing,) else ""
         raise wrong(field, f"{num_tokens - missing} entries, {which}", _size(array) + hint)
     array = np.concatenate([np.full(missing, np.nan, np.float32), array])
-    bad = ~np.isfinite(array) & (~np.isnan(array) | (loss_mask > 0))
+    bad = np.where(loss_mask > 0, ~(np.abs(array) <= MAX_NUMBER), np.isinf(array))
     bad[0] = False  # nothing predicts the first token
     if bad.any():
         token = int(bad.argmax())
         hint = "; only tokens with loss mask 0 may lack a log-prob" if np.isnan(array[token]) else ""
-        raise wrong(field, "finite numbers", f"{array[token]} at token {token}{hint}")
+        raise wrong(field, "numbers from -1e12 to 1e12", f"{array[token]} at token {token}{hint}")
     return array
 
 
@@ -142,6 +148,12 @@ def _array(field: str, value: Any, expected: str, got: str = "a nested list") ->
         return np.asarray(value)
     except ValueError:  # lists of unequal lengths
         raise wrong(field, expected, got) from None
+    except (RuntimeError, TypeError) as error:  # a tensor
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{field}: expected {expected} that NumPy can read, got a tensor: {reason}; "
+            f"pass {field}.detach().float().cpu()"
+        ) from None
 
 
 def _integers(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.ndarray:
@@ -162,7 +174,7 @@ def _floats(field: str, value: Any, kinds: str, types: tuple[type, ...]) -> np.n
         with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused later
             return array.astype(np.float32, copy=False)
     except OverflowError:
-        raise wrong(field, "numbers in the range of float32", "an integer of more than 308 digits") from None
+        raise wrong(field, "numbers up to 1e12", "an integer of more than 308 digits") from None
 
 
 def _only(array: np.ndarray, types: tuple[type, ...]) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from titan_tree.errors import UserError
 from titan_tree.tree.path_fields import (
+    FLOAT32_MAX,
     advantage_array,
     expert_array,
     logprob_array,
@@ -57,8 +58,8 @@ class TokenPath:
 
     Args:
         tokens: [T] token ids, any sequence of integers. Stored as int32.
-        loss_mask: [T] finite and >= 0, usually 0 or 1: how much the token counts in the loss. Default: all 1.
-        weight: weight of the path in the loss, w_p >= 0.
+        loss_mask: [T] numbers >= 0, usually 0 or 1: how much the token counts in the loss. Default: all 1.
+        weight: weight of the path in the loss, w_p >= 0. As all numbers of a path, it is at most 1e12.
         advantage: one number for the whole path, or [T]. Stored as [T] float32.
         old_logprobs: [T] log-probs under the policy before the update, as the trainer computes them. The
             ratios of ppo, grpo and gspo are relative to it.
@@ -167,21 +168,22 @@ class TokenPath:
             self.loss_mask = np.ones(size, np.float32)
         else:
             self.loss_mask = mask_array("loss_mask", self.loss_mask, size)
-        self.weight = number("weight", self.weight, "a finite number >= 0", lambda x: x >= 0)
+        self.weight = number("weight", self.weight, "a number from 0 to 1e12", lambda x: x >= 0)
         if self.advantage is not None:
             self.advantage = advantage_array("advantage", self.advantage, size)
         for name, shifted in zip(LOGPROBS, shifted_logprobs, strict=True):
             setattr(self, name, logprob_array(name, getattr(self, name), shifted, self.loss_mask))
         if self.routed_experts is not None:
             self.routed_experts = expert_array(self.routed_experts, size)
-        self.temperature = number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
+        expected = "a number > 0 and up to 1e12"
+        self.temperature = number("temperature", self.temperature, expected, lambda x: x > 0)
         if self.policy_version is not None:
             self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
         if self.rollout_tokens is not None:
             own = self.loss_tokens
-            least, expected = own * (1 - 1e-6), f"at least the path's own {own:g} loss tokens"
+            expected = f"at least the path's own {own:g} loss tokens"
             self.rollout_tokens = number(
-                "rollout_tokens", self.rollout_tokens, expected, lambda x: x >= least
+                "rollout_tokens", self.rollout_tokens, expected, lambda x: x >= own * (1 - 1e-6), FLOAT32_MAX
             )
 
     def _check_limits(self, limits: ModelLimits) -> None:

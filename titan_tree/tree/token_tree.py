@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, require_list
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.replay import Records, Replay, merged_records, split_keys
 from titan_tree.tree.trie import lexicographic_trie
@@ -122,9 +122,10 @@ class TokenTree:
             replay: what the tree does with the experts that paths recorded, see tree/replay.py.
 
         Raises:
-            UserError: there are no paths, the paths hold 2**31 tokens or more in total, models of different
-                sizes recorded their experts, or ``replay`` is unknown.
+            UserError: ``paths`` is not a list of paths or is empty, the paths hold 2**31 tokens or more in
+                total, models of different sizes recorded their experts, or ``replay`` is unknown.
         """
+        require_list(paths, TokenPath, "TokenTree.from_paths", "pass [path], or tree.paths of a tree")
         if not paths:
             raise UserError("TokenTree.from_paths: expected at least one path, got none")
         lengths = np.array([len(p) for p in paths], np.int64)
@@ -178,8 +179,10 @@ class TokenTree:
         """Puts trees side by side, in the order given. Prefixes that different trees share are not merged.
 
         Raises:
-            UserError: there are no trees, or models of different sizes recorded their experts.
+            UserError: ``trees`` is not a list of trees or is empty, or models of different sizes recorded
+                their experts.
         """
+        require_list(trees, TokenTree, "TokenTree.forest", "pass [tree]")
         if not trees:
             raise UserError("TokenTree.forest: expected at least one tree, got none")
         if len(trees) == 1:

@@ -110,8 +110,13 @@ _FIXES = {
 
 
 def _field(pairs: PathPairs, name: str) -> Tensor:
-    """Returns a per-token field of the paths. Raises UserError if the paths do not have it."""
+    """Returns a per-token field of the paths. Raises UserError if they lack it, or if it has gradients."""
     if (value := getattr(pairs, name)) is not None:
+        if value.requires_grad:
+            raise UserError(
+                f"loss: {name}: expected constants, got a tensor that requires grad; compute it under "
+                f"torch.no_grad(), or pass {name}.detach()"
+            )
         return value
     fix = f"give it to every path{_FIXES.get(name, '')}"
     if name == "old_logprobs" and pairs.rollout_logprobs is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from types import BuiltinMethodType
 from typing import Any
@@ -22,6 +23,16 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.utils import Namespace
 
+from titan_tree.components.tree_tokenizer.limits import (
+    FREE,
+    METHODS,
+    REFUSED,
+    LimitedContext,
+    limited_filters,
+    limited_method,
+    measure,
+    multiply,
+)
 from titan_tree.errors import UserError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans
@@ -30,14 +41,18 @@ JSON_TEXTS = "json texts"  # the variable that holds the JsonTexts of a renderin
 JSON_CHARACTERS = 1 << 24  # capacity of JsonTexts, in characters
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+_STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {
+    *METHODS,
+    *REFUSED[str],
+}
 _PLAIN = frozenset((str, int, bool, float, type(None), dict, list, tuple))
 _MISSING = object()
+_TICK = jinja2.nodes.ExprStmt(jinja2.nodes.Const(None))
 _DEFAULTS = False, None, None, False
 
 
 class _Code(CodeGenerator):
-    """Reads the fields of messages without a function call."""
+    """Reads the fields of messages without a function call, and reports what the limits count."""
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         """Writes ``obj.attr`` as an expression that reads a dict and leaves other objects to the sandbox."""
@@ -49,17 +64,87 @@ class _Code(CodeGenerator):
         self.visit(node.node, frame)
         self.write(f") is dict and {node.attr!r} in got else environment.getattr(got, {node.attr!r}))")
 
+    def visit_For(self, node: jinja2.nodes.For, frame: Frame) -> None:  # noqa: N802
+        """Writes a loop that counts its iterations."""
+        node.body = [_TICK, *node.body]
+        super().visit_For(node, frame)
+
+    def macro_body(self, node: Any, frame: Frame) -> Any:
+        """Writes a macro that counts its calls."""
+        node.body = [_TICK, *node.body]
+        return super().macro_body(node, frame)
+
+    def visit_ExprStmt(self, node: jinja2.nodes.ExprStmt, frame: Frame) -> None:  # noqa: N802
+        if node is _TICK:
+            self.writeline("context.tick()")
+        else:
+            super().visit_ExprStmt(node, frame)
+
+    def visit_Add(self, node: jinja2.nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        """Writes ``a + b + c`` with one check of the sum."""
+        terms: list[jinja2.nodes.Expr] = [node]
+        while isinstance(first := terms[0], jinja2.nodes.Add):
+            terms[:1] = [first.left, first.right]
+        self._write_grown(lambda: self._write_joined(terms, " + ", lambda term: self.visit(term, frame)))
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        def as_text(part: jinja2.nodes.Expr) -> None:
+            self._output_child_pre(part, frame, None)
+            self.visit(part, frame)
+            self._output_child_post(part, frame, None)
+
+        def join() -> None:
+            self.write("''.join((")
+            self._write_joined(node.nodes, ", ", as_text)
+            self.write(",))")
+
+        self._write_grown(join)
+
+    def visit_Filter(self, node: jinja2.nodes.Filter, frame: Frame) -> None:  # noqa: N802
+        visit = super().visit_Filter
+        self._write_grown(lambda: visit(node, frame))
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        visit = super().visit_Getitem
+        if isinstance(node.arg, jinja2.nodes.Slice):
+            self._write_grown(lambda: visit(node, frame))
+        else:
+            visit(node, frame)
+
+    def visit_ScopedEvalContextModifier(self, node: Any, frame: Frame) -> None:  # noqa: N802
+        self.fail("autoescape is not supported, because it would change the text of messages", node.lineno)
+
+    def _output_child_pre(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("(got if type(got := ")
+
+    def _output_child_post(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(") is str else context.text(got))")
+
+    def _write_grown(self, write: Callable[[], None]) -> None:
+        """Writes an expression whose value counts unless it is a short string."""
+        self.write("(got if type(got := ")
+        write()
+        self.write(f") is str and len(got) < {FREE} else context.grown(got))")
+
+    def _write_joined(self, parts: Sequence[Any], separator: str, write: Callable[[Any], None]) -> None:
+        for index, part in enumerate(parts):
+            self.write(separator if index else "")
+            write(part)
+
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with the functions and filters of chat templates; templates.py explains ``text``."""
 
     code_generator_class = _Code
+    context_class = LimitedContext
+    intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        self.filters |= {"tojson": _to_json, "text": _text_span}
+        self.filters = limited_filters(self.filters | {"tojson": _to_json, "text": _text_span})
+        del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -80,14 +165,35 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if type(obj) is BuiltinMethodType and type(obj.__self__) is str:
             kwargs.pop("_loop_vars", None)  # Jinja adds these two for functions that read the context
             kwargs.pop("_block_vars", None)
+            if len(obj.__self__) >= FREE:  # the result is at most about as long
+                context.grown(obj.__self__)  # type: ignore[attr-defined]
             return obj(*args, **kwargs)
-        return super().call(context, obj, *args, **kwargs)
+        return context.grown(super().call(context, obj, *args, **kwargs))  # type: ignore[attr-defined]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Returns the product, the power, the remainder or the formatted text."""
+        multiply(operator, left, right)
+        return context.grown(super().call_binop(context, operator, left, right))  # type: ignore
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Also refuses ``dict.update`` and its like, with which a template could change a message."""
+        if any(isinstance(obj, kind) and attr in names for kind, names in REFUSED.items()):
+            return False
         return super().is_safe_attribute(obj, attr, value) and not (
             obj is dict and modifies_known_mutable({}, attr)
         )
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Returns a limited method for one that can make a text much longer; Jinja calls it for each one."""
+        name, text = getattr(value, "__name__", None), getattr(value, "__self__", None)
+        if not isinstance(text, str) or name not in METHODS:
+            return super().wrap_str_format(value)
+        return limited_method(name, text, super().wrap_str_format(value) or value)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> str:
+        source = super()._generate(*args, **kwargs)
+        # No text of a template matches, because it has no line breaks in the source.
+        return source.replace("\n    concat = environment.concat\n", "\n    concat = context.concat\n")
 
 
 class JsonTexts:
@@ -107,6 +213,9 @@ class JsonTexts:
         if (known := self._texts.get(key)) is not None:
             return known[1]
         ensure_ascii, indent, separators, sort_keys = options
+        measure(value)
+        if len(repr(indent)) > 10 or measure(separators) > 100:
+            raise jinja2.TemplateRuntimeError("tojson: the indent or the separators are too long")
         text = json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )

@@ -19,6 +19,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
+from titan_tree.components.tree_tokenizer.limits import MAX_SOURCE
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, MARKS, ChatEnvironment, JsonTexts
 from titan_tree.errors import UserError, require_unicode
@@ -49,6 +50,10 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self.constants = dict(constants or {})
+        if len(source) > MAX_SOURCE:
+            raise UserError(
+                f"chat template {name}: expected at most {MAX_SOURCE:,} characters, got {len(source):,}"
+            )
         try:
             syntax = _environment().parse(source)
             self.variables = jinja2.meta.find_undeclared_variables(syntax)
@@ -70,8 +75,12 @@ class ChatTemplate:
             return ChatTemplate(name, "(text)", constants)
         path = Path(__file__).with_name(f"{name}.jinja") if name in BUILT_IN else Path(template)
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), name, constants)
-        except (OSError, UnicodeDecodeError) as error:
+            with path.open(encoding="utf-8") as file:
+                source = file.read(MAX_SOURCE + 1)
+            return ChatTemplate(source, name, constants)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"chat template {name}: expected {', '.join(BUILT_IN)}, a file or Jinja text; the file "
                 f"cannot be read: {error}"
@@ -103,13 +112,17 @@ class ChatTemplate:
                 "correct its name"
             )
         try:
-            return _compiled(self.source).render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.constants, **variables, JSON_TEXTS: json_texts or JsonTexts()},
+            template = _compiled(self.source)
+            context = template.new_context(
+                dict(
+                    messages=messages,
+                    tools=tools or None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.constants, **variables, JSON_TEXTS: json_texts or JsonTexts()},
+                )
             )
+            return context.concat(template.root_render_func(context))  # type: ignore[attr-defined]
         except (UserError, MemoryError):
             raise
         except Exception as error:  # a template can raise any exception

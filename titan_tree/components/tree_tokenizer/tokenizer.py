@@ -102,7 +102,7 @@ class TreeTokenizer:
         if template is None:
             template = _template_in_folder(folder, config, config_file)
         tokens = {name: config[name] for name in TEMPLATE_TOKENS if config.get(name)}
-        constants = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
+        constants = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
         chat = ChatTemplate.load(template, constants) if template is not None else None
         return TreeTokenizer(read_hf(folder), chat)
 
@@ -244,7 +244,8 @@ def _template_in_folder(folder: Path, config: Mapping[str, Any], config_file: Pa
         return file
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        named = [t for t in template if isinstance(t, dict)]
+        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise UserError(f"{config_file}: chat_template: expected Jinja text, got {shorten(template)}")
     return template

@@ -1,0 +1,170 @@
+"""Whether a run could start here: its configuration, model, tokenizer, data, components and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_tree import build
+from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
+from titan_tree.cli.doctor.machine import existing, size_text
+from titan_tree.cli.doctor.numerics import training_device
+from titan_tree.components.backends import resolve
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import Config
+from titan_tree.config.toml import load_config
+from titan_tree.data.files import DataFiles
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf import read_weights
+from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+WEIGHT_BYTES = 4  # per parameter, in a checkpoint
+STATE_BYTES = {"adamw": 8, "adamw8bit": 2.03}  # of the optimizer, per parameter (docs/memory.md)
+
+
+def configuration(subject: Subject) -> Iterator[Finding]:
+    """Checks what a run reads before its first step. Reads only the first records of data files."""
+    assert subject.file is not None
+    config = load_config(subject.file, subject.overrides)
+    yield Finding("file", f"{subject.file} is valid")
+    run = _Run(config)
+    for name in ("components", "model", "backends", "tokenizer", "data", "checkpoints"):
+        yield from attempt(name, getattr(run, name))
+
+
+class _Run:
+    """The checks of one configuration, in the order in which they need each other's results."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._model: Decoder | None = None  # without weights
+        self._tokenizer: TreeTokenizer | None = None
+        self._has_tokenizer = False  # or needs none
+
+    def components(self) -> Iterator[Finding]:
+        """Imports the loss, the optimizer and the loggers."""
+        config = self.config
+        build.build_loss(config.loss)
+        build.check_optimizer(config)
+        for name in config.metrics.loggers:
+            LOGGERS[name]
+        names = (config.loss.name, config.optimizer.name, *config.metrics.loggers)
+        yield Finding("components", ", ".join(names))
+
+    def model(self) -> Iterator[Finding]:
+        """Makes the model without weights, and compares the snapshot's tensors with it."""
+        model, folder = self.config.model, self.config.model.hf_path
+        with torch.device("meta"):
+            self._model = build.build_model_without_weights(model)
+        text = f"{self._model.config.family}, {self._model.num_parameters():,} parameters"
+        if not folder:
+            yield Finding("model", f"{text}, random weights")
+            return
+        next(
+            read_weights(folder, self._model)
+        )  # compares all names, shapes and dtypes before the first tensor
+        yield Finding("model", f"{text}; {folder} has all tensors")
+
+    def backends(self) -> Iterator[Finding]:
+        """Asks the backends that the configuration names whether they compute this model here."""
+        if self._model is None:
+            yield Finding("backends", "not checked, because they depend on the model", ok=None)
+            return
+        sizes: Any = self._model.config
+        device, _ = training_device()
+        dtype = getattr(torch, self.config.training.dtype)
+        names = self.config.model
+        deterministic = self.config.training.deterministic
+        layout = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([0, 1])])]).to(device).layout
+        self._model.attention.prepare(layout)  # some backends refuse a device only here
+        q = torch.empty(1, 1, sizes.head_dim, device=device, dtype=dtype)
+        chosen = [resolve("TreeAttention", ATTENTION_BACKENDS, names.attention, device, q, deterministic)]
+        if "states" in self._model.cache_streams:
+            dims = sizes.linear_key_head_dim, sizes.linear_value_head_dim
+            k, v = (torch.empty(1, 1, dim, device=device, dtype=dtype) for dim in dims)
+            chosen.append(resolve("TreeGDN", GDN_BACKENDS, names.gdn, device, k, k, v))
+        yield Finding("backends", f"{' and '.join(chosen)}, {self.config.training.dtype} on {device.type}")
+
+    def tokenizer(self) -> Iterator[Finding]:
+        self._tokenizer = build.build_tokenizer(self.config.data, self.config.model.hf_path)
+        self._has_tokenizer = True
+        name = self.config.data.tokenizer or build.tokenizer_folder(self.config.model.hf_path)
+        if self._tokenizer is None:
+            yield Finding("tokenizer", "none; the data must be token ids")
+        else:
+            yield Finding("tokenizer", f"{name}, {self._tokenizer.vocab_size:,} tokens")
+
+    def data(self) -> Iterator[Finding]:
+        """Reads, renders and tokenizes the first group of each data file."""
+        if self._model is None or not self._has_tokenizer:
+            yield Finding("data", "not checked, because it needs the model and the tokenizer", ok=None)
+            return
+        reader = build.build_reader(self.config.data, self._tokenizer, self._model)
+        yield from self._files("data", reader)
+        if self.config.validation.files is not None:
+            held_out = replace(self.config.data, files=self.config.validation.files, weights=None)
+            reader = build.build_reader(held_out, self._tokenizer, self._model)
+            yield from self._files("validation", reader)
+
+    def _files(self, name: str, reader: SampleReader) -> Iterator[Finding]:
+        findings = [attempt(name, self._first_group, reader, file) for file in reader.files]
+        problems = list(chain(*findings))
+        yield from problems
+        readable = len(reader.files) - len(problems)
+        if readable:
+            size = size_text(reader.num_bytes())
+            yield Finding(
+                name, f"the first group of {readable} of {len(reader.files)} files is readable; {size}"
+            )
+
+    def _first_group(self, reader: SampleReader, file: str) -> Iterator[Finding]:
+        config = replace(reader.config, files=[file], weights=None)
+        group = next(DataFiles(config).groups())
+        reader.paths(group)
+        return iter(())
+
+    def checkpoints(self) -> Iterator[Finding]:
+        """Compares the size of checkpoints with the free space of the disk."""
+        checkpoint, folder = self.config.checkpoint, Path(self.config.folder)
+        found = existing(folder)
+        if not (found.is_dir() and os.access(found, os.W_OK)):
+            yield problem("folder", f"{found} is not a writable folder", "set folder to another path")
+        if not checkpoint.interval:
+            yield Finding("checkpoints", "none (checkpoint.interval = 0)", ok=None)
+        elif self._model is None:
+            yield Finding("checkpoints", "not checked, because their size depends on the model", ok=None)
+        else:
+            yield self._disk(self._model.num_parameters(), folder / checkpoint.folder)
+
+    def _disk(self, num_parameters: int, folder: Path) -> Finding:
+        config = self.config
+        state_bytes = STATE_BYTES.get(config.optimizer.name, STATE_BYTES["adamw"])
+        size = num_parameters * (WEIGHT_BYTES + state_bytes)
+        free = shutil.disk_usage(existing(folder)).free
+        fit = math.floor(free / size)
+        written = len(list(folder.glob("step-*"))) if folder.is_dir() else 0
+        # A checkpoint is complete before an older one is deleted.
+        needed = max(config.checkpoint.keep + 1 - written, 1) if config.checkpoint.keep else 1
+        kept = f"checkpoint.keep = {config.checkpoint.keep}"
+        text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; {kept}"
+        if config.training.steps and not config.checkpoint.keep:
+            needed = math.ceil(config.training.steps / config.checkpoint.interval) - written
+        if fit >= needed:
+            return Finding("checkpoints", text)
+        return problem(
+            "checkpoints",
+            f"{text} needs {needed}",
+            "free some space, set folder to a path on another disk, or lower checkpoint.keep (2 at least)",
+        )
