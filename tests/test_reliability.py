@@ -113,10 +113,10 @@ def test_runs_notice_other_losses_and_files_that_vanish(training: ModuleType, tm
     run.plant()
     run.check_planted()
     assert run.unfinished() == []
-    (run.checkpoints / ".step-6").mkdir()
-    assert run.unfinished() == [".step-6"]
-    (run.checkpoints / "step-5" / "notes.txt").unlink()
-    with pytest.raises(training.LostError, match=r"step-5/notes\.txt has vanished"):
+    (run.checkpoints / "step-6.3f9a41c2.partial").mkdir()
+    assert run.unfinished() == ["step-6.3f9a41c2.partial"]
+    (run.checkpoints / "step-5-of-mine" / "notes.txt").unlink()
+    with pytest.raises(training.LostError, match=r"step-5-of-mine/notes\.txt has vanished"):
         run.check_planted()
 
 

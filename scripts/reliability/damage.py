@@ -142,8 +142,8 @@ def damage_all(run: Run, draw: random.Random) -> Damage:
 
 
 def strange_name(run: Run, draw: random.Random) -> Damage:
-    """Adds a file or a folder whose name looks like a newer checkpoint."""
-    name = draw.choice(("step-99", "step-090", "step-1e3", "step-", "step-99999999999999999999"))
+    """Adds a file or a folder whose name looks like that of a checkpoint."""
+    name = draw.choice(("step-99", "step-5", "step-090", "step-1e3", "step-", "step-99999999999999999999"))
     path = run.checkpoints / name
     if draw.random() < 0.5:
         path.mkdir()

@@ -37,6 +37,7 @@ OPTIONS = (
 )
 # Columns of metrics.csv that measure time, and therefore differ between equal runs.
 MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s")
+FOREIGN = "step-6.0123abcd.partial"  # an unfinished checkpoint of another run
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -192,13 +193,9 @@ class Run:
         return f"{delay_s:.3f} s after step {step}"
 
     def unfinished(self) -> list[str]:
-        """Returns the names of checkpoint folders that are being written."""
+        """Returns the names of the checkpoint folders that the run is writing, or was when it was killed."""
         names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else []
-        return [
-            name
-            for name in names
-            if not re.fullmatch(r"step-\d+", name) and (self.checkpoints / name).is_dir()
-        ]
+        return [name for name in names if name.endswith(".partial") and name != FOREIGN]
 
     def wait_until_saving(self, processes: Processes) -> None:
         """Waits until a checkpoint folder under a temporary name appears."""
@@ -228,7 +225,8 @@ class Run:
         return [
             self.folder / "notes.txt",
             self.checkpoints / "notes.txt",
-            self.checkpoints / "step-5" / "notes.txt",
+            self.checkpoints / "step-5-of-mine" / "notes.txt",
+            self.checkpoints / FOREIGN / "notes.txt",
         ]
 
 
