@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from titan_tree.config.toml import load_config
@@ -86,5 +87,10 @@ def _log_to_stdout(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    if status := main():
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status:
         os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped
