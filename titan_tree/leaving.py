@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from signal import Signals as SignalName
 from typing import Any, NoReturn
@@ -91,7 +91,7 @@ class Leaving:
         parallel = self.config.parallel
         is_first = self.progress.step == self._first_step
         timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
-        with failures_named(self._step, self._what_next, timeout_s):
+        with failures_named(self._describe(self.progress.step + 1), self._what_next, timeout_s):
             if is_first:
                 set_timeout(timeout_s)  # of the groups that sharding has created
             with self._checkpoint_before_error():
@@ -103,25 +103,20 @@ class Leaving:
             if is_first:
                 set_timeout(parallel.timeout_s)
 
-    def _step(self) -> str:
-        """Returns the step that this rank runs, with the first paths of its trees."""
-        ids = [name for names in self._running.path_ids for name in names] if self._running else []
-        paths = f"paths {', '.join(ids[:SHOWN_PATHS])}" if ids else "no paths"
-        more = f" and {len(ids) - SHOWN_PATHS} more" if len(ids) > SHOWN_PATHS else ""
-        return f"step {self.progress.step + 1} ({paths}{more})"
+    def _describe(self, step: int) -> Callable[[], str]:
+        """Returns a function that returns the step, with the first paths of this rank's trees."""
+
+        def describe() -> str:
+            ids = [name for names in self._running.path_ids for name in names] if self._running else []
+            more = f" and {len(ids) - SHOWN_PATHS} more" if len(ids) > SHOWN_PATHS else ""
+            return f"step {step} (paths {', '.join(ids[:SHOWN_PATHS]) or 'none'}{more})"
+
+        return describe
 
     def _schedule(self) -> tuple[Any, ...]:
         """Returns what decides the next steps: the same on all ranks."""
-        c = self.config
-        settings = (
-            c.loss,
-            c.router_loss,
-            c.router_bias,
-            c.optimizer,
-            c.lr_scheduler,
-            c.training,
-            c.partition,
-        )
+        tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
+        settings = [getattr(self.config, table) for table in tables]
         return self.num_steps, self.progress.step, self.progress.data, settings
 
     @contextmanager

@@ -46,11 +46,14 @@ def _main(argv: Sequence[str] | None) -> int:
     _log_to_stdout(rank)
     try:
         config = load_config(args.config, [*args.overrides, *dashed])
-        from titan_tree.trainer import Trainer  # takes seconds to import, so check the configuration first
+        # These imports take seconds, so check the configuration first.
+        from titan_tree.distributed.faults import failures_named
+        from titan_tree.trainer import Trainer
 
-        trainer = Trainer(config)
-        trainer.train()
-        trainer.close()
+        with failures_named(lambda: "the start or the end of the run", lambda: "run the same command again"):
+            trainer = Trainer(config)
+            trainer.train()
+            trainer.close()
     except UserError as error:
         if rank > 0:
             time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
+import titan_tree.train
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
 from titan_tree.distributed import exchange, faults
@@ -21,7 +23,6 @@ from titan_tree.errors import UserError
 from titan_tree.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def die() -> None:
@@ -70,6 +71,15 @@ def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
         trainer.model.forward = faulty(forward)  # type: ignore[method-assign]
 
 
+def wait_and_kill(ranks: mp.ProcessContext, file: Path) -> None:
+    """Kills all ranks as soon as one has written a file."""
+    deadline = time.monotonic() + 100
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in ranks.processes:
+        process.kill()
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("fault", "model", "reason"),
@@ -84,12 +94,7 @@ def test_a_fault_of_a_rank_ends_the_others_with_one_line(
 ) -> None:
     write_config(tmp_path)
     line = tmp_path / "rank0"
-    ranks = start_ranks(fail_in_step_3, 2, tmp_path, fault, model)
-    deadline = time.monotonic() + 100
-    while not line.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in ranks.processes:
-        process.kill()
+    wait_and_kill(start_ranks(fail_in_step_3, 2, tmp_path, fault, model), line)
     message = line.read_text()
     assert re.fullmatch(
         rf"rank 0: \w+ failed in step 3 \(paths .*\): .*{reason}.*; another rank has ended or hangs, see its "
@@ -112,7 +117,7 @@ def differ_in_one_bit(rank: int, ports: list[int], folder: Path) -> None:
         with as_rank(rank, 3, port), pytest.MonkeyPatch.context() as patch:
             trainer = Trainer(tiny_config(folder, checkpoint__interval=1))
             if rank == 1 and what == "norm.weight":
-                flip_a_bit(patch, dict(trainer.model.named_parameters())[what])
+                flip_a_bit(patch, trainer.model.state_dict(keep_vars=True)[what])
             if rank == 1 and what != "norm.weight":
                 patch.setattr(trainer, "_data_state", lambda: {"files": ["another checksum"]})
             with pytest.raises(UserError, match=f"step 1: rank 1 differs from the others in {what}; start"):
@@ -146,14 +151,14 @@ def test_a_fingerprint_changes_with_every_bit() -> None:
 def test_variables_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE", *FILES):
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(faults, "_variables", {})
     for folder in ("a", "b"):  # of two runs in one process
         faults.record_collectives(tmp_path / folder)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert {os.environ[name] for name in FILES} == {f"{tmp_path}/b/flight_recorder/rank_"}
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/b/flight_recorder/rank_"
 
 
 KILL_ONCE = """
@@ -202,3 +207,21 @@ def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
 def train_whole(rank: int, ports: list[int], folder: Path, options: dict[str, Any]) -> None:
     with as_rank(rank, 2, ports[0]):
         train(tiny_config(folder, **options))
+
+
+def die_at_the_start(rank: int, ports: list[int], folder: Path) -> None:
+    """Rank 1 dies before the first step, while rank 0 waits for it."""
+    if rank == 1:
+        Trainer.inputs = lambda trainer: os._exit(1)  # type: ignore[method-assign,assignment]
+    sys.stderr = (folder / f"stderr{rank}").open("w", buffering=1)
+    with as_rank(rank, 2, ports[0]):
+        titan_tree.train.main(["--config", str(folder / "config.toml")])
+    (folder / "rank0").touch()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_before_the_first_step_is_one_line_too(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    wait_and_kill(start_ranks(die_at_the_start, 2, tmp_path), tmp_path / "rank0")
+    error = (tmp_path / "stderr0").read_text()
+    assert re.fullmatch(r"titan_tree\.train: error: rank 0: \w+ failed in .*by peer.*\n", error), error

@@ -48,10 +48,8 @@ def record_collectives(folder: Path) -> None:
     prefix = str(folder / FLIGHT_RECORDER / "rank_")
     for name, value in {
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name in earlier versions of torch
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
     }.items():
         if os.environ.get(name) == _variables.get(name):  # unset, or from an earlier run of this process
             os.environ[name] = _variables[name] = value
@@ -64,7 +62,9 @@ def set_timeout(seconds: float) -> None:
 
 
 @contextmanager
-def failures_named(what: Callable[[], str], advice: Callable[[], str], timeout_s: float) -> Iterator[None]:
+def failures_named(
+    what: Callable[[], str], advice: Callable[[], str], timeout_s: float | None = None
+) -> Iterator[None]:
     """Turns a failed collective into one line, and says where this rank is after ``timeout_s``.
 
     Args:
@@ -73,10 +73,10 @@ def failures_named(what: Callable[[], str], advice: Callable[[], str], timeout_s
     Raises:
         UserError: a collective failed because another rank has ended or did not come in time.
     """
-    thread = threading.get_ident()
-    timer = threading.Timer(timeout_s, _report_delay, (thread, what, timeout_s))
+    timer = threading.Timer(timeout_s or 0.0, _report_delay, (threading.get_ident(), what, timeout_s))
     timer.daemon = True
-    timer.start()
+    if timeout_s is not None:
+        timer.start()
     try:
         yield
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def failures_named(what: Callable[[], str], advice: Callable[[], str], timeout_s
         text = str(error).partition("This is typically")[0].splitlines()[0]
         reason = re.sub(r"^\[\S+\] ", "", text).strip(". ")  # without the line of torch's source
         raise UserError(
-            f"rank {dist.get_rank()}: {_collective(error)} failed in {what()}: {reason}; another rank has "
+            f"rank {_rank()}: {_collective(error)} failed in {what()}: {reason}; another rank has "
             f"ended or hangs, see its messages; {_dump()}{advice()}"
         ) from None
     finally:
@@ -96,9 +96,7 @@ def _report_delay(thread: int, what: Callable[[], str], timeout_s: float) -> Non
     """Prints where a thread is. NCCL ends a process that waits too long, without a word about its trees."""
     frame = traceback.extract_stack(sys._current_frames()[thread])[-1]
     place = f"{frame.name} ({frame.filename}:{frame.lineno})"
-    text = (
-        f"rank {dist.get_rank()}: {what()} takes more than parallel.timeout_s = {timeout_s:g} s, at {place}"
-    )
+    text = f"rank {_rank()}: {what()} takes more than parallel.timeout_s = {timeout_s:g} s, at {place}"
     print(text, file=sys.stderr, flush=True)
 
 
@@ -110,14 +108,19 @@ def _collective(error: BaseException) -> str:
     return calls[0] if calls else waits[-1] if waits else "a collective"
 
 
+def _rank() -> str:
+    """Returns the number of this rank, also before it has joined the process group."""
+    return os.environ.get("RANK", "0")
+
+
 def _dump() -> str:
     """Writes the last collectives of this rank, and returns where, as a part of a sentence."""
-    path = Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{dist.get_rank()}")
+    path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', '')}{_rank()}")
     if not path.exists():  # NCCL writes its own if it times out
         try:
             dump: Any = torch._C._distributed_c10d
             path.write_bytes(dump._dump_fr_trace(True, True, False))
-        except (OSError, AttributeError):  # a full disk; a torch without a recorder for gloo
+        except (OSError, AttributeError):  # not writable; a torch without a recorder for gloo
             return ""
     return f"its last collectives are in {path}; "
 
@@ -134,7 +137,7 @@ def check_equal(model: nn.Module, schedule: Any, step: int, interval: int) -> No
     Raises:
         UserError: on all ranks, if any two of them differ.
     """
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = model.state_dict(keep_vars=True)  # sharded, even if the step has left gathered weights in place
     sums = torch.stack([_fingerprint(tensor) for tensor in tensors.values()]).tolist()
     own = (hashlib.sha256(repr(schedule).encode()).hexdigest(), *sums)
     by_rank: list[tuple[Any, ...]] = [()] * dist.get_world_size()
