@@ -318,8 +318,8 @@ class Trainer:
         """Reports a bad step. Raises AgreedError if there were too many of them in a row."""
         if self.bad_steps.add() == self.bad_steps.limit:
             raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.bad_steps.limit} bad steps in a row, "
-                "which left the weights unchanged)"
+                f"step {step}: {reason} (training ended after {self.bad_steps.limit} bad "
+                f"step{'s' if self.bad_steps.limit > 1 else ''} in a row, which left the weights unchanged)"
             )
         if dist.get_rank() == 0:
             logger.warning("step %d is skipped: %s", step, reason)

@@ -125,15 +125,15 @@ def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp
     assert not same(ended["tokens"], ended["tree"])
 
 
-def test_a_refused_step_moves_no_bias(tmp_path):
+def test_a_skipped_step_moves_no_bias(tmp_path):
     config = tiny_config(tmp_path, **BIASED, optimizer__lr=1e30)
     trainer = Trainer(config)
     inputs = trainer.inputs()
     trainer.train_step(inputs)
     before = biases(trainer)
     assert all(bias.any() for bias in before.values())
-    with pytest.raises(UserError, match=r"step 2: .* is nan"):
-        trainer.train_step(inputs)
+    trainer.train_step(inputs)  # the loss is not finite any more
+    assert trainer.bad_steps.total == 1
     assert same(biases(trainer), before)
     inputs.close()
     dist.destroy_process_group()
