@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_tree.components.moe import Routing
 from titan_tree.distributed.collectives import world_size
+from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -107,6 +108,10 @@ class GlobalSizes(NamedTuple):
 
 def all_reduce_counts(step: StepInput) -> GlobalSizes:
     """Sums the counts of all ranks and takes the maxima of the other sizes, on the host."""
+    if not isinstance(step, StepInput):
+        raise UserError(
+            f"TreeStep.run: expected a StepInput, got {type(step).__name__}; pass what prepare returns"
+        )
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
     maxima = torch.tensor([len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version])

@@ -116,10 +116,6 @@ class TreeStep:
             UserError: if ``step`` is not a StepInput, or if the GPU runs out of memory. Discard the gradients
                 in that case.
         """
-        if not isinstance(step, StepInput):
-            raise UserError(
-                f"TreeStep.run: expected a StepInput, got {type(step).__name__}; pass what prepare returns"
-            )
         sizes = all_reduce_counts(step)
         self._check(sizes)
         micro_batches = self._schedule(step, sizes)
