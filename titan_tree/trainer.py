@@ -289,7 +289,7 @@ class Trainer:
             self.history.append(update.result.counts)
             self.bad_steps.in_a_row = 0
         except BadStepError as reason:
-            self._skip(step, reason)
+            report_bad_step(step, reason, self.bad_steps)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, self._data_state() | position
@@ -314,16 +314,6 @@ class Trainer:
                 )
                 self.loggers.log(step, step_values(report))
 
-    def _skip(self, step: int, reason: BadStepError) -> None:
-        """Reports a bad step. Raises AgreedError if there were too many of them in a row."""
-        if self.bad_steps.add() == self.bad_steps.limit:
-            raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.bad_steps.limit} bad "
-                f"step{'s' if self.bad_steps.limit > 1 else ''} in a row, which left the weights unchanged)"
-            )
-        if dist.get_rank() == 0:
-            logger.warning("step %d is skipped: %s", step, reason)
-
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
         is_due = step % self.config.validation.interval == 0 or step == self.num_steps
@@ -340,3 +330,14 @@ class Trainer:
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def report_bad_step(step: int, reason: BadStepError, bad_steps: BadSteps) -> None:
+    """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
+    if bad_steps.add() == bad_steps.limit:
+        raise AgreedError(
+            f"step {step}: {reason} (training ended after {bad_steps.limit} bad "
+            f"step{'s' if bad_steps.limit > 1 else ''} in a row, which left the weights unchanged)"
+        )
+    if dist.get_rank() == 0:
+        logger.warning("step %d is skipped: %s", step, reason)

@@ -339,6 +339,14 @@ def test_mistakes_of_a_registered_loss_are_one_line(function, error):
         TreeLoss("mine")(torch.zeros(3), batch, 1.0)
 
 
+def test_logprobs_of_another_batch_are_refused():
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3])])
+    with pytest.raises(UserError, match=r"got shape \[7\] and a TreeBatch of 2 edges; pass model"):
+        TreeLoss()(torch.zeros(7), TreeBatch.from_trees([tree]), 1.0)
+    with pytest.raises(UserError, match=r"got shape \[2\] and a TokenTree of 0 edges; pass model"):
+        TreeLoss()(torch.zeros(2), tree, 1.0)
+
+
 def test_fields_of_the_paths_must_be_constants():
     """The gradients of new and old log-probs would cancel."""
     paths = [TokenPath([1, 2], advantage=1.0, old_logprobs=[0, -1])]

@@ -1,8 +1,14 @@
-"""The list of passes of a step."""
+"""The list of passes of a step, and what TreeStep accepts."""
 
 import pytest
 
+from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.step_run import Pass, plan_passes
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.registry import build_model
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 ONE, TWO = ["batch"], ["parent", "child"]  # micro-batches with one and two partitions
 
@@ -28,3 +34,13 @@ def test_passes_count_first_and_score_only_partitioned_micro_batches(count, scor
 def test_a_step_without_micro_batches_has_no_passes():
     assert plan_passes([], count=True, score=True) == []
     assert plan_passes([TWO], count=False, score=True) == [Pass("score", 0, True), Pass("train", 0, True)]
+
+
+def test_a_step_is_prepared_from_lists_of_lists_of_trees():
+    step = TreeStep(build_model("qwen3", "debug", vocab_size=16), TreeLoss())
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3])])
+    for wrong, got in ((tree, "TokenTree"), ([tree], "list of TokenTree")):
+        with pytest.raises(UserError, match=rf"^TreeStep.prepare: .* got {got}; pass \[\[tree, \.\.\.\]"):
+            step.prepare(wrong)
+    with pytest.raises(UserError, match=r"^TreeStep.run: expected a StepInput, got list; pass what prepare"):
+        step.run([[tree]])

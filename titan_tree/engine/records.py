@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_tree.components.moe import Routing
 from titan_tree.distributed.collectives import world_size
+from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -117,6 +118,10 @@ def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
     Args:
         notice: a number that all ranks learn, at no extra cost, before they run the step.
     """
+    if not isinstance(step, StepInput):
+        raise UserError(
+            f"TreeStep.run: expected a StepInput, got {type(step).__name__}; pass what prepare returns"
+        )
     counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
     maxima = torch.tensor(

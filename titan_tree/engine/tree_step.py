@@ -30,7 +30,7 @@ from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_re
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
-from titan_tree.errors import AgreedError, UserError
+from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
@@ -103,6 +103,8 @@ class TreeStep:
 
         It does not communicate with other ranks, so a thread may run it ahead of the step.
         """
+        hint = "pass [[tree, ...], ...], a list of trees for each micro-batch"
+        require_list(micro_batches, Sequence, "TreeStep.prepare", hint)
         step = self.preparer()(micro_batches)
         return step.pin_memory() if self.device.type == "cuda" else step
 
@@ -114,7 +116,8 @@ class TreeStep:
             sizes: of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
             BadStepError: if the loss counts no token of the global batch. No pass has run then.
-            UserError: if the GPU runs out of memory. Discard the gradients in that case.
+            UserError: if ``step`` is not a StepInput, or if the GPU runs out of memory. Discard the gradients
+                in that case.
         """
         if sizes is None:
             sizes = all_reduce_counts(step)

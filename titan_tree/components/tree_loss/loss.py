@@ -138,9 +138,15 @@ class TreeLoss:
             batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
 
         Raises:
-            UserError: ``normalizer`` is not positive, the paths lack a field that the loss needs, or the loss
-                function returns something else than [F] losses.
+            UserError: ``logprobs`` are not those of ``batch``, ``normalizer`` is not positive, the paths lack
+                a field that the loss needs, or the loss function returns something else than [F] losses.
         """
+        if not isinstance(batch, TreeBatch) or logprobs.shape != batch.edge_label.shape:
+            raise UserError(
+                f"loss: expected the log-probs of a TreeBatch, got shape {list(logprobs.shape)} and a "
+                f"{type(batch).__name__} of {len(getattr(batch, 'edge_label', ()))} edges; pass "
+                "model(batch).logprobs and batch"
+            )
         pairs = batch.pairs
         if not normalizer > 0:
             raise UserError(
