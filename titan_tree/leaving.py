@@ -1,4 +1,4 @@
-"""Ending a run early: all ranks leave between the same two steps, after a checkpoint.
+"""The end of a run before its last step: all ranks leave between the same two steps, after a checkpoint.
 
 The reduction of counts before a step also carries a *notice* of each rank, and every rank obeys the largest:
 
@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from signal import Signals as SignalName
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch import nn
 
 from titan_tree.checkpoint import Checkpoints, Progress
-from titan_tree.config import CheckpointConfig
+from titan_tree.config import Config
 from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.faults import check_equal, failures_named, set_timeout, start_timeout
 from titan_tree.engine.records import GlobalSizes, StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.signals import Interrupted, Signals
@@ -29,6 +32,7 @@ from titan_tree.signals import Interrupted, Signals
 logger = logging.getLogger(__name__)
 
 NONE, CHECKPOINT, SIGNAL, REFUSED = 0, 1, 100, 1000
+SHOWN_PATHS = 4  # in a message
 AgreedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
 
 
@@ -37,12 +41,18 @@ class Leaving:
 
     Args:
         progress: of the run, after it has resumed.
+        num_steps: of the whole run.
     """
 
-    def __init__(self, config: CheckpointConfig, checkpoints: Checkpoints, progress: Progress) -> None:
-        self.config, self.checkpoints, self.progress = config, checkpoints, progress
+    def __init__(
+        self, config: Config, model: nn.Module, checkpoints: Checkpoints, progress: Progress, num_steps: int
+    ) -> None:
+        self.config, self.model, self.num_steps = config, model, num_steps
+        self.checkpoints, self.progress = checkpoints, progress
         self.signals = Signals()
-        self._saved_step, self._saved_at = progress.step, time.monotonic()
+        self._first_step = self._saved_step = progress.step
+        self._saved_at = time.monotonic()
+        self._running: StepInput | None = None
 
     def agree(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> Iterator[AgreedInput]:
         """Yields (input, position, sizes of all ranks) as soon as all ranks are ready to run the next step.
@@ -59,6 +69,7 @@ class Leaving:
             except UserError as refused:
                 item, error = (StepInput.nothing(), {}), refused
             step_input, position = item
+            self._running = step_input
             sizes = all_reduce_counts(step_input, self._notice(error))
             if sizes.notice == REFUSED:
                 raise AgreedError(_first_message(error))
@@ -70,13 +81,48 @@ class Leaving:
 
     def save(self, due: bool = False) -> None:
         """Writes a checkpoint of the current step if the interval says so, or if it is ``due``."""
-        step, interval = self.progress.step, self.config.interval
+        step, interval = self.progress.step, self.config.checkpoint.interval
         if step > self._saved_step and interval > 0 and (due or step % interval == 0):
             self.checkpoints.save(due=True)
             self._saved_step, self._saved_at = step, time.monotonic()
 
     @contextmanager
-    def checkpoint_before_error(self) -> Iterator[None]:
+    def guard_step(self) -> Iterator[None]:
+        """Contains one training step. Names failures in it, and saves a checkpoint after it if one is due."""
+        parallel = self.config.parallel
+        is_first = self.progress.step == self._first_step
+        timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
+        with failures_named(self._describe(self.progress.step + 1), self._what_next, timeout_s):
+            if is_first:
+                set_timeout(timeout_s)  # of the groups that sharding has created
+            with self._checkpoint_before_error():
+                yield
+            step, interval = self.progress.step, parallel.check_interval
+            if interval and world_size() > 1 and (is_first or step % interval == 0):
+                check_equal(self.model, self._schedule(), step, interval)
+            self.save(due=step == self.num_steps)
+            if is_first:
+                set_timeout(parallel.timeout_s)
+
+    def _describe(self, step: int) -> Callable[[], str]:
+        """Returns a function that returns the step, with the first paths of this rank's trees."""
+
+        def describe() -> str:
+            trees = chain.from_iterable(self._running.path_ids) if self._running else ()
+            ids = list(chain.from_iterable(trees))
+            more = f" and {len(ids) - SHOWN_PATHS} more" if len(ids) > SHOWN_PATHS else ""
+            return f"step {step} (paths {', '.join(ids[:SHOWN_PATHS]) or 'none'}{more})"
+
+        return describe
+
+    def _schedule(self) -> tuple[Any, ...]:
+        """Returns what decides the next steps: the same on all ranks."""
+        tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
+        settings = [getattr(self.config, table) for table in tables]
+        return self.num_steps, self.progress.step, self.progress.data, settings
+
+    @contextmanager
+    def _checkpoint_before_error(self) -> Iterator[None]:
         """Writes a checkpoint if a step raises a UserError, unless other ranks may still be in the step."""
         try:
             yield
@@ -93,8 +139,9 @@ class Leaving:
             return REFUSED
         if self.signals.received:
             return SIGNAL + self.signals.received
+        minutes = self.config.checkpoint.minutes
         waited = time.monotonic() - self._saved_at
-        is_due = self.config.minutes is not None and waited >= 60 * self.config.minutes
+        is_due = minutes is not None and waited >= 60 * minutes
         return CHECKPOINT if is_due and dist.get_rank() == 0 else NONE
 
     def _leave(self, number: int) -> NoReturn:
@@ -108,11 +155,11 @@ class Leaving:
     def _what_next(self) -> str:
         """Returns how to continue the run. No checkpoint may be in the making."""
         ended = f"the run ended after step {self.progress.step}"
-        if self.config.interval == 0:
+        if self.config.checkpoint.interval == 0:
             return f"{ended} without a checkpoint (checkpoint.interval = 0); the same command starts over"
         if (newest := self.checkpoints.newest()) is None:
             return f"{ended}; there is no checkpoint; the same command starts over"
-        more = "" if self.config.resume else " with checkpoint.resume=true"
+        more = "" if self.config.checkpoint.resume else " with checkpoint.resume=true"
         return f"{ended}; the same command{more} continues from {newest}"
 
 

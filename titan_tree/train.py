@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from titan_tree.config.toml import load_config
@@ -45,11 +46,14 @@ def _main(argv: Sequence[str] | None) -> int:
     _log_to_stdout(rank)
     try:
         config = load_config(args.config, [*args.overrides, *dashed])
-        from titan_tree.trainer import Trainer  # takes seconds to import, so check the configuration first
+        # These imports take seconds, so check the configuration first.
+        from titan_tree.distributed.faults import failures_named
+        from titan_tree.trainer import Trainer
 
-        trainer = Trainer(config)
-        trainer.train()
-        trainer.close()
+        with failures_named(lambda: "the start or the end of the run", lambda: "run the same command again"):
+            trainer = Trainer(config)
+            trainer.train()
+            trainer.close()
     except UserError as error:
         if rank > 0:
             time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
@@ -86,5 +90,10 @@ def _log_to_stdout(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    if status := main():
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status:
         os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped

@@ -1,7 +1,8 @@
 """The training loop: data -> TreeStep -> clip -> optimizer -> schedule -> log -> checkpoint.
 
 The same code runs on a laptop, on one GPU and on many. A run writes into one folder: config.toml (resolved),
-metrics.csv, tensorboard/ and checkpoints/, and on request hf/ and profiling/.
+metrics.csv, tensorboard/ and checkpoints/, with several ranks flight_recorder/, and on request hf/ and
+profiling/.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from titan_tree.data.loader import StepLoader
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import on_rank_0
+from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
     Optimizers,
@@ -127,7 +129,9 @@ class Trainer:
                 '"__main__":'
             )
         self.config = config
-        self.mesh, self.device = init_distributed()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            record_collectives(Path(config.folder))
+        self.mesh, self.device = init_distributed(start_timeout(config.parallel.timeout_s))
         self.lock: FolderLock | None = None  # on rank 0
         self.run = on_rank_0(self._lock_folder)
         if config.training.deterministic:
@@ -168,7 +172,7 @@ class Trainer:
             run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
-        self.leaving = Leaving(config.checkpoint, self.checkpoints, self.progress)
+        self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
             self._resume_data()
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
@@ -223,10 +227,10 @@ class Trainer:
             profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
             with self.loggers or nullcontext(), profiler_context as profiler:
                 while self.progress.step < steps:
-                    with self.leaving.checkpoint_before_error():
+                    with self.leaving.guard_step():
                         self.train_step(inputs)
-                    self.leaving.save(due=self.progress.step == steps)
                     profiler.step()
+            set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
             self.checkpoints.close()
             self._log_summary()
             if config.checkpoint.export_hf:

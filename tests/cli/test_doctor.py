@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import types
 from collections import namedtuple
 from pathlib import Path
@@ -114,7 +116,7 @@ def test_a_check_that_raises_is_one_line(capsys, monkeypatch):
         raise RuntimeError("two\nlines \x1b[31m")
 
     module = types.SimpleNamespace(broken=broken)
-    monkeypatch.setitem(__import__("sys").modules, "titan_tree.cli.doctor.broken", module)
+    monkeypatch.setitem(sys.modules, "titan_tree.cli.doctor.broken", module)
     checks = {"broken": "broken:broken", "lost": "no_such_module:check"}
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert main(["doctor"]) == 1
@@ -123,6 +125,19 @@ def test_a_check_that_raises_is_one_line(capsys, monkeypatch):
     assert "✗ lost cannot be checked: No module named" in captured.out
     assert "2 problems" in captured.out
     assert "Traceback" not in captured.out + captured.err
+
+
+def test_a_missing_package_is_a_problem_and_no_traceback():
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'rich', 'omegaconf', 'packaging')); "
+        f"from titan_tree.cli import main; sys.exit(main(['doctor', '--config', {DEMO!r}]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 1, run.stderr
+    assert not run.stderr
+    text = " ".join(run.stdout.split())
+    assert text.count("cannot be checked: ") == text.count("fix: python -m pip install -e .") == 6
+    assert text.endswith("6 problems, marked ✗")
 
 
 def test_settings_without_a_configuration_are_wrong_usage(capsys):
@@ -178,6 +193,9 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_a_problem(capsys, monkeypat
     assert problems(capsys, *arguments, "checkpoint.keep=2") == {}
     assert problems(capsys, *arguments, "optimizer.name=adamw8bit") == {}
     assert "needs 4" in problems(capsys, *arguments, "checkpoint.keep=0")["checkpoints"]  # 80 steps, every 20
+    assert problems(capsys, *arguments, "training.steps=60") == {}  # writes three
+    (tmp_path / "run" / "checkpoints" / "step-20.damaged").mkdir(parents=True)
+    assert "needs 4" in problems(capsys, *arguments)["checkpoints"]
     (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)
     assert problems(capsys, *arguments) == {}
 

@@ -175,6 +175,15 @@ def test_truncated_arrays_are_refused(tmp_path):
             "expected UTF-8 text: invalid continuation byte at byte 24",
         ),
         (b'{"tokens": [1], "weight": 1e999}', "weight: expected a number from 0 to 1e12, got inf"),
+        (b'{"tokens": [1], "weight": 1e40}', "weight: expected a number from 0 to 1e12, got 1e+40"),
+        (
+            b'{"tokens": [1, 2], "advantage": [0, 1e38]}',
+            "advantage: expected numbers from -1e12 to 1e12, got 9.9",
+        ),
+        (
+            b'{"tokens": [1, 2], "loss_mask": [0, 1e40]}',
+            "loss_mask: expected numbers up to 1e12, got 1e+40",
+        ),
         (b'{"tokens": [1]', "broken JSON at character 15: Expecting ',' delimiter"),
         (b'{"id": "\\u001b[31m", "\\u001b[2J": 1}', r"expected one of the fields trajectories, messages"),
         (b'{"tokens": [1], "\\u001b[2J\\r\\n": 1}', r"\x1b[2J\r\n: unknown field"),

@@ -12,9 +12,15 @@ import torch
 from tests.support.optimizers import plain_state
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
+from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config
+from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.registry import build_model
 from titan_tree.trainer import Trainer
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 PROMPT = [1, 2, 3, 4]
 ORDERED: dict[str, Any] = {
@@ -142,7 +148,6 @@ def test_a_run_in_which_no_step_trains_ends_with_an_error(tmp_path: Path) -> Non
 # Two ranks: only the second group of a step, which rank 1 trains on, is bad.
 PAIRS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "partitions": {"data__max_tokens": 6},
     "whole paths": {"data__max_tokens": 6, "loss__name": "gspo"},
     "experts": {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2},
 }
@@ -195,3 +200,37 @@ def test_two_ranks_skip_the_same_steps_as_one(tmp_path: Path, caplog: pytest.Log
             two.model.state_dict().items(), one.model.state_dict().values(), strict=True
         ):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{name}: {label}")
+
+
+@pytest.mark.parametrize("whole_paths", [False, True])
+@pytest.mark.parametrize("partitioner", [None, TreePartitioner("redundancy_free", 4)])
+def test_the_cause_may_be_in_any_tree_of_any_micro_batch(
+    partitioner: TreePartitioner | None, whole_paths: bool
+) -> None:
+    """The loss is finite, but its derivative is not: the square root has none at advantage 0."""
+    register_loss("root", whole_paths)(lambda logprobs, pairs: (pairs.advantage * -logprobs).sqrt())
+
+    def trees(bad: set[str]) -> list[list[TokenTree]]:
+        def path(name: str, last: int) -> TokenPath:
+            fields = {"advantage": 0.0 if name in bad else 1.0, "loss_mask": [0, 1, 1, 0, 1]}
+            return TokenPath([1, 2, 3, 4, last], id=name, **fields)
+
+        def tree(name: str, size: int) -> TokenTree:
+            return TokenTree.from_paths([path(f"{name}{i}", 5 + i) for i in range(size)])
+
+        return [[tree("a", 2)], [tree("b", 1), tree("c", 5)], [tree("d", 2), tree("e", 3)]]
+
+    model = build_model("qwen3", "debug", vocab_size=16)
+    step = TreeStep(model, TreeLoss("root"), partitioner=partitioner)
+    for bad, listed in (
+        ({"c3"}, "c3"),
+        ({"a1", "c0", "d0"}, "a1, c0, d0"),
+        ({"a0", "b0", "c0", "c1", "c4", "d1", "e2"}, "a0, b0, c0, c1, c4 and 2 more"),
+    ):
+        expected = f"paths with a loss or a derivative that is not finite: {listed}"
+        assert step.find_cause(step.prepare(trees(bad))) == expected
+        assert all(p.grad is None for p in model.parameters())
+    expected = (
+        "the loss of every single path is finite; the first paths of the step's trees: a0, b0, c0, d0, e0"
+    )
+    assert step.find_cause(step.prepare(trees(set()))) == expected

@@ -30,11 +30,23 @@ def run_ranks(
         start: "forkserver" forks all ranks of a test session from one process that has imported titan_tree,
             which takes seconds. Ranks on a GPU need "spawn".
     """
+    ranks = start_ranks(function, num_ranks, *args, num_groups=num_groups, start=start)
+    while not ranks.join():
+        pass
+
+
+def start_ranks(
+    function: Callable[..., None], num_ranks: int, *args: Any, num_groups: int = 1, start: str = "forkserver"
+) -> mp.ProcessContext:
+    """Starts what ``run_ranks`` runs, and returns the processes without waiting for them."""
     if start == "forkserver":
         multiprocessing.set_forkserver_preload(["tests.support.tiny_run"])
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT) for _ in range(num_groups)]
     ports = [store.port for store in stores]
-    mp.start_processes(_run, (function, ports, *args), num_ranks, start_method=start)
+    ranks = mp.start_processes(_run, (function, ports, *args), num_ranks, join=False, start_method=start)
+    assert ranks is not None
+    ranks.stores = stores  # they end with the ranks
+    return ranks
 
 
 def _run(rank: int, function: Callable[..., None], ports: list[int], *args: Any) -> None:

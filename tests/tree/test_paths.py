@@ -86,7 +86,7 @@ def test_one_policy_version_or_one_per_token():
         ({"advantage": "1"}, "advantage: expected numbers, got '1'"),
         ({"advantage": True}, "advantage: expected numbers, got True"),
         ({"advantage": [0, 10**310]}, "advantage: expected numbers up to 1e12"),
-        ({"advantage": 1e300}, "advantage: expected numbers from -1e12 to 1e12, got inf at token 1"),
+        ({"advantage": 1e300}, r"advantage: expected numbers up to 1e12, got 1e\+300"),
         ({"advantage": [1]}, "advantage: expected one value, or 2 entries, one per token, got 1"),
         ({"advantage": [None, 1]}, r"advantage: expected numbers, got \[None, 1\]"),
         ({"loss_mask": ["1", "0"]}, r"loss_mask: expected numbers, got \['1', '0'\]"),

@@ -260,6 +260,12 @@ class ParallelConfig(Checked, table="parallel"):
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
     # is the number of ranks over which FSDP2 shards each expert.
     expert_parallel: int = setting(1, at_least(1))
+    # Seconds that a rank waits for the others in a collective before the run ends; at least an hour until the
+    # first step is done, because ranks compile for different times.
+    timeout_s: float = setting(600.0, greater_than(0), finite)
+    # Steps between comparisons of weights, settings and data positions over all ranks; 0: none. A comparison
+    # gathers all weights once.
+    check_interval: int = setting(100, at_least(0))
 
 
 @dataclass

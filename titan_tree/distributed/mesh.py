@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_tree.distributed.faults import START_TIMEOUT_S
 
-def init_distributed() -> tuple[DeviceMesh, torch.device]:
+
+def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, torch.device]:
     """Joins the process group that torchrun describes, or creates one with a single process.
 
     GPU tensors are exchanged through NCCL and host tensors through gloo, so that ranks can agree on counts
     without waiting for their GPUs.
 
+    Args:
+        timeout_s: how long a rank waits for the others.
     Returns:
         The one-dimensional mesh of all ranks, and this rank's device.
     """
@@ -27,7 +32,7 @@ def init_distributed() -> tuple[DeviceMesh, torch.device]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device

@@ -5,6 +5,7 @@ T is the number of tokens of the path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,10 +172,14 @@ def _floats(field: str, value: Any, kinds: str, types: tuple[type, ...]) -> np.n
     if array.dtype.kind not in kinds and not (array.dtype.kind == "O" and _only(array, types)):
         raise wrong(field, "numbers", shorten(value))
     try:
-        with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused later
-            return array.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):
+            numbers = array.astype(np.float32, copy=False)
     except OverflowError:
         raise wrong(field, "numbers up to 1e12", "an integer of more than 308 digits") from None
+    for entry in array[np.isinf(numbers)].tolist():  # infinite entries are refused later, if they count
+        if math.isfinite(entry):
+            raise wrong(field, "numbers up to 1e12", shorten(entry))
+    return numbers
 
 
 def _only(array: np.ndarray, types: tuple[type, ...]) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -29,9 +30,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from textwrap import wrap
-
-from rich.console import Console
-from rich.text import Text
 
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt
 from titan_tree.errors import UserError
@@ -46,7 +44,8 @@ CHECKS = {
     "configuration": "configuration:configuration",
 }
 WIDTH = 80  # columns, also in a wider terminal
-MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("-", "dim")}
+BOLD, GREEN, RED, YELLOW, DIM = "1", "32", "1;31", "33", "2"
+MARKS = {True: ("✓", GREEN), False: ("✗", RED), None: ("-", DIM)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.overrides[0]}: expected --config FILE.toml as well; add it, or remove key=value"
         )
-    console = Console(width=WIDTH, highlight=False)
     found: dict[str, list[Finding]] = {}
     logging.disable(logging.WARNING)  # findings say what matters
     try:
@@ -76,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
                 if section == "configuration" and args.config is None:
                     continue
                 if not args.json and sys.stdout.isatty():
-                    console.print(f"{section} ...", end="\r", style="dim")
+                    print(_styled(f"{section} ...", DIM), end="\r", flush=True)
                 found[section] = list(attempt(section, _check, section, subject))
                 if not args.json:
-                    _print_section(console, section, found[section])
+                    _print_section(section, found[section])
     finally:
         logging.disable(logging.NOTSET)
     problems = sum(finding.ok is False for findings in found.values() for finding in findings)
@@ -87,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
         sections = {section: [asdict(finding) for finding in findings] for section, findings in found.items()}
         print(json.dumps({"problems": problems, "sections": sections}))
     elif problems:
-        console.print(f"{problems} problem{'s' * (problems > 1)}, marked ✗", style="bold red")
+        print(_styled(f"{problems} problem{'s' * (problems > 1)}, marked ✗", RED))
     else:
-        console.print("no problems", style="bold green")
+        print(_styled("no problems", GREEN))
     return int(problems > 0)
 
 
@@ -108,18 +106,24 @@ def _check(section: str, subject: Subject) -> Iterator[Finding]:
     yield from getattr(import_module(f"{__name__}.{module}"), function)(subject)
 
 
-def _print_section(console: Console, section: str, findings: list[Finding]) -> None:
-    console.print(
-        f"{section:<20}" if sys.stdout.isatty() else section, style="bold"
-    )  # overwrites "section ..."
+def _print_section(section: str, findings: list[Finding]) -> None:
+    # The spaces overwrite "section ...".
+    print(_styled(f"{section:<20}" if sys.stdout.isatty() else section, BOLD))
     indent = max(len(finding.name) for finding in findings) + 5
     for finding in findings:
-        mark, style = MARKS[finding.ok]
         first, *others = wrap(finding.value, WIDTH - indent, break_on_hyphens=False)
-        console.print(Text.assemble("  ", (mark, style), f" {finding.name:<{indent - 5}} {first}"))
-        fix = wrap(f"fix: {finding.fix}", WIDTH - indent, break_on_hyphens=False) if finding.fix else []
+        print(f"  {_styled(*MARKS[finding.ok])} {finding.name:<{indent - 5}} {first}")
         for line in others:
-            console.print(" " * indent + line, markup=False)
-        for line in fix:
-            console.print(" " * indent + line, style="yellow", markup=False)
-    console.print()
+            print(" " * indent + line)
+        for line in wrap(
+            f"fix: {finding.fix}" if finding.fix else "", WIDTH - indent, break_on_hyphens=False
+        ):
+            print(" " * indent + _styled(line, YELLOW))
+    print()
+
+
+def _styled(text: str, style: str) -> str:
+    """Returns the text with a style if stdout is a terminal. Doctor must work without the package rich."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\x1b[{style}m{text}\x1b[0m"

@@ -125,9 +125,7 @@ class _Run:
         readable = len(reader.files) - len(problems)
         if readable:
             size = size_text(reader.num_bytes())
-            yield Finding(
-                name, f"the first group of {readable} of {len(reader.files)} files is readable; {size}"
-            )
+            yield Finding(name, f"first group readable in {readable} of {len(reader.files)} files; {size}")
 
     def _first_group(self, reader: SampleReader, file: str) -> Iterator[Finding]:
         config = replace(reader.config, files=[file], weights=None)
@@ -138,9 +136,9 @@ class _Run:
     def checkpoints(self) -> Iterator[Finding]:
         """Compares the size of checkpoints with the free space of the disk."""
         checkpoint, folder = self.config.checkpoint, Path(self.config.folder)
-        found = existing(folder)
-        if not (found.is_dir() and os.access(found, os.W_OK)):
-            yield problem("folder", f"{found} is not a writable folder", "set folder to another path")
+        for found in dict.fromkeys(map(existing, (folder, folder / checkpoint.folder))):
+            if not (found.is_dir() and os.access(found, os.W_OK)):
+                yield problem("folder", f"{found} is not a writable folder", "set folder to another path")
         if not checkpoint.interval:
             yield Finding("checkpoints", "none (checkpoint.interval = 0)", ok=None)
         elif self._model is None:
@@ -154,17 +152,19 @@ class _Run:
         size = num_parameters * (WEIGHT_BYTES + state_bytes)
         free = shutil.disk_usage(existing(folder)).free
         fit = math.floor(free / size)
-        written = len(list(folder.glob("step-*"))) if folder.is_dir() else 0
-        # A checkpoint is complete before an older one is deleted.
-        needed = max(config.checkpoint.keep + 1 - written, 1) if config.checkpoint.keep else 1
-        kept = f"checkpoint.keep = {config.checkpoint.keep}"
-        text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; {kept}"
-        if config.training.steps and not config.checkpoint.keep:
-            needed = math.ceil(config.training.steps / config.checkpoint.interval) - written
+        keep, steps = config.checkpoint.keep, config.training.steps
+        at_once = keep + 1  # a checkpoint is complete before an older one is deleted
+        if steps is not None:
+            written = math.ceil(steps / config.checkpoint.interval)
+            at_once = min(at_once, written) if keep else written
+        names = [path.name for path in folder.glob("step-*")]
+        present = sum(name.removeprefix("step-").isdecimal() for name in names)
+        needed = max(at_once - present, 1)
+        text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {keep}"
         if fit >= needed:
             return Finding("checkpoints", text)
         return problem(
             "checkpoints",
             f"{text} needs {needed}",
-            "free some space, set folder to a path on another disk, or lower checkpoint.keep (2 at least)",
+            "free some space, set folder to a path on another disk, or set checkpoint.keep=2",
         )

@@ -1,0 +1,168 @@
+"""Faults of ranks: how long they wait for each other, what is told about a failure, and whether they agree.
+
+If a rank dies, collectives on gloo fail at once, and torchrun ends the ranks that wait for a GPU. If a rank
+hangs, the others wait for parallel.timeout_s. The flight recorder of torch then writes the last collectives
+of each rank into the run's folder. ``python -m torch.distributed.flight_recorder.fr_trace`` compares them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.tensor import DTensor
+
+from titan_tree.errors import UserError
+
+START_TIMEOUT_S = 3600.0  # until the first step is done: the time to compile differs between ranks
+FLIGHT_RECORDER = "flight_recorder"  # a folder in the run's folder
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+
+_STARTED = time.time()
+_variables: dict[str, str] = {}  # the environment variables that ``record_collectives`` has set
+
+
+def start_timeout(timeout_s: float) -> float:
+    """Returns how long ranks wait while one of them may compile, or write the exported weights."""
+    return max(START_TIMEOUT_S, timeout_s)
+
+
+def record_collectives(folder: Path) -> None:
+    """Turns the flight recorder on. Variables that the user has set stay. Call it before NCCL starts."""
+    with suppress(OSError):  # rank 0 reports it when it writes config.toml
+        (folder / FLIGHT_RECORDER).mkdir(parents=True, exist_ok=True)
+    prefix = str(folder / FLIGHT_RECORDER / "rank_")
+    for name, value in {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+    }.items():
+        if os.environ.get(name) == _variables.get(name):  # unset, or from an earlier run of this process
+            os.environ[name] = _variables[name] = value
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets how long the collectives of all groups of this rank may take from now on."""
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def failures_named(
+    what: Callable[[], str], advice: Callable[[], str], timeout_s: float | None = None
+) -> Iterator[None]:
+    """Turns a failed collective into one line, and says where this rank is after ``timeout_s``.
+
+    Args:
+        what: returns what this rank is doing, such as its step and trees.
+        advice: returns how the user can continue.
+    Raises:
+        UserError: a collective failed because another rank has ended or did not come in time.
+    """
+    timer = threading.Timer(timeout_s or 0.0, _report_delay, (threading.get_ident(), what, timeout_s))
+    timer.daemon = True
+    if timeout_s is not None:
+        timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        text = str(error).partition("This is typically")[0].splitlines()[0]
+        reason = re.sub(r"^\[\S+\] ", "", text).strip(". ")  # without the line of torch's source
+        raise UserError(
+            f"rank {_rank()}: {_collective(error)} failed in {what()}: {reason}; another rank has "
+            f"ended or hangs, see its messages; {_dump()}{advice()}"
+        ) from None
+    finally:
+        timer.cancel()
+
+
+def _report_delay(thread: int, what: Callable[[], str], timeout_s: float) -> None:
+    """Prints where a thread is. NCCL ends a process that waits too long, without a word about its trees."""
+    frame = traceback.extract_stack(sys._current_frames()[thread])[-1]
+    place = f"{frame.name} ({frame.filename}:{frame.lineno})"
+    text = f"rank {_rank()}: {what()} takes more than parallel.timeout_s = {timeout_s:g} s, at {place}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _collective(error: BaseException) -> str:
+    """Returns the name of the collective that raised ``error``, as far as the traceback shows it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    waits = [frame.name for frame in frames if f"{os.sep}torch{os.sep}distributed" in frame.filename]
+    return calls[0] if calls else waits[-1] if waits else "a collective"
+
+
+def _rank() -> str:
+    """Returns the number of this rank, also before it has joined the process group."""
+    return os.environ.get("RANK", "0")
+
+
+def _dump() -> str:
+    """Writes the last collectives of this rank, and returns where, as a part of a sentence."""
+    path = Path(f"{os.environ.get('TORCH_FR_DUMP_TEMP_FILE', '')}{_rank()}")
+    # NCCL writes its own if it times out.
+    if not path.exists() or path.stat().st_mtime < _STARTED:
+        try:
+            dump: Any = torch._C._distributed_c10d
+            path.write_bytes(dump._dump_fr_trace(True, True, False))
+        except (OSError, AttributeError):  # not writable; a torch without a recorder for gloo
+            return ""
+    return f"its last collectives are in {path}; "
+
+
+def check_equal(model: nn.Module, schedule: Any, step: int, interval: int) -> None:
+    """Compares the weights that ranks gather, their buffers and their schedules. Collective.
+
+    A fingerprint is the sum of a tensor's bits, read as integers. It is exact, so its order does not matter,
+    and any single flipped bit changes it. Sharded weights are gathered one by one.
+
+    Args:
+        schedule: what decides the next steps, with a ``repr`` that is the same on every rank.
+        interval: steps since the last check.
+    Raises:
+        UserError: on all ranks, if any two of them differ.
+    """
+    tensors = model.state_dict(keep_vars=True)  # sharded, even if the step has left gathered weights in place
+    sums = torch.stack([_fingerprint(tensor) for tensor in tensors.values()]).tolist()
+    own = (hashlib.sha256(repr(schedule).encode()).hexdigest(), *sums)
+    by_rank: list[tuple[Any, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    common, votes = Counter(by_rank).most_common(1)[0]
+    if votes == len(by_rank):
+        return
+    names = ["settings or data position", *tensors]
+    different = [name for i, name in enumerate(names) if len({each[i] for each in by_rank}) > 1]
+    is_majority = votes > len(by_rank) / 2
+    ranks = [str(rank) for rank, each in enumerate(by_rank) if not (is_majority and each == common)]
+    differ = "differs from the others" if is_majority else "differ"
+    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+    raise UserError(
+        f"step {step}: rank {', '.join(ranks)} {differ} in {different[0]}{more}; start all ranks with the "
+        "same files and settings; if weights differ, a GPU or a link may be faulty: remove the checkpoints "
+        f"of the last {interval} steps (parallel.check_interval), then continue without it"
+    )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Returns the sum of the bits of a tensor, which may be sharded, as an int64 number on its device."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.contiguous().view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64)
