@@ -266,8 +266,12 @@ def fork(output: Path, function: Callable[[], int]) -> int:
         path.touch()
     sys.stdout.flush()
     sys.stderr.flush()
+    ready, started = os.pipe()
     pid = os.fork()
     if pid:
+        os.close(started)
+        os.read(ready, 1)  # nothing: the child closes its end when it can be signalled
+        os.close(ready)
         return pid
     status = 1
     try:
@@ -276,6 +280,7 @@ def fork(output: Path, function: Callable[[], int]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for path, descriptor in ((output, 1), (output.with_suffix(".err"), 2)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+        os.close(started)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
         status = function()
     except BaseException:
