@@ -1,5 +1,6 @@
 """A run that must end early writes a checkpoint first, and says truthfully how to continue."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.support.tiny_run import read_metrics, tiny_config, train, write_confi
 from titan_tree import leaving
 from titan_tree.data.loader import StepLoader
 from titan_tree.errors import AgreedError, UserError
+from titan_tree.metrics.csv_file import CsvLogger
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.trainer import Trainer
 
@@ -149,6 +151,21 @@ def test_bad_data_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
         UserError, match=rf"data\.jsonl:{wrong + 1}: .*after step 2; .*continues from .*step-2"
     ):
         train(config)
+
+
+def fail_to_log(logger: CsvLogger, step: int, values: object) -> None:
+    if step == 2:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CsvLogger, "log", fail_to_log)
+    with pytest.raises(UserError, match=r"step 2: its metrics cannot be written: .*No space left"):
+        train(tiny_config(tmp_path, checkpoint__interval=100, training__steps=steps))
+    assert checkpoints(tmp_path) == ["step-2"]
 
 
 def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:

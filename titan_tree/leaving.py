@@ -53,6 +53,7 @@ class Leaving:
         self._first_step = self._saved_step = progress.step
         self._saved_at = time.monotonic()
         self._running: StepInput | None = None
+        self._own_error: UserError | None = None
 
     def agree(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> Iterator[AgreedInput]:
         """Yields (input, position, sizes of all ranks) as soon as all ranks are ready to run the next step.
@@ -62,7 +63,7 @@ class Leaving:
             AgreedError: the data of a rank are wrong.
         """
         while True:
-            error = None
+            error = self._own_error
             try:
                 if (item := next(inputs, None)) is None:
                     return
@@ -87,6 +88,17 @@ class Leaving:
             self._saved_step, self._saved_at = step, time.monotonic()
 
     @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Keeps an error that rank 0 alone meets while it logs, until all ranks learn of it."""
+        try:
+            yield
+        except OSError as error:
+            self._own_error = UserError(
+                f"step {self.progress.step}: its metrics cannot be written: {error}; if the disk is full, "
+                "free some space"
+            )
+
+    @contextmanager
     def guard_step(self) -> Iterator[None]:
         """Contains one training step. Names failures in it, and saves a checkpoint after it if one is due."""
         parallel = self.config.parallel
@@ -101,6 +113,8 @@ class Leaving:
             if interval and world_size() > 1 and (is_first or step % interval == 0):
                 check_equal(self.model, self._schedule(), step, interval)
             self.save(due=step == self.num_steps)
+            if self._own_error and step == self.num_steps:  # no later step tells the other ranks
+                raise self._own_error
             if is_first:
                 set_timeout(parallel.timeout_s)
 

@@ -312,7 +312,8 @@ class Trainer:
                     position["epoch"],
                     validation,
                 )
-                self.loggers.log(step, step_values(report))
+                with self.leaving.logging():
+                    self.loggers.log(step, step_values(report))
 
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""

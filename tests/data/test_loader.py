@@ -159,6 +159,7 @@ def test_workers_end_with_a_process_that_was_killed(file: Path) -> None:
     time.sleep(0.5)  # until the pipe is full
     for number in SIGNALS:  # they are for the training process, but may be sent to the whole group
         os.kill(workers[0], number)
+    time.sleep(0.3)
     assert all(map(is_running, workers))
     trainer.kill()
     deadline = time.monotonic() + 3

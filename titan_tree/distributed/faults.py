@@ -2,7 +2,7 @@
 
 If a rank dies, collectives on gloo fail at once, and torchrun ends the ranks that wait for a GPU. If a rank
 hangs, the others wait for parallel.timeout_s. The flight recorder of torch then writes the last collectives
-of each rank into the run's folder. ``python -m torch.distributed.flight_recorder.fr_trace`` compares them.
+of each rank into the run's folder. ``torchfrtrace`` compares them.
 """
 
 from __future__ import annotations
