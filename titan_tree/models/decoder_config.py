@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 INIT_STD = 0.02
+MAX_SIZES = {"num_hidden_layers": 10_000, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,11 @@ class DecoderConfig(Checked, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for field in dataclasses.fields(self):
+            # A product of three sizes still fits in 64 bits, and no published model comes close.
+            limit = MAX_SIZES.get(field.name, 1 << 19)
+            if isinstance(value := getattr(self, field.name), int) and value > limit:
+                raise UserError(f"{field.name}: expected at most {limit:,}, got {shorten(value)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads "

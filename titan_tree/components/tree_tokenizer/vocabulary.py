@@ -35,6 +35,8 @@ _QWEN3 = """
 """
 QWEN3_CONTROL_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
 
+MAX_BYTES = 1 << 27  # of a tokenizer's file, decompressed
+
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
@@ -170,6 +172,8 @@ def read_json(path: Path) -> dict[str, Any]:
     content = _read_bytes(path)
     try:
         data = json.loads(content)
+    except RecursionError:
+        raise UserError(f"{path}: broken JSON: brackets are nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{path}: broken JSON: {error}") from None
     if not isinstance(data, dict):
@@ -298,8 +302,12 @@ def _require_all_bytes(tokens: Mapping[bytes, int], where: str) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        with path.open("rb") as file:
+            compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            data = (gzip.GzipFile(fileobj=file) if compressed else file).read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UserError(f"{path}: expected at most {MAX_BYTES:,} bytes of a tokenizer, got more")
+        return data
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip file ({error}); copy it again") from None
     except OSError as error:

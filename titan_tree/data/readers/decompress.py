@@ -12,6 +12,11 @@ from titan_tree.errors import UserError
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 CHUNK_BYTES = 128 * 1024
+ZSTD_BYTES = 4096  # of a Zstandard file at a time, because each byte can become 30,000 bytes
+# A file that expands more than MAX_RATIO times is refused once it has become FREE_BYTES. Real data can reach
+# a few hundred, where every record repeats a long history.
+MAX_RATIO = 1000
+FREE_BYTES = 1 << 28
 
 
 class ZstdError(Exception):
@@ -34,8 +39,8 @@ def decompressed(raw: BinaryIO, kind: str | None) -> BinaryIO:
     """
     if kind is None:
         return raw
-    stream = _Gzip(fileobj=raw) if kind == "gzip" else io.BufferedReader(_ZstdStream(raw), CHUNK_BYTES)
-    return cast(BinaryIO, stream)
+    stream: Any = _Gzip(fileobj=raw) if kind == "gzip" else _ZstdStream(raw)
+    return io.BufferedReader(_Limited(stream, raw), CHUNK_BYTES)
 
 
 class _Gzip(gzip.GzipFile):
@@ -46,6 +51,35 @@ class _Gzip(gzip.GzipFile):
         super().close()
         if raw is not None:
             raw.close()
+
+
+class _Limited(io.RawIOBase):
+    """Passes on a decompressed stream. Raises UserError if it expands too much."""
+
+    def __init__(self, stream: io.RawIOBase, raw: BinaryIO) -> None:
+        self._stream = stream
+        # Of a gzip file, one block at a time, so that the data before a damaged block is read.
+        self._readinto = getattr(stream, "readinto1", stream.readinto)
+        self._raw = raw
+        self._bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._readinto(buffer)
+        self._bytes += count
+        if self._bytes > FREE_BYTES and self._bytes > MAX_RATIO * self._raw.tell():
+            name = getattr(self._raw, "name", "the file")
+            raise UserError(
+                f"{name}: expands more than {MAX_RATIO:,} times, as a decompression bomb does; if it is "
+                "real data, decompress it first"
+            )
+        return count
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
 
 
 class _ZstdStream(io.RawIOBase):
@@ -66,7 +100,7 @@ class _ZstdStream(io.RawIOBase):
             chunk = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame, self._is_inside = self._new_frame(), False
-            if not (chunk := chunk or self._raw.read(CHUNK_BYTES)):
+            if not (chunk := chunk or self._raw.read(ZSTD_BYTES)):
                 if self._is_inside:
                     raise ZstdError("the file ended before the end of its last frame")
                 return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import BinaryIO
 
 from titan_tree.data.readers import Place, Record
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError
+
+MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
 
 
 def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
@@ -16,9 +19,14 @@ def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
     Raises:
         UserError: a line that is not one JSON object, see ``parse_json``.
     """
-    for number, line in enumerate(file, start=1):
+    for number in count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        place = f"{name}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise UserError(f"{place}: expected at most {MAX_LINE_BYTES:,} bytes per line; split the record")
         if line.strip():
-            place = f"{name}:{number}"
             yield place, _parse(line, place)
 
 

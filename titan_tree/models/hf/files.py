@@ -10,12 +10,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # titan_tree's own file, for what the published formats have no place for. It is not a safetensors file,
 # because inference engines read all of those.
 ROUTER_BIASES = "router_biases.json"
+MAX_JSON_BYTES = 1 << 27  # an index of a million tensors is smaller
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,9 +25,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected a local Hugging Face snapshot") from None
+    except RecursionError:
+        raise UserError(f"{path}: cannot be read as JSON: brackets are nested too deeply") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
@@ -42,10 +50,19 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found neither")
+        pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLES]
+        found = f"only {pickles[0]}, a pickle, which can run code; convert it" if pickles else "neither"
+        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found {found}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX}: expected a table weight_map from tensor to file")
+    for tensor, name in weight_map.items():
+        # Hugging Face's cache has links in the folder, so a file may lie elsewhere, but no name may say so.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{folder / INDEX}: {tensor:.60}: expected the name of a safetensors file in this folder, "
+                f"got {shorten(name)}"
+            )
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
@@ -57,8 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
 def open_weights(file: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises UserError if it is damaged."""
     try:
-        shard = safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as shard:
+            yield shard
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error}); download it again") from None
-    with shard as opened:
-        yield opened

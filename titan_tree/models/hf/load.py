@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from titan_tree.errors import UserError
+from titan_tree.config.checks import finite
+from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
 from titan_tree.models.hf.names import NOT_LOADED, Correspondence, Shape, correspondences, hf_name, model_name
@@ -41,9 +42,10 @@ def load_pretrained(
     """
     with torch.device("meta"):
         model = model_from_config(folder, attention, gdn).to(dtype)
+    weights = read_weights(folder, model)
     model.to_empty(device=device)
     parameters = model.state_dict()
-    for name, tensor in read_weights(folder, model):
+    for name, tensor in weights:
         parameters[name].copy_(tensor)
     load_router_biases(model, folder)
     return model
@@ -61,19 +63,19 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
     known = {model_type: family for family in families for model_type in family.hf_architectures}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
-        raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type}")
+        raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type!s:.60}")
     model_class = known[model_type]
     expected = [model_class.hf_architectures[model_type]]
     if (architectures := config.get("architectures") or expected) != expected:
-        raise UserError(f"{path}: architectures: expected {expected}, got {architectures}")
+        raise UserError(f"{path}: architectures: expected {expected}, got {architectures!s:.60}")
     return model_class(model_class.Config.from_hf(config, str(path)), attention, gdn)
 
 
 def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Iterates over (name, tensor) of every parameter of ``model``, by the model's names.
 
-    Tensors come one at a time, on the CPU, in the stored dtype. Names, shapes and dtypes of all files are
-    checked before the first tensor.
+    Tensors come one at a time, on the CPU, in the stored dtype. This call checks names, shapes and dtypes of
+    all files. A tensor's values are checked when it is read, which takes one more pass over it in memory.
 
     Args:
         folder: the snapshot.
@@ -88,9 +90,16 @@ def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tens
         _drop_copied_embedding(folder, files, stored)
     needed = correspondences(model, stored)
     _check(folder, stored, needed)
+    return _converted(_finite_tensors(files, stored), needed)
+
+
+def _converted(
+    tensors: Iterable[tuple[str, Tensor]], needed: list[Correspondence]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters as soon as all tensors that hold them have come."""
     holder = {name: correspondence for correspondence in needed for name in correspondence.tensors}
     incomplete: dict[Correspondence, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(files, stored):
+    for name, tensor in tensors:
         correspondence = holder[name]
         parts = incomplete.setdefault(correspondence, {})
         parts[name] = tensor
@@ -120,9 +129,11 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
     _check_names(path, set(biases), set(stored))
     for name, bias in biases.items():
         values = stored[name]
-        numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+        numbers = isinstance(values, list) and all(finite(value) is None for value in values)
         if not numbers or len(values) != len(bias):
-            raise UserError(f"{path}: {name}: expected a list of {len(bias)} numbers, got {values!r:.40}")
+            raise UserError(
+                f"{path}: {name}: expected a list of {len(bias)} finite numbers, got {shorten(values)}"
+            )
         bias.copy_(torch.tensor(values))
 
 
@@ -179,6 +190,19 @@ def _tensors(files: list[Path], names: Collection[str]) -> Iterator[tuple[str, T
             for stored in shard.keys():  # noqa: SIM118
                 if not stored.startswith(NOT_LOADED) and (name := model_name(stored)) in names:
                     yield name, shard.get_tensor(stored)
+
+
+def _finite_tensors(files: list[Path], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Iterates like ``_tensors``. Raises UserError for values that are not finite numbers in fp32."""
+    limit = torch.finfo(torch.float32).max
+    for name, tensor in _tensors(files, names):
+        low, high = torch.aminmax(tensor)  # of a tensor with a NaN, both are NaN
+        if not (-limit <= low and high <= limit):
+            raise UserError(
+                f"{files[0].parent}: {hf_name(name)}: expected finite weights, got values from {low.item()} "
+                f"to {high.item()}; download the snapshot again"
+            )
+        yield name, tensor
 
 
 def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence]) -> None:

@@ -184,7 +184,11 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file, shard in zip(names, shards, strict=True):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
-        save_file(contiguous, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
+        save_file(contiguous, path, metadata={"format": "pt"})
+        path.chmod(mode)
 
 
 @contextmanager
