@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,15 @@ from titan_tree.build import (
     num_steps,
     num_workers,
 )
-from titan_tree.checkpoint import Checkpoints, FolderLock, Progress, export_hf, set_aside
+from titan_tree.checkpoint import Checkpoints, Progress, export_hf
 from titan_tree.components.moe import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
-from titan_tree.config.toml import dump_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import StepLoader
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
-from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -61,6 +59,7 @@ from titan_tree.engine.records import StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.update import update_weights
 from titan_tree.errors import AgreedError, UserError
+from titan_tree.folder import RunFolder
 from titan_tree.leaving import AgreedInput, Leaving
 from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
@@ -112,7 +111,7 @@ class Trainer:
     data_sizes: DataSizes | None  # None: not counted
 
     # how far it is, and where it writes
-    run: str  # id of the run, see FolderLock
+    folder: RunFolder
     num_steps: int  # of the whole run
     progress: Progress
     checkpoints: Checkpoints
@@ -132,8 +131,7 @@ class Trainer:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             record_collectives(Path(config.folder))
         self.mesh, self.device = init_distributed(start_timeout(config.parallel.timeout_s))
-        self.lock: FolderLock | None = None  # on rank 0
-        self.run = on_rank_0(self._lock_folder)
+        self.folder = RunFolder(config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
             torch.use_deterministic_algorithms(True)
@@ -174,37 +172,9 @@ class Trainer:
         self.checkpoints.resume()
         self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
-            self._resume_data()
+            resume_data(self.dataset, self.progress.data, config.checkpoint.allow_changes)
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
-        self.loggers = self._open_loggers() if dist.get_rank() == 0 else None
-
-    def _lock_folder(self) -> str:
-        """Locks the run's folder and returns the id of the run."""
-        self.lock = FolderLock(Path(self.config.folder))
-        return self.lock.run
-
-    def _resume_data(self) -> None:
-        """Moves the dataset to the position of the checkpoint."""
-        state = self.progress.data
-        try:
-            self.dataset.load_state_dict(state)
-        except UserError as error:
-            if not self.config.checkpoint.allow_changes:
-                raise
-            logger.warning("changed since the checkpoint: %s", error)
-            position = {name: state[name] for name in self.dataset.position()}
-            self.dataset.load_state_dict(self.dataset.state_dict() | position)
-
-    def _open_loggers(self) -> Loggers:
-        """Writes the configuration and opens the log files. Files of earlier starts keep their content."""
-        config, folder, step = self.config, Path(self.config.folder), self.progress.step
-        written, text = folder / "config.toml", dump_config(config)
-        if written.exists() and written.read_text(errors="replace") != text:
-            set_aside(written, f"until-step-{step}")
-        written.write_text(text)
-        if not step and (earlier := set_aside(folder / "metrics.csv", "earlier")):
-            logger.info("metrics of an earlier run: moved to %s", earlier)
-        return Loggers(config.metrics, folder, self.progress.step, self.num_steps)
+        self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
 
     def train(self) -> None:
         """Runs the remaining steps, then writes the last checkpoint, the export and a summary.
@@ -235,7 +205,7 @@ class Trainer:
             self._log_summary()
             if config.checkpoint.export_hf:
                 dtype = getattr(torch, config.training.dtype)
-                export_hf(self.model, Path(config.folder) / "hf", self.run, dtype, config.model.hf_path)
+                export_hf(self.model, self.folder.path / "hf", self.folder.run, dtype, config.model.hf_path)
 
     def _log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
@@ -256,8 +226,7 @@ class Trainer:
 
     def close(self) -> None:
         """Unlocks the run's folder and leaves the process group."""
-        if self.lock:
-            self.lock.release()
+        self.folder.close()
         dist.destroy_process_group()
 
     def inputs(self) -> Iterator[AgreedInput]:
@@ -331,6 +300,23 @@ class Trainer:
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def resume_data(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool) -> None:
+    """Moves the dataset to the state in a checkpoint.
+
+    Args:
+        allow_changes: goes on, from the same position, although the data have changed.
+    Raises:
+        UserError: the data have changed.
+    """
+    try:
+        dataset.load_state_dict(state)
+    except UserError as error:
+        if not allow_changes:
+            raise
+        logger.warning("changed since the checkpoint: %s", error)
+        dataset.load_state_dict(dataset.state_dict() | {name: state[name] for name in dataset.position()})
 
 
 def report_bad_step(step: int, reason: BadStepError, bad_steps: BadSteps) -> None:

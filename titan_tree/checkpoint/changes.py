@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from titan_tree.errors import shorten
+from titan_tree.errors import UserError, shorten
+
+logger = logging.getLogger(__name__)
 
 # With other values of these keys, one curve would show two different experiments: its loss or its data mean
 # something else before and after the checkpoint. A trailing dot stands for a whole table.
@@ -28,6 +32,34 @@ DECISIVE = (
 )
 # They have no effect on what is learned or shown. ``data.files`` is compared by content, not by name.
 IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")
+
+
+def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError if the checkpoints of ``folder`` belong to another model or optimizer."""
+    wrong = [
+        f"{key} = {before.get(key)} (now {now.get(key)})"
+        for key in sorted({**before, **now})
+        if before.get(key) != now.get(key)
+    ]
+    if wrong:
+        raise UserError(
+            f"{folder}: contains checkpoints of another model or optimizer: {', '.join(wrong)}; restore "
+            "these settings, or choose another folder"
+        )
+
+
+def check_config(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow_changes: bool
+) -> None:
+    """Logs what has changed. Raises UserError if curves before and after cannot be compared."""
+    decisive, other = config_changes(before, now)
+    if decisive and not allow_changes:
+        raise UserError(
+            f"{folder}: its checkpoints belong to another experiment: {', '.join(decisive)}; restore these "
+            "settings, choose another folder, or set checkpoint.allow_changes = true"
+        )
+    for change in decisive + other:
+        logger.info("changed since the checkpoint: %s", change)
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

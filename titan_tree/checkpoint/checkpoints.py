@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_tree.checkpoint.changes import config_changes
+from titan_tree.checkpoint.changes import check_architecture, check_config
 from titan_tree.checkpoint.lock import FolderLock, set_aside
 from titan_tree.checkpoint.storage import (
-    MANIFEST,
-    TENSORS,
     CheckpointReader,
     CheckpointWriter,
     DamagedCheckpointError,
+    clean,
+    own_steps,
     read_manifest,
     verify,
 )
@@ -110,7 +110,7 @@ class Checkpoints:
         """
         if self.config.interval == 0:
             return
-        steps = on_rank_0(self._scan)
+        steps = on_rank_0(partial(clean, self.folder, self.run))
         if steps and not self.config.resume:
             raise UserError(
                 f"{self.folder}: contains checkpoints up to step {steps[-1]}, but checkpoint.resume is "
@@ -197,22 +197,6 @@ class Checkpoints:
             "optimizer": {name: value for name, value in states.items() if isinstance(value, Tensor)},
         }
 
-    def _scan(self) -> list[int]:
-        """Returns the steps of the checkpoints, ascending, and deletes partial ones of this run."""
-        steps = []
-        for path in sorted(self.folder.iterdir()):
-            if re.fullmatch(rf"step-\d+\.{self.run}\.partial", path.name):
-                shutil.rmtree(path)
-                logger.info("removed %s: its run was interrupted", path)
-            elif match := re.fullmatch(r"step-(0|[1-9]\d{0,11})", path.name):
-                if not any((path / name).is_file() for name in (MANIFEST, TENSORS)):
-                    raise UserError(
-                        f"{path}: expected a checkpoint of this version of titan_tree, which contains "
-                        f"{MANIFEST}; move it to another place, or choose another folder"
-                    )
-                steps.append(int(match[1]))
-        return sorted(steps)
-
     def _load(self, step: int) -> None:
         """Verifies a checkpoint and loads it.
 
@@ -233,15 +217,18 @@ class Checkpoints:
             architecture, config, data = content["architecture"], content["config"], content["data"]
             reader = CheckpointReader(path, content["files"])
             schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
-        self._check_architecture(architecture)
-        self._check_config(config)
+        check_architecture(self.folder, architecture, self.architecture)
+        check_config(self.folder, config, self.run_config, self.config.allow_changes)
         tensors = self._tensors()
         with _damaged(path):
             dcp.load(tensors, storage_reader=reader)
         self.model.load_state_dict(tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
-        self.lr_schedulers.load_state_dict(schedule)
+        with warnings.catch_warnings():
+            # torchtitan's scheduler triggers this warning whenever it is loaded.
+            warnings.filterwarnings("ignore", message="To get the last learning rate")
+            self.lr_schedulers.load_state_dict(schedule)
         rates = [rate for scheduler in self.lr_schedulers for rate in scheduler.get_last_lr()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, lr in zip(groups, rates, strict=True):
@@ -249,48 +236,13 @@ class Checkpoints:
         self.progress.step, self.progress.data = step, data
         self.last_saved = step
 
-    def _check_architecture(self, saved: Mapping[str, Any]) -> None:
-        wrong = [
-            f"{key} = {saved.get(key)} (now {self.architecture.get(key)})"
-            for key in sorted(saved | self.architecture)
-            if saved.get(key) != self.architecture.get(key)
-        ]
-        if wrong:
-            raise UserError(
-                f"{self.folder}: contains checkpoints of another model or optimizer: {', '.join(wrong)}; "
-                "restore these settings, or choose another folder"
-            )
-
-    def _check_config(self, saved: Mapping[str, Any]) -> None:
-        """Names what has changed. Raises UserError if curves before and after cannot be compared."""
-        decisive, other = config_changes(saved, self.run_config)
-        if decisive and not self.config.allow_changes:
-            raise UserError(
-                f"{self.folder}: its checkpoints belong to another experiment: {', '.join(decisive)}; "
-                "restore these settings, choose another folder, or set checkpoint.allow_changes = true"
-            )
-        for change in decisive + other:
-            logger.info("changed since the checkpoint: %s", change)
-
     def _saved(self) -> None:
         """Notes that a checkpoint is complete, and deletes those that are no longer kept."""
         assert self.writing
         self.last_saved, self.writing = self.writing[0], None
         if dist.get_rank() == 0 and self.config.keep:
-            for step in self._own_steps()[: -self.config.keep]:
+            for step in own_steps(self.folder, self.run)[: -self.config.keep]:
                 shutil.rmtree(self._path(step))
-
-    def _own_steps(self) -> list[int]:
-        """Returns the steps of intact checkpoints that this run has written, ascending."""
-        steps = []
-        for path in self.folder.glob("step-*"):
-            if match := re.fullmatch(r"step-(\d+)", path.name):
-                try:
-                    if read_manifest(path).get("run") == self.run:
-                        steps.append(int(match[1]))
-                except DamagedCheckpointError:
-                    continue  # not known to be of this run
-        return sorted(steps)
 
     @contextmanager
     def _removed_on_failure(self) -> Iterator[None]:

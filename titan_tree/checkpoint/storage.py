@@ -13,8 +13,11 @@ can run code when it is read. It is neither written nor read. Tensors are read w
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
+import re
+import shutil
 import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +38,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from titan_tree.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST, TENSORS = "checkpoint.json", "tensors.json"
 BLOCK = 1 << 26  # bytes per checksum
@@ -122,6 +129,40 @@ class CheckpointReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
+
+
+def clean(folder: Path, run: str) -> list[int]:
+    """Returns the steps of the checkpoints in a folder, ascending, and deletes partial ones of this run.
+
+    Raises:
+        UserError: something else has the name of a checkpoint, which the run may need.
+    """
+    steps = []
+    for path in sorted(folder.iterdir()):
+        if re.fullmatch(rf"step-\d+\.{run}\.partial", path.name):
+            shutil.rmtree(path)
+            logger.info("removed %s: its run was interrupted", path)
+        elif match := re.fullmatch(r"step-(0|[1-9]\d{0,11})", path.name):
+            if not any((path / name).is_file() for name in (MANIFEST, TENSORS)):
+                raise UserError(
+                    f"{path}: expected a checkpoint of this version of titan_tree, which contains "
+                    f"{MANIFEST}; move it to another place, or choose another folder"
+                )
+            steps.append(int(match[1]))
+    return sorted(steps)
+
+
+def own_steps(folder: Path, run: str) -> list[int]:
+    """Returns the steps of the checkpoints that a run has written, ascending."""
+    steps = []
+    for path in folder.glob("step-*"):
+        if match := re.fullmatch(r"step-(\d+)", path.name):
+            try:
+                if read_manifest(path).get("run") == run:
+                    steps.append(int(match[1]))
+            except DamagedCheckpointError:
+                continue  # not known to be of this run
+    return sorted(steps)
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:

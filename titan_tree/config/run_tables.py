@@ -1,0 +1,170 @@
+"""The tables of a run: optimizer, schedule, length, precision, ranks, validation, checkpoints and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from titan_tree.config.checks import (
+    Checked,
+    at_least,
+    between,
+    check,
+    finite,
+    greater_than,
+    list_of,
+    one_of,
+    require,
+    setting,
+)
+from titan_tree.registry import LOGGERS, OPTIMIZERS
+
+PATHS = check(
+    "a path or a non-empty list of paths",
+    lambda files: isinstance(files, list) and files and all(isinstance(f, str) for f in files),
+)
+
+
+@dataclass
+class OptimizerConfig(Checked, table="optimizer"):
+    """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
+
+    # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8 (needs torchao).
+    name: str = setting("adamw", one_of(OPTIMIZERS))
+    lr: float = setting(1e-5, finite, at_least(0))
+    betas: list[float] = setting(
+        [0.9, 0.95],
+        check(
+            "two numbers from 0 to below 1",
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+    )
+    weight_decay: float = setting(0.1, finite, at_least(0))
+    eps: float = setting(1e-8, finite, at_least(0))
+    max_grad_norm: float = setting(1.0, greater_than(0))  # clips the global 2-norm; inf disables clipping
+
+
+@dataclass
+class LRSchedulerConfig(Checked, table="lr_scheduler"):
+    """Linear warm-up, then decay until the end of the run."""
+
+    warmup_steps: int = setting(0, at_least(0))
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    min_lr_factor: float = setting(0.0, between(0, 1))  # final learning rate as a fraction of optimizer.lr
+
+
+@dataclass
+class TrainingConfig(Checked, table="training"):
+    """Length, precision and memory use of the run."""
+
+    # Length of the whole run, including resumed parts: either optimizer steps (1000 if neither is set), or
+    # epochs, each of which trains on every group once. The last step of a run over epochs may be smaller.
+    steps: int | None = setting(None, at_least(1))
+    epochs: int | None = setting(None, at_least(1))
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
+    # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
+    # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
+    # never use float8.
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    # A step is bad if its loss or gradient is not finite, or if the loss counts none of its tokens. It leaves
+    # weights and optimizer states unchanged, but it counts as a step: data and learning rate move on. After
+    # this many bad steps in a row, training ends with an error.
+    max_bad_steps: int = setting(3, at_least(1))
+    seed: int = 0  # seed of random initial weights
+    compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
+    # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and
+    # vocabulary entry: 10 GB at 32k tokens.
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    deterministic: bool = False  # refuse operators whose results vary between runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.steps is None or self.epochs is None,
+            "training.steps",
+            "no value together with training.epochs; remove one of the two",
+            self.steps,
+        )
+
+
+@dataclass
+class ParallelConfig(Checked, table="parallel"):
+    """FSDP2 over all ranks. These options trade memory for communication and do not change results."""
+
+    reshard_after_forward: bool = True  # free the gathered weights of a block until its backward pass
+    # Reduce gradients after the "last" or after "every" micro-batch.
+    # "last" keeps 4 bytes per parameter on every rank.
+    reduce_gradients: Literal["last", "every"] = "last"
+    # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
+    # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
+    # is the number of ranks over which FSDP2 shards each expert.
+    expert_parallel: int = setting(1, at_least(1))
+    # Seconds that a rank waits for the others in a collective before the run ends; at least an hour until the
+    # first step is done, because ranks compile for different times.
+    timeout_s: float = setting(600.0, greater_than(0), finite)
+    # Steps between comparisons of weights, settings and data positions over all ranks; 0: none. A comparison
+    # gathers all weights once.
+    check_interval: int = setting(100, at_least(0))
+
+
+@dataclass
+class ValidationConfig(Checked, table="validation"):
+    """Scores held-out files during training. The keys of [data] apply to them, except ``files``."""
+
+    # A path, a glob pattern or a list of them; unset: no validation.
+    files: Any = setting(None, PATHS)
+    interval: int = setting(100, at_least(1))  # steps between validations; the last step validates, too
+
+    def __post_init__(self) -> None:
+        if isinstance(self.files, str):
+            self.files = [self.files]
+        super().__post_init__()
+
+
+@dataclass
+class CheckpointConfig(Checked, table="checkpoint"):
+    """When checkpoints are written, and where."""
+
+    # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
+    interval: int = setting(500, at_least(0))
+    # Minutes after which a checkpoint is written in any case, by the clock of rank 0; unset: no limit.
+    minutes: float | None = setting(None, greater_than(0))
+    # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
+    keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
+    folder: str = "checkpoints"  # inside the run's folder, or an absolute path
+    resume: bool = True  # continue from the newest good checkpoint in the folder
+    # Resume even if the data, the samples, the loss or the validation files have changed, so that one curve
+    # shows different experiments. The log names all changes.
+    allow_changes: bool = False
+    async_save: bool = False  # copy to host memory, then write while training continues
+    export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.minutes is None or self.interval > 0,
+            "checkpoint.minutes",
+            "checkpoint.interval > 0 as well, because 0 turns checkpoints off",
+            self.minutes,
+        )
+
+
+@dataclass
+class MetricsConfig(Checked, table="metrics"):
+    """How the values of a step are recorded. Loggers write into the run's folder."""
+
+    log_interval: int = setting(1, at_least(1))  # steps between records; each shows one step, no average
+    loggers: list[str] = setting(
+        ["console", "csv", "tensorboard"],
+        list_of(one_of(LOGGERS)),
+        check("every logger once", lambda names: len(set(names)) == len(names)),
+    )
+
+
+@dataclass
+class ProfilerConfig(Checked, table="profiler"):
+    """Traces of the torch profiler."""
+
+    enable: bool = False  # write a Kineto trace of one step per ``interval`` into profiling/
+    interval: int = setting(10, check("at least 4 (3 warm-up steps and 1 traced step)", lambda n: n >= 4))
+    memory_snapshot: bool = False  # write the CUDA memory history every ``interval`` steps

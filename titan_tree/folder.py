@@ -1,0 +1,58 @@
+"""RunFolder: what a run writes besides checkpoints, and the lock that keeps other runs out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_tree.checkpoint import FolderLock, set_aside
+from titan_tree.config import Config
+from titan_tree.config.toml import dump_config
+from titan_tree.distributed.collectives import on_rank_0
+from titan_tree.metrics import Loggers
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """The folder of a run. Files of earlier starts keep their content under other names. Collective.
+
+    Attributes:
+        run: the id of the run, see FolderLock.
+
+    Raises:
+        UserError: another run uses the folder, or it cannot be written.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.path = config, Path(config.folder)
+        self._lock: FolderLock | None = None  # on rank 0
+        self.run = on_rank_0(self._acquire)
+
+    def _acquire(self) -> str:
+        self._lock = FolderLock(self.path)
+        return self._lock.run
+
+    def open_loggers(self, step: int, num_steps: int) -> Loggers | None:
+        """Writes config.toml and opens the loggers. Returns None except on rank 0.
+
+        Args:
+            step: optimizer steps done.
+            num_steps: of the whole run.
+        """
+        if dist.get_rank() != 0:
+            return None
+        file, text = self.path / "config.toml", dump_config(self.config)
+        if file.exists() and file.read_text(errors="replace") != text:
+            set_aside(file, f"until-step-{step}")
+        file.write_text(text)
+        if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
+            logger.info("metrics of an earlier run: moved to %s", earlier)
+        return Loggers(self.config.metrics, self.path, step, num_steps)
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        if self._lock:
+            self._lock.release()
