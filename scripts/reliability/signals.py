@@ -45,10 +45,11 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
         statuses = processes.wait(timeout_s=TIMEOUT_S + GRACE_S)
     processes.check_no_traceback()
     done = run.step()
+    expected = {128 + number}
+    if done == 0 and len(signalled) < ranks:
+        expected |= {2}  # ranks agree between steps; during the start, the other one sees a failed collective
     if done < STEPS:  # a finished run may end as usual
-        check(
-            set(statuses) == {128 + number}, f"exit statuses {statuses} instead of {128 + number}, {moment}"
-        )
+        check(set(statuses) <= expected, f"exit statuses {statuses} instead of {expected}, {moment}")
     check_named_checkpoints(run, processes)
     resumed = resumed_step(run.finish())
     check(resumed == done, f"resumed from step {resumed} after {done} steps, {moment}")
