@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -121,7 +121,8 @@ def _literal_checks(cls: type) -> dict[str, tuple[Check]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    limit = sys.float_info.max  # math.isfinite refuses larger integers with an OverflowError
+    return isinstance(value, int | float) and not isinstance(value, bool) and -limit <= value <= limit
 
 
 boolean = check("true or false", lambda value: isinstance(value, bool))

@@ -196,11 +196,12 @@ def _finite_tensors(files: list[Path], names: Collection[str]) -> Iterator[tuple
     """Iterates like ``_tensors``. Raises UserError for values that are not finite numbers in fp32."""
     limit = torch.finfo(torch.float32).max
     for name, tensor in _tensors(files, names):
-        low, high = torch.aminmax(tensor)  # of a tensor with a NaN, both are NaN
+        # Of a tensor with a NaN, both are NaN. Python's floats do not round the limit to the tensor's dtype.
+        low, high = (bound.item() for bound in torch.aminmax(tensor))
         if not (-limit <= low and high <= limit):
             raise UserError(
-                f"{files[0].parent}: {hf_name(name)}: expected finite weights, got values from {low.item()} "
-                f"to {high.item()}; download the snapshot again"
+                f"{files[0].parent}: {hf_name(name)}: expected finite weights, got values from {low} "
+                f"to {high}; download the snapshot again"
             )
         yield name, tensor
 
