@@ -48,3 +48,10 @@ def _own_registries() -> Iterator[None]:
     yield
     for each, entries in zip(REGISTRIES, ENTRIES, strict=True):
         each._entries = dict(entries)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Shortens the ids of tests with long parameters, such as 100,000 brackets."""
+    if isinstance(val, str | bytes) and len(val) > 60:
+        return f"{val[:20]!r} and {len(val) - 20} more"
+    return None

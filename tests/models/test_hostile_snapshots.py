@@ -206,7 +206,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path, name, content):
 def test_fields_of_a_tokenizer_of_wrong_types_are_refused(tmp_path, field):
     nested = {"type": "NFC"}
     for _ in range(300):
-        nested = {"type": "Sequence", "normalizers": [nested], "pretokenizers": [nested]}
+        nested = {"type": "Sequence", f"{field}s".replace("_", ""): [nested]}
     spec = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
     for value in (3, "x", [3], [[]], {"type": []}, {"type": "Sequence"}, {"vocab": 3, "merges": 3}, nested):
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {field: value}))

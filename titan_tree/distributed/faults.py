@@ -50,6 +50,7 @@ def record_collectives(folder: Path) -> None:
     for name, value in {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",  # the process ends only after several times this
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
     }.items():
         if os.environ.get(name) == _variables.get(name):  # unset, or from an earlier run of this process
