@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from titan_tree.distributed.faults import START_TIMEOUT_S
 
@@ -32,7 +33,11 @@ def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, to
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+        # When torchrun starts all ranks again, they may get the same store, with the addresses of dead ranks.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
