@@ -166,6 +166,8 @@ def damage_text(run: Run, draw: random.Random) -> Damage:
         path.write_text(text.replace("\n2,", draw.choice(("\nx,", "\n\x00,", "\n2.5,", f"\n{'9' * 5000},"))))
     else:
         path.write_text(draw.choice((text[: len(text) // 2], "[" * 100_000, "[]", "null", "")))
+    if path.parent.parent == run.checkpoints and path.parent.name != f"step-{NEWEST}":
+        return Damage(f"{_name(run, path)} damaged", [])  # an older checkpoint, which is not read
     # Only the newest checkpoint has an older one to fall back to.
     return Damage(f"{path.name} damaged", [path.name], may_refuse=path.parent.name != f"step-{NEWEST}")
 

@@ -76,6 +76,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty tensors": lambda c: (c / "__0_0.distcp").write_bytes(b""),
     "empty manifest": lambda c: (c / "checkpoint.json").write_bytes(b""),
     "no manifest": lambda c: (c / "checkpoint.json").unlink(),
+    "manifest of another step": lambda c: shutil.copy(c.parent / "step-2" / "checkpoint.json", c),
     "no index": lambda c: (c / "tensors.json").unlink(),
     "forged: deep index": lambda c: forge_file(c, "tensors.json", b"[" * 100_000),
     "forged: wrong index": lambda c: forge_file(c, "tensors.json", b'{"model.norm.weight": [1, 2]}'),

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titan_tree.checkpoint.changes import check_architecture, check_config
 from titan_tree.checkpoint.lock import FolderLock, set_aside
 from titan_tree.checkpoint.storage import (
+    MANIFEST,
     CheckpointReader,
     CheckpointWriter,
     DamagedCheckpointError,
@@ -209,6 +210,8 @@ class Checkpoints:
 
         def verified() -> dict[str, Any]:
             content = read_manifest(path)
+            if content["step"] != step:
+                raise DamagedCheckpointError(f"{path}: its {MANIFEST} is of step {content['step']}")
             verify(path, content["files"], rank, world_size)
             return content
 

@@ -198,8 +198,14 @@ def test_snapshots_store_biases_beside_the_weights(tmp_path, caplog, dtype):
             "router_biases.json: missing tensors: layers.1.mlp.e_score_correction_bias",
         ),
         (lambda stored: stored.update(x=[1]), "router_biases.json: unexpected tensors: x"),
-        (lambda stored: stored.update({next(iter(stored)): [0.0] * 7}), "expected a list of 8 finite numbers, got"),
-        (lambda stored: stored.update({next(iter(stored)): ["a"] * 8}), "expected a list of 8 finite numbers, got"),
+        (
+            lambda stored: stored.update({next(iter(stored)): [0.0] * 7}),
+            "expected a list of 8 finite numbers, got",
+        ),
+        (
+            lambda stored: stored.update({next(iter(stored)): ["a"] * 8}),
+            "expected a list of 8 finite numbers, got",
+        ),
     ],
 )
 def test_damaged_bias_files_are_refused(tmp_path, change, message):
