@@ -1,4 +1,4 @@
-"""RunFolder: what a run writes besides checkpoints, and the lock that keeps other runs out."""
+"""RunFolder: the folder of a run, with config.toml, the loggers, and the lock that keeps other runs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """The folder of a run. Files of earlier starts keep their content under other names. Collective.
+    """The folder of a run. Collective.
+
+    An earlier config.toml that differs is renamed, and so is metrics.csv if a run starts at step 0.
 
     Attributes:
         run: the id of the run, see FolderLock.
@@ -39,8 +41,8 @@ class RunFolder:
         """Writes config.toml and opens the loggers. Returns None except on rank 0.
 
         Args:
-            step: optimizer steps done.
-            num_steps: of the whole run.
+            step: number of optimizer steps done.
+            num_steps: number of steps of the whole run.
         """
         if dist.get_rank() != 0:
             return None

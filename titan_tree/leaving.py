@@ -1,11 +1,13 @@
-"""The end of a run before its last step: all ranks leave between the same two steps, after a checkpoint.
+"""Leaving: ends a run early on all ranks, between the same two steps and after a checkpoint.
 
-The reduction of counts before a step also carries a *notice* of each rank, and every rank obeys the largest:
+Before each step, ranks reduce their counts. The reduction also carries a *notice* of each rank, and all ranks
+follow the largest:
 
     NONE          run the step
     CHECKPOINT    write a checkpoint first, because checkpoint.minutes have passed
-    SIGNAL + n    signal number n arrived: write a checkpoint and leave
-    REFUSED       a rank has no input for the step, because its data are wrong: likewise
+    SIGNAL + n    signal number n arrived: write a checkpoint and end the run
+    REFUSED       a rank has no input for the step, because its data are wrong: write a checkpoint and end
+                  the run with an error
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Leaving:
     """Decides, together with all ranks, when a run writes checkpoints and when it ends early.
 
     Args:
-        progress: of the run, after it has resumed.
-        num_steps: of the whole run.
+        progress: the progress of the run, after a resume.
+        num_steps: the number of steps of the whole run.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Leaving:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps an error that rank 0 alone meets while it logs, until all ranks learn of it."""
+        """Keeps an error that only rank 0 gets while it logs, until ``agree`` tells all ranks."""
         try:
             yield
         except OSError as error:
@@ -100,7 +102,7 @@ class Leaving:
 
     @contextmanager
     def guard_step(self) -> Iterator[None]:
-        """Contains one training step. Names failures in it, and saves a checkpoint after it if one is due."""
+        """Runs one training step in its block. Names failures, and saves a checkpoint if one is due."""
         parallel = self.config.parallel
         is_first = self.progress.step == self._first_step
         timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
@@ -130,14 +132,14 @@ class Leaving:
         return describe
 
     def _schedule(self) -> tuple[Any, ...]:
-        """Returns what decides the next steps: the same on all ranks."""
+        """Returns what determines the next steps. It must be the same on all ranks."""
         tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
         settings = [getattr(self.config, table) for table in tables]
         return self.num_steps, self.progress.step, self.progress.data, settings
 
     @contextmanager
     def _checkpoint_before_error(self) -> Iterator[None]:
-        """Writes a checkpoint if a step raises a UserError, unless other ranks may still be in the step."""
+        """Writes a checkpoint if a step raises a UserError, unless other ranks may still run the step."""
         try:
             yield
         except UserError as error:
@@ -167,7 +169,7 @@ class Leaving:
         raise Interrupted(number)
 
     def _what_next(self) -> str:
-        """Returns how to continue the run. No checkpoint may be in the making."""
+        """Returns a sentence on how to continue the run. No checkpoint may be in progress."""
         ended = f"the run ended after step {self.progress.step}"
         if self.config.checkpoint.interval == 0:
             return f"{ended} without a checkpoint (checkpoint.interval = 0); the same command starts over"

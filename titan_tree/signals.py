@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-# torchrun and a scheduler may both pass on the same signal. One that arrives later is a second signal.
+# torchrun and a scheduler may both send the same signal. It counts as a second signal only after this time.
 REPEAT_S = 1.0
 
 
@@ -25,9 +25,9 @@ class Signals:
     """Handles ``SIGNALS`` while its ``with`` block runs, and restores the earlier handlers afterwards.
 
     A signal raises Interrupted in the main thread. After ``defer``, it only sets ``received``, so that the
-    run can end between two steps. A second signal of the same kind ends the process at once, even if the
-    main thread waits for other ranks. Signals that the process ignores, as under nohup, stay ignored.
-    Outside of the main thread, where Python allows no handlers, nothing changes.
+    run can end between two steps. A second signal of the same kind, more than ``REPEAT_S`` later, ends the
+    process at once, even if the main thread waits for other ranks. Signals that the process ignores, as under
+    nohup, stay ignored. Outside of the main thread, where Python allows no handlers, the block does nothing.
     """
 
     received = 0  # number of the first signal after ``defer``; 0: none
@@ -91,7 +91,7 @@ class Signals:
 
 
 def discard(descriptor: int) -> None:
-    """Sends what is written to a file descriptor to /dev/null, because nobody can read it any more."""
+    """Redirects a file descriptor to /dev/null, because nobody can read its output any more."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

@@ -1,8 +1,8 @@
-"""Several accidents in one run: a second run starts in its folder, the disk fills up, and a signal arrives.
+"""Combines failures in one run: a second run starts in its folder, the disk fills up, and a signal arrives.
 
-The second run must be refused in one line. The first one must say which checkpoint it cannot write. The
-same command then continues to the same losses. A full disk is imitated by a limit on the size of files, which
-needs no privileges.
+The second run must be refused in one line. The first one must name the checkpoint that it cannot write. The
+same command must then reach the losses of an uninterrupted run. A limit on the size of files imitates a full
+disk, because it needs no privileges.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from training import (
 TRIALS = 20
 BEFORE, AFTER = "second run, full disk, then a signal", "second run, a signal, full disk while leaving"
 KINDS = tuple(f"{order}, {ranks}" for order in (BEFORE, AFTER) for ranks in ("1 rank", "2 ranks"))
-FULL_AT = 100_000  # bytes: more than the log files have, less than any checkpoint
+FULL_AT = 100_000  # bytes: larger than the log files, smaller than any checkpoint
 
 
 def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
-    """Lets all accidents happen, then resumes. Returns when they happened."""
+    """Causes all failures, then resumes. Returns when they happened."""
     run = Run(folder / "run", int(kind.split()[-2]))
     run.plant()
     number = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
@@ -60,7 +60,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
         third.check_no_traceback()
         check_named_checkpoints(run, third)
     resumed = resumed_step(run.finish())
-    # A run that leaves right after a checkpoint needs no other one.
+    # A run that ends right after a checkpoint does not write another one.
     check(failed or resumed >= done, f"resumed from step {resumed} after {done} steps without an error")
     run.check_planted()
     run.check_equals(reference(work, run.ranks))

@@ -1,7 +1,7 @@
-"""Measures what cross-rank checks cost: two ranks train with a check in every step, and without checks.
+"""Measures the time of cross-rank checks: two ranks train with a check in every step, and without checks.
 
-Each start repeats the run twice, in turn, so that changes of the clock affect both alike. The cost of a check
-is the difference of the median steps. Run it alone, on a machine without other work.
+Runs of both kinds alternate, so that changes of the clock rate affect them alike. The cost of a check is the
+difference between the median times of a step. Run this campaign alone, on a machine without other work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TRIALS = 1
 KINDS = ("cross-rank checks",)
 ROUNDS = 5
 STEPS, FIRST = 60, 5  # of a run; steps before FIRST are not counted
-SHARE = 0.005  # of a step that checks may take, at the default interval
+SHARE = 0.005  # largest share of the time of a step that checks may take, at the default interval
 
 
 def prepare(work: Path) -> None:

@@ -1,8 +1,8 @@
 """Damages a checkpoint, then starts the command that wrote it again.
 
 The command must name the damaged file and continue from the previous checkpoint with the same losses. It may
-refuse in one line if no intact checkpoint is left, or if a strange entry of the folder makes the newest one
-uncertain. A crafted pickle must not be run.
+refuse in one line if no checkpoint is intact, or if the folder contains something else with the name of a
+checkpoint. A crafted pickle must not be executed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Damage:
     """What was done to a checkpoint folder.
 
     Attributes:
-        names: paths inside the folder, one of which the command must print; empty if it need not tell.
-        may_refuse: whether the command may refuse, instead of falling back to an older checkpoint.
-        added: an entry that is not the run's own, and must stay.
+        names: paths inside the folder, one of which the command must print; empty if it need not print any.
+        may_refuse: whether the command may refuse instead of falling back to an older checkpoint.
+        added: a file or folder that is not from the run and must not be deleted.
     """
 
     what: str

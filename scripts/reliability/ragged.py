@@ -1,8 +1,8 @@
-"""Trains 1,000 steps of ragged trees on four ranks, and checks that the memory of every rank stays flat.
+"""Trains 1,000 steps on irregular trees with four ranks, and checks that the memory of no rank grows.
 
 Trees branch at random, and samples differ in length. The ranks therefore get different numbers of trees,
-micro-batches and partitions. A line is fitted to the resident memory of each rank after step 200, when caches
-are full. It may rise by at most 1 % of the rank's memory in the remaining steps.
+micro-batches and partitions. After step 200, caches are full. The trial fits a line to the resident memory of
+each rank from there on. The line may rise by at most 1 % of the rank's memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stops, kills or breaks one of two ranks, of a dense model and of one whose experts are sharded.
+"""Suspends or kills one of two ranks, or raises an error in it, with a dense model and with sharded experts.
 
-The other rank must end within ``parallel.timeout_s`` and some seconds, with one line that names a rank and a
+The other rank must end within ``parallel.timeout_s`` and some seconds. It must print a line with a rank and a
 step. The same command then continues from the newest checkpoint.
 """
 
@@ -62,7 +62,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
 
 
 def _raise_at(step: int) -> None:
-    """Lets this process raise an exception in a step, as a bug or a lack of memory would."""
+    """Makes this process raise an exception in a step, as a bug or a lack of memory would."""
     from titan_tree.trainer import Trainer
 
     train_step = Trainer.train_step

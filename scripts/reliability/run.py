@@ -1,11 +1,12 @@
-"""Tries to make titan_tree lose something, many times, and counts what was lost.
+"""Makes runs fail many times, and counts the trials in which a user would have lost something.
 
     python scripts/reliability/run.py kills --trials 100 --csv reliability.csv
 
-Every trial trains a tiny model, does harm at a random moment, starts the same command again and compares the
-logged losses with those of an uninterrupted run, digit for digit. A trial's number seeds its random choices;
-``--first N --trials 1`` repeats trial N. The exit status is 1 if anything was lost or a traceback appeared.
-Folders of such trials are kept.
+In most campaigns, a trial trains a tiny model, makes the run fail at a random moment, starts the same command
+again and compares the logged losses with those of an uninterrupted run, digit for digit. The module docstring
+of each campaign says what it does. A trial's number seeds its random choices: ``--first N --trials 1``
+repeats trial N. The exit status is 1 if anything was lost or a traceback appeared. The folders of such trials
+are kept.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from training import ROOT, LostError
 
 # One module per campaign. Each defines TRIALS, KINDS, ``prepare(work)`` and ``trial(...)``.
 CAMPAIGNS = ("kills", "damage", "signals", "ranks", "lines", "templates", "combined", "ragged", "costs")
-AT_ONCE = 2  # trials
+AT_ONCE = 2  # trials that run in parallel
 
 
 @dataclass
 class Outcome:
-    """What became of one trial.
+    """The result of one trial.
 
     Attributes:
-        lost: what was lost or not told; empty if nothing was.
-        note: when and where the harm was done, or what was measured.
+        lost: what was lost or not reported; empty if nothing was.
+        note: when and how the run failed, or what was measured.
     """
 
     number: int
@@ -52,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Campaign:
-    """A campaign, named as its module, and the folder in which its trials run."""
+    """A campaign, with the name of its module, and the folder in which its trials run."""
 
     name: str
     work: Path

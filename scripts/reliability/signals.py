@@ -1,4 +1,4 @@
-"""Sends a signal that asks a run to leave, then starts the same command again.
+"""Sends a signal that asks a run to end, then starts the same command again.
 
 All ranks must end with status 128 + n and write a checkpoint of the last step, so that no step is repeated.
 Each checkpoint that the text names must exist. With two ranks, a trial signals one of them or both.
@@ -34,7 +34,7 @@ KINDS = tuple(
 
 
 def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
-    """Signals a run and resumes it. Returns when it was signalled, and what was kept."""
+    """Signals a run and resumes it. Returns when it was signalled, and the step of the resume."""
     number, ranks = signal.Signals[kind.split(",")[0]], int(kind.split()[1])
     run = Run(folder / "run", ranks)
     run.plant()

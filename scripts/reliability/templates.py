@@ -1,7 +1,7 @@
 """Renders conversations with hostile chat templates, through ``titan-tree inspect``.
 
-Each template is read or refused in one line, soon, and runs no command. A trial puts a hostile part before,
-into or after the loop of a working template.
+Each template must render, or be refused in one line, within a minute. It must not run a command. A trial puts
+a hostile part before, into or after the loop of a working template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from training import Processes, check, fork
 
 TRIALS = 100
-LIMIT_S = 60  # of a template, on a loaded machine
+LIMIT_S = 60  # longest time of a template, on a loaded machine
 MEMORY = 4 << 30  # bytes of address space
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}HERE{% endfor %}"
 OPEN = "{{ %s.__globals__['os'].system('touch PWNED') }}"
@@ -83,7 +83,7 @@ def prepare(work: Path) -> None:
 
 
 def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
-    """Inspects the bundled sample with a hostile template. Returns its part, and what became of it."""
+    """Inspects the bundled sample with a hostile template. Returns the hostile part and the outcome."""
     part = draw.choice(PARTS[kind])
     template, output = folder / "hostile.jinja", folder / "inspect.out"
     before, inside, after = draw.choice(((part, "", ""), ("", part, ""), ("", "", part)))

@@ -1,7 +1,7 @@
 """A training run as its user sees it: a command, its processes, what they print, and the files they write.
 
 Importing titan_tree takes seconds. ``preload`` imports it once, and every start forks from that process.
-Nothing here looks inside a run: moments are recognized by the rows of metrics.csv and the names of folders.
+Nothing here looks inside a run: the rows of metrics.csv and the names of folders show how far it is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRACEBACK = "Traceback (most recent call last)"
 
 
 class LostError(Exception):
-    """Something of the user's was lost, or something happened that the user was not told."""
+    """The user's work was lost, or a failure was not reported."""
 
 
 def check(condition: object, problem: str) -> None:
@@ -52,7 +52,7 @@ def check(condition: object, problem: str) -> None:
 
 
 def preload() -> None:
-    """Imports all that a training run needs, without starting a thread, so that this process can fork."""
+    """Imports everything that a training run needs. It starts no thread, so that this process can fork."""
     import titan_tree.train
     import titan_tree.trainer  # noqa: F401
 
@@ -171,7 +171,7 @@ class Run:
             return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
 
     def step(self) -> int:
-        """Returns the number of steps of which metrics.csv has a whole row."""
+        """Returns the number of complete rows in metrics.csv, one per step."""
         path = self.folder / "metrics.csv"
         return max(path.read_text().count("\n") - 1, 0) if path.exists() else 0
 
@@ -231,7 +231,7 @@ class Run:
 
 
 def prepare(work: Path) -> None:
-    """Makes the uninterrupted runs that ``reference`` returns."""
+    """Trains the uninterrupted runs that ``reference`` returns."""
     preload()
     for ranks in (1, 2):
         reference(work, ranks).finish()
@@ -249,7 +249,7 @@ def resumed_step(processes: Processes) -> int:
 
 
 def limit_file_size(processes: Processes, num_bytes: int) -> None:
-    """Lets writes beyond ``num_bytes`` of a file fail, as on a full disk. -1 removes the limit."""
+    """Makes writes beyond ``num_bytes`` of a file fail, as on a full disk. -1 removes the limit."""
     for rank in processes.running():
         resource.prlimit(processes.pids[rank], resource.RLIMIT_FSIZE, (num_bytes, -1))
 

@@ -1,4 +1,4 @@
-"""What has changed between the start of a run and its continuation."""
+"""Compares the configuration of a run with that in its checkpoint, and refuses misleading changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
 
-# With other values of these keys, one curve would show two different experiments: its loss or its data mean
-# something else before and after the checkpoint. A trailing dot stands for a whole table.
+# If one of these keys changes, the loss or the data differ before and after the checkpoint, so that one curve
+# shows two experiments. A trailing dot stands for a whole table.
 DECISIVE = (
     "data.advantage",
     "data.files",
@@ -30,7 +30,7 @@ DECISIVE = (
     "router_loss.",
     "validation.files",
 )
-# They have no effect on what is learned or shown. ``data.files`` is compared by content, not by name.
+# These keys change neither training nor logged values. ``TreeDataset`` compares ``data.files`` by content.
 IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")
 
 
@@ -51,7 +51,7 @@ def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str
 def check_config(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow_changes: bool
 ) -> None:
-    """Logs what has changed. Raises UserError if curves before and after cannot be compared."""
+    """Logs what has changed. Raises UserError if one curve would show two experiments."""
     decisive, other = config_changes(before, now)
     if decisive and not allow_changes:
         raise UserError(

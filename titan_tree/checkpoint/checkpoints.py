@@ -1,11 +1,11 @@
 """Checkpoints: saves a run's state and resumes it exactly.
 
-    <folder>/run.lock       held by the run that uses the folder, see FolderLock
+    <folder>/run.lock       locked by the run that uses the folder, see FolderLock
     <folder>/step-100/      a checkpoint, see storage.py
     <folder>/step-100.3f9a41c2.partial/     one that is being written; 3f9a41c2 is the id of the run
-    <folder>/step-100.damaged/              one that could not be resumed
+    <folder>/step-100.damaged/              one that could not be loaded
 
-The run deletes only its own checkpoints and partial ones, which carry its id.
+The run deletes only checkpoints and partial checkpoints with its own id.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Checkpoints:
     """Saves and resumes a run's state. Collective: every rank makes the same calls.
 
     Args:
-        folder: folder of the checkpoints. It is created now, so that a wrong one is found now.
+        folder: folder of the checkpoints. The constructor creates it, so a wrong path fails at the start.
         architecture: the configuration of the model, and the optimizer, as JSON values. A run only resumes
             from checkpoints with the same architecture.
         run_config: the whole configuration as nested dictionaries. A resume names what has changed.
@@ -103,7 +103,8 @@ class Checkpoints:
     def resume(self) -> None:
         """Loads the newest good checkpoint, if any, and deletes partial ones of this run.
 
-        A damaged checkpoint is named, renamed to step-N.damaged, and the one before it is used.
+        If a checkpoint is damaged, a warning names it, it is renamed to step-N.damaged, and the one before it
+        is loaded.
 
         Raises:
             UserError: no checkpoint is good; ``resume`` is false although there are some; or they belong to
@@ -265,13 +266,13 @@ class Checkpoints:
             ) from error
 
 
-# What reading a manifest or tensors raises that were written by something else than titan_tree.
+# What reading a manifest or tensors can raise if titan_tree did not write them.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError)
 
 
 @contextmanager
 def _damaged(path: Path) -> Iterator[None]:
-    """Turns what reading a crafted or damaged checkpoint raises into DamagedCheckpointError."""
+    """Converts the errors that a crafted or damaged checkpoint causes into DamagedCheckpointError."""
     try:
         yield
     except (UserError, DamagedCheckpointError):

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def export_hf(model: Decoder, folder: Path, run: str, dtype: torch.dtype, source: str | None) -> None:
-    """Writes the weights as a Hugging Face snapshot. Collective. An earlier one is renamed to hf.earlier.
+    """Writes the weights as a Hugging Face snapshot. Collective.
+
+    An earlier snapshot in ``folder`` is renamed, for example from hf to hf.earlier.
 
     Args:
         model: may be sharded.

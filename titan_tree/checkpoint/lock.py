@@ -1,4 +1,4 @@
-"""FolderLock: one run at a time in a folder, and a mark for what it writes there. Also, ``set_aside``."""
+"""FolderLock, which admits one run at a time to a folder, and ``set_aside``, which renames earlier files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FolderLock:
     """Locks a folder for as long as this process lives, or until ``release``.
 
     The kernel releases the lock when the process ends in any way, so no lock is ever left behind. The locked
-    file, run.lock, also holds the id of the run, which later starts in the same folder share. What a run may
-    delete in the folder carries this id.
+    file, run.lock, also holds an id, which later starts in the same folder share. A run deletes only folders
+    with this id. On a file system that cannot lock, a warning takes the place of the lock.
 
     A process may lock a folder again, for example after an error in a notebook. The new lock replaces the
     old one.

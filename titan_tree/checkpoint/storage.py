@@ -5,9 +5,10 @@
       tensors.json        where each tensor lies in these files
       checkpoint.json     the rest of the state, the configuration, and checksums of all files
 
-A checkpoint is written into a folder with another name, which is renamed at the end. So a folder that is
-called step-100 was complete, and the checksums tell whether it still is. DCP's own index is a pickle, which
-can run code when it is read. It is neither written nor read. Tensors are read with ``weights_only=True``.
+A checkpoint is written into a folder with a temporary name, which is renamed at the end. A folder called
+step-100 was therefore complete, and the checksums show whether it still is. DCP's own index is a pickle,
+which can run code when it is read, so it is neither written nor read. Tensors are read with
+``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the tensors of a checkpoint from ``files``, which were verified."""
+    """Reads the tensors of a checkpoint, only from ``files``, which must have been verified."""
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         super().__init__(folder)
@@ -135,7 +136,7 @@ def clean(folder: Path, run: str) -> list[int]:
     """Returns the steps of the checkpoints in a folder, ascending, and deletes partial ones of this run.
 
     Raises:
-        UserError: something else has the name of a checkpoint, which the run may need.
+        UserError: something else has the name of a checkpoint. The run may need this name later.
     """
     steps = []
     for path in sorted(folder.iterdir()):
@@ -161,7 +162,7 @@ def own_steps(folder: Path, run: str) -> list[int]:
                 if read_manifest(path).get("run") == run:
                     steps.append(int(match[1]))
             except DamagedCheckpointError:
-                continue  # not known to be of this run
+                continue  # it may belong to another run
     return sorted(steps)
 
 

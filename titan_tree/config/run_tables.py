@@ -66,9 +66,9 @@ class TrainingConfig(Checked, table="training"):
     # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
     # never use float8.
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
-    # A step is bad if its loss or gradient is not finite, or if the loss counts none of its tokens. It leaves
-    # weights and optimizer states unchanged, but it counts as a step: data and learning rate move on. After
-    # this many bad steps in a row, training ends with an error.
+    # Bad steps in a row after which training ends with an error. A step is bad if its loss or gradient is not
+    # finite, or if the loss counts none of its tokens. It leaves weights and optimizer states unchanged, but
+    # it counts as a step: data and learning rate advance.
     max_bad_steps: int = setting(3, at_least(1))
     seed: int = 0  # seed of random initial weights
     compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
@@ -99,11 +99,11 @@ class ParallelConfig(Checked, table="parallel"):
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
     # is the number of ranks over which FSDP2 shards each expert.
     expert_parallel: int = setting(1, at_least(1))
-    # Seconds that a rank waits for the others in a collective before the run ends; at least an hour until the
-    # first step is done, because ranks compile for different times.
+    # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
+    # done, ranks wait for at least an hour, because compile times differ between them.
     timeout_s: float = setting(600.0, greater_than(0), finite)
-    # Steps between comparisons of weights, settings and data positions over all ranks; 0: none. A comparison
-    # gathers all weights once.
+    # Steps between comparisons of weights, settings and data positions over all ranks; 0: no comparisons. The
+    # first step of each start is also compared. A comparison gathers all weights once.
     check_interval: int = setting(100, at_least(0))
 
 
@@ -127,14 +127,16 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
-    # Minutes after which a checkpoint is written in any case, by the clock of rank 0; unset: no limit.
+    # Maximum minutes between checkpoints, by the clock of rank 0; unset: no limit. A checkpoint is written
+    # before the next step after this time.
     minutes: float | None = setting(None, greater_than(0))
-    # Number of newest checkpoints to keep; 0 keeps all. With 1, a crash while saving could lose the only one.
+    # Number of newest checkpoints to keep; 0 keeps all. 1 is refused, because a run could not fall back to an
+    # older checkpoint if the only one is damaged.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
     folder: str = "checkpoints"  # inside the run's folder, or an absolute path
     resume: bool = True  # continue from the newest good checkpoint in the folder
-    # Resume even if the data, the samples, the loss or the validation files have changed, so that one curve
-    # shows different experiments. The log names all changes.
+    # Resume even if the data, the samples, the loss or the validation files have changed. One curve then
+    # shows different experiments. The log names the changes.
     allow_changes: bool = False
     async_save: bool = False  # copy to host memory, then write while training continues
     export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/

@@ -1,6 +1,6 @@
-"""Faults of ranks: how long they wait for each other, what is told about a failure, and whether they agree.
+"""Failures of ranks: timeouts, error messages of failed collectives, and a check that all ranks are equal.
 
-If a rank dies, collectives on gloo fail at once, and torchrun ends the ranks that wait for a GPU. If a rank
+If a rank dies, collectives on gloo fail at once, and torchrun ends the ranks that wait in NCCL. If a rank
 hangs, the others wait for parallel.timeout_s. The flight recorder of torch then writes the last collectives
 of each rank into the run's folder. ``torchfrtrace`` compares them.
 """
@@ -38,12 +38,12 @@ _variables: dict[str, str] = {}  # the environment variables that ``record_colle
 
 
 def start_timeout(timeout_s: float) -> float:
-    """Returns how long ranks wait while one of them may compile, or write the exported weights."""
+    """Returns the timeout in seconds while a rank may compile, or write the exported weights."""
     return max(START_TIMEOUT_S, timeout_s)
 
 
 def record_collectives(folder: Path) -> None:
-    """Turns the flight recorder on. Variables that the user has set stay. Call it before NCCL starts."""
+    """Turns on the flight recorder. Call it before NCCL starts. Variables that the user has set stay."""
     with suppress(OSError):  # rank 0 reports it when it writes config.toml
         (folder / FLIGHT_RECORDER).mkdir(parents=True, exist_ok=True)
     prefix = str(folder / FLIGHT_RECORDER / "rank_")
@@ -67,7 +67,9 @@ def set_timeout(seconds: float) -> None:
 def failures_named(
     what: Callable[[], str], advice: Callable[[], str], timeout_s: float | None = None
 ) -> Iterator[None]:
-    """Turns a failed collective into one line, and says where this rank is after ``timeout_s``.
+    """Converts a failed collective into a UserError of one line.
+
+    If the block runs for more than ``timeout_s``, it also prints where this rank is.
 
     Args:
         what: returns what this rank is doing, such as its step and trees.
@@ -95,7 +97,7 @@ def failures_named(
 
 
 def _report_delay(thread: int, what: Callable[[], str], timeout_s: float) -> None:
-    """Prints where a thread is. NCCL ends a process that waits too long, without a word about its trees."""
+    """Prints where a thread is. NCCL ends a process that waits too long without naming its trees."""
     frame = traceback.extract_stack(sys._current_frames()[thread])[-1]
     place = f"{frame.name} ({frame.filename}:{frame.lineno})"
     text = f"rank {_rank()}: {what()} takes more than parallel.timeout_s = {timeout_s:g} s, at {place}"

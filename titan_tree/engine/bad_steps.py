@@ -24,7 +24,7 @@ from titan_tree.errors import AgreedError
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
-NAMED_PATHS = 5  # a message names up to so many paths
+NAMED_PATHS = 5  # largest number of paths that a message names
 
 
 class BadStepError(AgreedError):
@@ -47,10 +47,11 @@ class BadSteps:
 
 
 def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
-    """Names the paths with a loss, or a derivative by a log-prob, that is not finite. Collective.
+    """Returns a text that names the paths that may have caused a bad step. Collective.
 
-    It scores the trees of all ranks without gradients. If all of these numbers are finite, the model's
-    backward pass or the router loss caused the bad step, and all trees of the step are possible causes.
+    It scores the trees of all ranks without gradients, and names the paths whose loss, or whose derivative
+    with respect to a log-prob, is not finite. If there are none, the model's backward pass or the router loss
+    caused the bad step. The text then names the first paths of the step's trees.
     """
     paths = [list(chain.from_iterable(trees)) for trees in step.path_ids]  # of each micro-batch
     causes = [paths[i][number] for i, number in sorted(_bad_paths(model, loss, step, device))]
@@ -69,7 +70,7 @@ def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.de
 
 
 def _bad_paths(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> set[tuple[int, int]]:
-    """Returns (micro-batch, number of the path) of this rank's paths that are not finite."""
+    """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
     found = set()
     with torch.no_grad(), cast_weights(model):
         for i, batches in enumerate(equal_schedule(step)):
@@ -96,7 +97,7 @@ def _scored(
 
 
 def _listed(names_by_rank: Sequence[Sequence[str]], count: int) -> str:
-    """Returns the first names, and how many of ``count`` it omits."""
+    """Returns a text with the first names, and how many of ``count`` it omits."""
     names = [name for names in names_by_rank for name in names][:NAMED_PATHS]
     omitted = count - len(names)
     return ", ".join(names) + (f" and {omitted} more" if omitted else "")

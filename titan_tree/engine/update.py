@@ -1,4 +1,4 @@
-"""update_weights: one optimizer step, or none if its loss or gradient is not finite."""
+"""update_weights: one optimizer step, which is skipped if its loss or gradient is not finite."""
 
 from __future__ import annotations
 

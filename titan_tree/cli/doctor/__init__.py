@@ -1,7 +1,7 @@
 """Checks the installation, the machine and a configuration, and says how to fix each problem.
 
 titan-tree doctor                                      the installation and this machine
-titan-tree doctor --config FILE.toml [key=value ...]   also whether this run could start here
+titan-tree doctor --config FILE.toml [key=value ...]   also whether a run with this configuration could start
 titan-tree doctor --json                               the same findings, for programs
 
 The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing into the
@@ -12,8 +12,9 @@ A check is a function that yields findings. The files:
     finding.py        Finding, and how an exception becomes one
     installation.py   versions of packages
     machine.py        cores, memory, disk, limits
-    gpus.py           GPUs, and whether they reach each other;  all_reduce.py: the program that each GPU runs
-    numerics.py       backends, and a training step on a tree against the same step path by path
+    gpus.py           GPUs, and whether they can exchange tensors
+    all_reduce.py     the program that gpus.py starts for each GPU
+    numerics.py       backends, and a training step on a tree, compared with the same step path by path
     configuration.py  what a run reads before its first step
 """
 
@@ -34,7 +35,7 @@ from textwrap import wrap
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt
 from titan_tree.errors import UserError
 
-# Section -> its check. The module is imported when the check runs: a torch that is missing is a finding, too.
+# Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
     "versions": "installation:versions",
     "machine": "machine:machine",
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.overrides[0]}: expected --config FILE.toml as well; add it, or remove key=value"
         )
     found: dict[str, list[Finding]] = {}
-    logging.disable(logging.WARNING)  # findings say what matters
+    logging.disable(logging.WARNING)  # findings report what matters
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -51,7 +51,7 @@ class _Run:
         self.config = config
         self._model: Decoder | None = None  # without weights
         self._tokenizer: TreeTokenizer | None = None
-        self._has_tokenizer = False  # or needs none
+        self._has_tokenizer = False  # True also if the data need none
 
     def components(self) -> Iterator[Finding]:
         """Imports the loss, the optimizer and the loggers."""
@@ -64,7 +64,7 @@ class _Run:
         yield Finding("components", ", ".join(names))
 
     def model(self) -> Iterator[Finding]:
-        """Makes the model without weights, and compares the snapshot's tensors with it."""
+        """Builds the model without weights, and compares the snapshot's tensors with it."""
         model, folder = self.config.model, self.config.model.hf_path
         with torch.device("meta"):
             self._model = build.build_model_without_weights(model)
@@ -78,7 +78,7 @@ class _Run:
         yield Finding("model", f"{text}; {folder} has all tensors")
 
     def backends(self) -> Iterator[Finding]:
-        """Asks the backends that the configuration names whether they compute this model here."""
+        """Checks that the backends of the configuration support this model on this device."""
         if self._model is None:
             yield Finding("backends", "not checked, because they depend on the model", ok=None)
             return

@@ -25,8 +25,8 @@ class Finding:
 
     name: str
     value: str
-    ok: bool | None = True  # False: a problem; None: nothing to judge
-    fix: str = ""  # of a problem: the command or setting that fixes it, unless the value says so
+    ok: bool | None = True  # False: a problem; None: information only
+    fix: str = ""  # the command or setting that fixes a problem; empty if ``value`` says it
 
     def __post_init__(self) -> None:
         self.name, self.value, self.fix = map(printable, (self.name, self.value, self.fix))

@@ -1,4 +1,4 @@
-"""GPUs: what they are, whether they are free, and whether they can exchange tensors."""
+"""GPUs: their properties, their free memory, and whether they can exchange tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_tree.cli.doctor.machine import GIB, size_text
 MIN_CAPABILITY = (8, 0)  # bfloat16
 MAX_USED = 0.1  # share of a GPU's memory that other programs may use,
 ALLOWED = 2 * GIB  # or this much, for the desktop of a small GPU
-TIMEOUT_S = 120  # of the all-reduce, with the start of its processes
+TIMEOUT_S = 120  # of the all-reduce, including the start of its processes
 
 
 def gpus(subject: Subject) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def all_reduce(num_ranks: int) -> Finding:
-    """Sums a tensor over ``num_ranks`` processes, which torchrun starts as it starts training."""
+    """Sums a tensor over ``num_ranks`` processes. torchrun starts them as it starts a training run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(num_ranks), "-m", "titan_tree.cli.doctor.all_reduce"]
     pipe, stdout = subprocess.PIPE, subprocess.STDOUT

@@ -1,4 +1,4 @@
-"""The versions of Python and of the packages that titan_tree uses, against the ranges in pyproject.toml."""
+"""Compares the versions of Python and of all packages with the ranges in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _extra(extra: str, purpose: str, requirements: list[Requirement]) -> Iterato
 
 
 def _requirements() -> tuple[SpecifierSet, list[Requirement]]:
-    """Returns the supported versions of Python, and all requirements; a marker names the extra of each."""
+    """Returns the supported versions of Python, and all requirements. Those of an extra have a marker."""
     if not PYPROJECT.is_file():
         python = metadata.metadata("titan_tree")["Requires-Python"]
         return SpecifierSet(python), [Requirement(text) for text in metadata.requires("titan_tree") or []]
@@ -85,7 +85,7 @@ def _quoted(requirement: Requirement) -> str:
 def _compare(name: str, version: str | None, supported: SpecifierSet, fix: str) -> Finding:
     if version is None:
         return problem(name, f"not installed; expected {supported}", fix)
-    # Builds of hardware vendors are called 2.11.0a0+..., which is before 2.11 by the rules of versions.
+    # Hardware vendors name their builds 2.11.0a0+..., which sorts before 2.11.
     ok = supported.contains(version, prereleases=True) or supported.contains(Version(version).base_version)
     if ok:
         return Finding(name, f"{version} (supported: {supported})")

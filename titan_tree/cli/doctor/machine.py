@@ -1,4 +1,4 @@
-"""Cores, memory, limits, and the free space of the disk that a run writes to."""
+"""Checks cores, memory, limits, the C compiler, and the free space of the disk that a run writes to."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _open_files() -> Finding:
 
 
 def _compiler(is_needed: bool) -> Finding:
-    """Triton compiles a launcher for each kernel with a C compiler, and torch.compile code for CPUs."""
+    """Looks for a C compiler. Triton compiles kernel launchers with it, and torch.compile code for CPUs."""
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
     found = [path for name in names if (path := shutil.which(name))]
     if found:

@@ -1,4 +1,4 @@
-"""Backends, and a self-test: a training step on a tree against the same step path by path."""
+"""Backends, and a self-test, which compares a training step on a tree with the same step path by path."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ KERNEL_SIZES: dict[str, dict[str, Any]] = {  # families to test, and their sizes
     "qwen3_moe": {"head_dim": HEAD_DIM},
     "qwen3_5": {"head_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM},
 }
-# The initial matrices are small, and the initial states of DeltaNet fade within a token. With these changes,
-# a wrong mask or a state of another branch changes gradients by 11 to 25 %; rounding to bfloat16 by 1 to 4 %.
+# The initial matrices are small, and the initial states of DeltaNet decay within a token, which hides errors.
+# With these values, a wrong mask or a state of another branch changes gradients by 11 to 25 %. Rounding to
+# bfloat16 changes them by 1 to 4 %.
 MATRIX_SCALE = 2
 DECAY = -4.0  # of A_log: the decay per token is about exp(exp(A_log))
 MAX_NOISE_RATIO = 3  # largest error, in multiples of the error of training path by path in the same dtype
@@ -40,7 +41,7 @@ Gradients = dict[str, Tensor]
 
 
 def backends(subject: Subject) -> Iterator[Finding]:
-    """Shows which backends "auto" chooses on this device, and why not the ones before them."""
+    """Shows which backends "auto" chooses on this device, and why it skips others."""
     device, dtype = training_device()
     x = torch.empty(1, 1, HEAD_DIM, device=device, dtype=dtype)
     yield from _backends("attention", ATTENTION_BACKENDS, device, x, False)
@@ -71,7 +72,7 @@ def _backends(
 
 
 def self_test(subject: Subject) -> Iterator[Finding]:
-    """Trains tiny random models for one step on a tree, and compares with path by path on the CPU."""
+    """Compares a step of tiny random models on a tree with the same step path by path on the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for sizes this small, many threads only wait for each other
     for family in KERNEL_SIZES:
@@ -104,8 +105,8 @@ def errors(family: str, device: torch.device, dtype: torch.dtype) -> tuple[float
 
     Args:
         family: a key of ``KERNEL_SIZES``.
-        device: where the tree runs, with the backends that "auto" chooses.
-        dtype: in which the tree is computed.
+        device: the device of the tree, with the backends that "auto" chooses.
+        dtype: the dtype in which the tree is computed.
     Returns:
         Relative errors of the loss and of the gradients on the tree, and the error of the gradients path by
         path on the CPU in ``dtype``, which is the noise of rounding.

@@ -1,9 +1,9 @@
-"""Limits on what rendering a chat template may take: repetitions, CPU time, and the size of values.
+"""Limits on the rendering of a chat template: number of repetitions, CPU time, and size of values.
 
 A template that loops without end, or that makes gigabytes of text from a few bytes, fails with a
-TemplateRuntimeError. Ordinary templates stay far below every limit. The code that sandbox.py compiles counts
-repetitions, and reports values of at least ``FREE`` characters. What can multiply the size of its input, such
-as ``*`` or ``center``, is checked before it runs.
+TemplateRuntimeError. Ordinary templates stay far below every limit. The code that sandbox.py generates counts
+repetitions, and adds up the sizes of values with at least ``FREE`` characters. Operations that can multiply
+the size of their input, such as ``*`` or ``center``, are checked before they run.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jinja2.utils import Namespace
 MAX_REPEATS = 1 << 20  # iterations of loops and calls of macros
 MAX_SECONDS = 20  # CPU time of one rendering
 MAX_SIZE = 1 << 26  # characters of a text, items of a list
-MAX_TOTAL = 1 << 31  # sum of the sizes of all values that are not free
+MAX_TOTAL = 1 << 31  # sum of the sizes of all values of at least FREE characters
 MAX_SOURCE = 1 << 18  # characters of a template
-MAX_WIDTH = 100_000  # to which text is padded
+MAX_WIDTH = 100_000  # largest number that a method or filter takes, such as the width of padded text
 MAX_BITS = 1 << 17  # of an integer
 FREE = 4096  # smaller values are not counted; MAX_REPEATS bounds their number
 
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, type({}.keys()), type({}.values()), type({}.items()))
 _SHORT = (int, float, NoneType, Undefined)  # an integer has at most 4,300 digits as text
-_CHECKED_REPEATS = 128  # repetitions between two looks at the clock
+_CHECKED_REPEATS = 128  # repetitions between two checks of the CPU time
 _CONVERSION = re.compile(r"%(\([^)]*\))?[-#0 +]*(\*|\d{5}|\d*\.(\*|\d{5}))")  # a width, in "%" formatting
 _FIELD = re.compile(r"\{[^{}]*:[^{}]*(\d{5}|\{)")  # the same in str.format
-# Filters that neither make text of their input nor repeat it.
+# Filters that neither convert their input to text nor repeat it.
 _HARMLESS = """
 abs attr count d default dictsort first float groupby int items last length list map max min random reject
 rejectattr reverse select selectattr sort text tojson unique
@@ -44,10 +44,10 @@ rejectattr reverse select selectattr sort text tojson unique
 
 
 class LimitedContext(Context):
-    """The variables of a rendering, and what it has used up.
+    """The variables of a rendering, and how much of its limits it has used.
 
     Attributes:
-        tick: is called at each repetition.
+        tick: called at each repetition; raises if there are too many, or if they take too long.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ def require(size: int) -> None:
 
 
 def measure(*values: Any) -> int:
-    """Returns about how many characters values have as text. Raises if it is too many.
+    """Returns the approximate number of characters of values as text. Raises if it is too large.
 
     A list can hold another list many times, so its text can be exponentially longer than the list.
     """
@@ -183,7 +183,7 @@ def _joined(separator: str, items: Iterable[Any]) -> list[Any]:
 
 
 def limited_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Returns Jinja's filters; those that make or repeat text check their input."""
+    """Returns ``filters`` with a check of the input around those that make or repeat text."""
     return {name: f if name in _HARMLESS.split() else _limited_filter(name, f) for name, f in filters.items()}
 
 
