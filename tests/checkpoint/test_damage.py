@@ -1,5 +1,6 @@
 """Damaged and crafted checkpoints: each is named, and the one before it is used or the run is refused."""
 
+import errno
 import json
 import pickle
 import random
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
@@ -115,8 +117,38 @@ def test_nothing_is_resumed_if_no_checkpoint_is_intact(run: Path, tmp_path: Path
     config = copied(run, folder)
     for step in (2, 4):
         flip(folder / "run" / "checkpoints" / f"step-{step}" / "__0_0.distcp", step)
-    with pytest.raises(UserError, match="none of its checkpoints is intact"):
+    for _ in range(2):  # the same command again does not silently start over
+        with pytest.raises(UserError, match="none of its checkpoints is intact"):
+            train(config)
+
+
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_called_damaged(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copied(run, tmp_path / "copy")
+
+    def refuse(path: Path) -> FileSum:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(FileSum, "of", refuse)
+    with pytest.raises(UserError, match=r"distcp: cannot be read: Permission denied"):
         train(config)
+    assert (Path(config.folder) / "checkpoints" / "step-4").is_dir()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), dist.DistNetworkError("lost")])
+def test_a_failure_that_says_nothing_about_the_checkpoint_passes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    config = copied(run, tmp_path / "copy")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.checkpoint.load", fail)
+    with pytest.raises(type(error)):
+        train(config)
+    assert (Path(config.folder) / "checkpoints" / "step-4").is_dir()
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "checkpoint.json"])

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -35,12 +36,15 @@ from titan_tree.checkpoint.storage import (
     CheckpointWriter,
     DamagedCheckpointError,
     clean,
+    none_intact,
     own_steps,
     read_manifest,
+    unreadable,
     verify,
 )
 from titan_tree.config import CheckpointConfig
 from titan_tree.distributed.collectives import agreed, on_rank_0
+from titan_tree.distributed.faults import is_lost_rank
 from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
 
@@ -128,10 +132,7 @@ class Checkpoints:
                 logger.info("resumed from %s", self._path(step))
                 return
         if steps:
-            raise UserError(
-                f"{self.folder}: none of its checkpoints is intact (see the lines above); restore one, or "
-                "start again in another folder"
-            )
+            raise none_intact(self.folder)
 
     def save(self, due: bool = False) -> None:
         """Writes a checkpoint of the current step if the interval says so, or if ``due``.
@@ -281,6 +282,10 @@ def _damaged(path: Path) -> Iterator[None]:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(iter(error.failures.values()))[0]
+        if is_lost_rank(cause) or isinstance(cause, torch.OutOfMemoryError):
+            raise  # says nothing about the checkpoint
+        if isinstance(cause, OSError):
+            raise unreadable(path, cause) from None
         lines = str(cause).splitlines() or [type(cause).__name__]
         raise DamagedCheckpointError(f"{path}: cannot be loaded: {lines[0]}") from None
 

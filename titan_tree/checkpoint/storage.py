@@ -13,6 +13,7 @@ which can run code when it is read, so it is neither written nor read. Tensors a
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import mmap
@@ -136,7 +137,8 @@ def clean(folder: Path, run: str) -> list[int]:
     """Returns the steps of the checkpoints in a folder, ascending, and deletes partial ones of this run.
 
     Raises:
-        UserError: something else has the name of a checkpoint. The run may need this name later.
+        UserError: only damaged checkpoints are left, or something else has the name of a checkpoint, which
+            the run may need later.
     """
     steps = []
     for path in sorted(folder.iterdir()):
@@ -150,7 +152,16 @@ def clean(folder: Path, run: str) -> list[int]:
                     f"{MANIFEST}; move it to another place, or choose another folder"
                 )
             steps.append(int(match[1]))
+    if not steps and any(folder.glob("step-*.damaged*")):
+        raise none_intact(folder)  # the run must not silently start over
     return sorted(steps)
+
+
+def none_intact(folder: Path) -> UserError:
+    """Returns the error for a folder in which only damaged checkpoints are left."""
+    return UserError(
+        f"{folder}: none of its checkpoints is intact; restore one, or start again in another folder"
+    )
 
 
 def own_steps(folder: Path, run: str) -> list[int]:
@@ -186,7 +197,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise DamagedCheckpointError(f"{path}: its checksum is wrong")
         content = json.loads(text)
     except OSError as error:
-        raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedCheckpointError(f"{path}: is not what titan_tree writes") from None
     return content
@@ -205,11 +216,18 @@ def verify(folder: Path, files: Mapping[str, list[int]], part: int = 0, parts: i
         try:
             found = FileSum.of(path)
         except OSError as error:
-            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+            raise unreadable(path, error) from None
         if found.num_bytes != num_bytes:
             raise DamagedCheckpointError(f"{path}: {found.num_bytes:,} bytes instead of {num_bytes:,}")
         if found.crc32 != tuple(crc32):
             raise DamagedCheckpointError(f"{path}: its checksum is wrong")
+
+
+def unreadable(path: Path, error: OSError) -> DamagedCheckpointError | UserError:
+    """Returns the error for a file that cannot be read: it is damaged, or the file system refuses for now."""
+    if error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR):
+        return DamagedCheckpointError(f"{path}: {error.strerror}")
+    return UserError(f"{path}: cannot be read: {error.strerror}; make it readable, then run the same command")
 
 
 def write_synced(path: Path, text: str) -> None:

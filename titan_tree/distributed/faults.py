@@ -84,7 +84,7 @@ def failures_named(
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        if not is_lost_rank(error):
             raise
         text = str(error).partition("This is typically")[0].splitlines()[0]
         reason = re.sub(r"^\[\S+\] ", "", text).strip(". ")  # without the line of torch's source
@@ -94,6 +94,11 @@ def failures_named(
         ) from None
     finally:
         timer.cancel()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Returns whether a collective failed because another rank has ended or did not come in time."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _report_delay(thread: int, what: Callable[[], str], timeout_s: float) -> None:
