@@ -1,5 +1,6 @@
 """Runs resume exactly after they were killed, and refuse checkpoints that do not belong to them."""
 
+import errno
 import json
 import os
 import re
@@ -127,6 +128,46 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     train(config)
     kept = sorted(path.name for path in (Path(config.folder) / "checkpoints").glob("step-*"))
     assert kept == ["step-4", "step-5"]
+
+
+def test_an_interrupted_deletion_does_not_block_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=1, checkpoint__keep=2, training__steps=3)
+
+    def delete_half(path: Path, **options: object) -> None:
+        for name in ("checkpoint.json", "tensors.json"):
+            (path / name).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titan_tree.checkpoint.checkpoints.shutil.rmtree", delete_half)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    train(config)
+    kept = sorted(path.name for path in (Path(config.folder) / "checkpoints").glob("step-*"))
+    assert kept == ["step-2", "step-3"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path, **options: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr("titan_tree.checkpoint.checkpoints.shutil.rmtree", fail)
+    train(tiny_config(tmp_path, checkpoint__interval=1, checkpoint__keep=2, training__steps=3))
+    assert any("step-1: cannot be deleted: [Errno 16] Device" in message for message in caplog.messages)
+
+
+def test_copies_of_checkpoints_under_other_names_stay(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=1, checkpoint__keep=2, training__steps=2)
+    train(config)
+    folder = Path(config.folder) / "checkpoints"
+    shutil.copytree(folder / "step-1", folder / "step-01")
+    config.training.steps = 4
+    train(config)
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-01", "step-3", "step-4"]
 
 
 def test_checkpoints_of_another_architecture_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     <folder>/run.lock       locked by the run that uses the folder, see FolderLock
     <folder>/step-100/      a checkpoint, see storage.py
-    <folder>/step-100.3f9a41c2.partial/     one that is being written; 3f9a41c2 is the id of the run
+    <folder>/step-100.3f9a41c2.partial/     one that is written or deleted; 3f9a41c2 is the id of the run
     <folder>/step-100.damaged/              one that could not be loaded
 
 The run deletes only checkpoints and partial checkpoints with its own id.
@@ -147,7 +147,7 @@ class Checkpoints:
         if not due and step % self.config.interval:
             return
         self.wait()
-        unfinished = self.folder / f"step-{step}.{self.run}.partial"
+        unfinished = self._unfinished(step)
         self.writing = step, unfinished
         with self._removed_on_failure():
             on_rank_0(partial(unfinished.mkdir, exist_ok=True))
@@ -191,6 +191,9 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"step-{step}.{self.run}.partial"
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns the tensors of the model and of the optimizer. Loading replaces their values in place."""
@@ -247,7 +250,15 @@ class Checkpoints:
         self.last_saved, self.writing = self.writing[0], None
         if dist.get_rank() == 0 and self.config.keep:
             for step in own_steps(self.folder, self.run)[: -self.config.keep]:
-                shutil.rmtree(self._path(step))
+                self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        """Deletes a checkpoint. If that is interrupted, the next start deletes the rest."""
+        path = self._path(step)
+        try:
+            shutil.rmtree(path.rename(self._unfinished(step)))
+        except OSError as error:
+            logger.warning("%s: cannot be deleted: %s", path, error)
 
     @contextmanager
     def _removed_on_failure(self) -> Iterator[None]:

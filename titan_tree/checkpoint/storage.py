@@ -46,6 +46,7 @@ from titan_tree.errors import UserError
 logger = logging.getLogger(__name__)
 
 MANIFEST, TENSORS = "checkpoint.json", "tensors.json"
+CHECKPOINT = re.compile(r"step-(0|[1-9]\d{0,11})")  # the name of a checkpoint's folder
 BLOCK = 1 << 26  # bytes per checksum
 
 
@@ -145,7 +146,7 @@ def clean(folder: Path, run: str) -> list[int]:
         if re.fullmatch(rf"step-\d+\.{run}\.partial", path.name):
             shutil.rmtree(path)
             logger.info("removed %s: its run was interrupted", path)
-        elif match := re.fullmatch(r"step-(0|[1-9]\d{0,11})", path.name):
+        elif match := CHECKPOINT.fullmatch(path.name):
             if not any((path / name).is_file() for name in (MANIFEST, TENSORS)):
                 raise UserError(
                     f"{path}: expected a checkpoint of this version of titan_tree, which contains "
@@ -168,7 +169,7 @@ def own_steps(folder: Path, run: str) -> list[int]:
     """Returns the steps of the checkpoints that a run has written, ascending."""
     steps = []
     for path in folder.glob("step-*"):
-        if match := re.fullmatch(r"step-(\d+)", path.name):
+        if match := CHECKPOINT.fullmatch(path.name):
             try:
                 if read_manifest(path).get("run") == run:
                     steps.append(int(match[1]))
