@@ -15,8 +15,11 @@ import pytest
 import titan_tree.train
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
-from titan_tree import leaving
+from titan_tree import leaving, trainer
+from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.data.loader import StepLoader
+from titan_tree.engine.bad_steps import BadStepError, BadSteps
+from titan_tree.engine.update import Update
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics.csv_file import CsvLogger
 from titan_tree.signals import SIGNALS, Interrupted, Signals
@@ -158,14 +161,46 @@ def fail_to_log(logger: CsvLogger, step: int, values: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
 
 
+@pytest.mark.parametrize("is_bad", [False, True], ids=["good step", "bad step"])
+@pytest.mark.parametrize("async_save", ["false", "true"])
 @pytest.mark.parametrize("steps", [2, 4])
 def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, async_save: str, is_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CsvLogger, "log", fail_to_log)
+    update_weights = trainer.update_weights
+
+    def update_or_refuse(*args: Any) -> Update:
+        update = update_weights(*args)
+        if is_bad:
+            raise BadStepError("loss is nan")
+        return update
+
+    def write_slowly(*args: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args)
+
+    write = CheckpointWriter.write_data
+    monkeypatch.setattr(trainer, "update_weights", update_or_refuse)
+    monkeypatch.setattr(CheckpointWriter, "write_data", write_slowly)
+    options = {"checkpoint__interval": 100, "checkpoint__async_save": async_save}
+    config = tiny_config(tmp_path, training__steps=steps, **options)
+    monkeypatch.setattr(trainer, "BadSteps", lambda limit: BadSteps(9))
     with pytest.raises(UserError, match=r"step 2: its metrics cannot be written: .*No space left"):
-        train(tiny_config(tmp_path, checkpoint__interval=100, training__steps=steps))
+        train(config)
     assert checkpoints(tmp_path) == ["step-2"]
+
+
+def test_loggers_that_fail_to_close_do_not_lose_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(logger: CsvLogger) -> None:
+        assert checkpoints(tmp_path) == ["step-4"]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CsvLogger, "close", fail)
+    with pytest.raises(OSError, match="No space left"):
+        train(tiny_config(tmp_path, checkpoint__interval=4, checkpoint__async_save="true"))
 
 
 def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:

@@ -116,6 +116,7 @@ class Leaving:
                 check_equal(self.model, self._schedule(), step, interval)
             self.save(due=step == self.num_steps)
             if self._own_error and step == self.num_steps:  # no later step tells the other ranks
+                self.checkpoints.wait()
                 raise self._own_error
             if is_first:
                 set_timeout(parallel.timeout_s)

@@ -200,8 +200,8 @@ class Trainer:
                     with self.leaving.guard_step():
                         self.train_step(inputs)
                     profiler.step()
-            set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
-            self.checkpoints.close()
+                set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
+                self.checkpoints.close()  # before the loggers, which may fail to close
             self._log_summary()
             if config.checkpoint.export_hf:
                 dtype = getattr(torch, config.training.dtype)
@@ -265,7 +265,9 @@ class Trainer:
 
         seconds = time.perf_counter() - started
         validation = self._validate(step)
-        if self.loggers:
+        if not self.loggers:
+            return
+        with self.leaving.logging():
             self.loggers.advance(step)
             if update is None:
                 self.loggers.log(step, {"bad_steps": self.bad_steps.total} | validation_values(validation))
@@ -281,8 +283,7 @@ class Trainer:
                     position["epoch"],
                     validation,
                 )
-                with self.leaving.logging():
-                    self.loggers.log(step, step_values(report))
+                self.loggers.log(step, step_values(report))
 
     def _validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
