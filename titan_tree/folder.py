@@ -11,6 +11,7 @@ from titan_tree.checkpoint import FolderLock, set_aside
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
 from titan_tree.distributed.collectives import on_rank_0
+from titan_tree.errors import UserError
 from titan_tree.metrics import Loggers
 
 logger = logging.getLogger(__name__)
@@ -43,16 +44,26 @@ class RunFolder:
         Args:
             step: number of optimizer steps done.
             num_steps: number of steps of the whole run.
+
+        Raises:
+            UserError: a file cannot be read or written.
         """
         if dist.get_rank() != 0:
             return None
         file, text = self.path / "config.toml", dump_config(self.config)
-        if file.exists() and file.read_text(errors="replace") != text:
-            set_aside(file, f"until-step-{step}")
-        file.write_text(text)
-        if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
-            logger.info("metrics of an earlier run: moved to %s", earlier)
-        return Loggers(self.config.metrics, self.path, step, num_steps)
+        try:
+            before = file.read_text(errors="replace") if file.exists() else None
+            if before != text:
+                set_aside(file, f"until-step-{step}")
+                file.write_text(text)
+            if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
+                logger.info("metrics of an earlier run: moved to %s", earlier)
+            return Loggers(self.config.metrics, self.path, step, num_steps)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: the configuration or the metrics cannot be written: {error}; if the disk is "
+                "full, free some space; else correct the cause, or set another folder"
+            ) from None
 
     def close(self) -> None:
         """Unlocks the folder."""

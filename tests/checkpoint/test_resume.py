@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -288,6 +289,20 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path, w
     with pytest.raises(UserError, match=r"file/run: cannot be written: Not a directory"):
         Trainer(config)
     torch.distributed.destroy_process_group()
+
+
+def test_a_disk_that_is_full_at_the_start_is_reported(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=2)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for bytes_written, file in ((0, "run.lock: cannot be written"), (100, "run: the configuration")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_written, limit[1]))
+        try:
+            with pytest.raises(UserError, match=file):
+                Trainer(config)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            torch.distributed.destroy_process_group()
+    train(config)
 
 
 def test_a_new_run_and_a_new_export_keep_the_files_of_earlier_ones(tmp_path: Path) -> None:

@@ -59,11 +59,14 @@ class FolderLock:
                 "%s: cannot be locked (%s); do not start a second run in this folder", path, error.strerror
             )
         self.run = _read(path).get("run") or secrets.token_hex(4)
-        self._file.truncate(0)
-        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
-        self._file.write(json.dumps(owner) + "\n")
-        self._file.flush()
         self._held[path] = self._file
+        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            # Without a buffer, which Python would try to write again when it closes the file.
+            os.truncate(self._file.fileno(), 0)
+            os.write(self._file.fileno(), f"{json.dumps(owner)}\n".encode())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}; free some space") from None
 
     def release(self) -> None:
         """Unlocks the folder. The file stays: it holds the id of the run."""
