@@ -67,6 +67,24 @@ def test_a_step_that_is_not_finite_changes_nothing(name, bad):
     assert not any(map(torch.equal, weights, model.parameters()))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_after_a_bad_first_step_changes_nothing(name):
+    """Saving creates the states of an optimizer that has not stepped yet."""
+    results = []
+    for saves in (False, True):
+        model, optimizers = model_and_optimizers(name)
+        draw_gradients(model, seed=1)
+        clip_and_step(optimizers, torch.tensor(math.nan), 1.0)
+        optimizers.zero_grad()
+        if saves:
+            optimizers.state_dict()
+        draw_gradients(model, seed=2)
+        clip_and_step(optimizers, torch.ones(()), 1.0)
+        results.append(list(model.parameters()))
+    for without, after in zip(*results, strict=True):
+        assert torch.equal(without, after)
+
+
 def test_a_new_optimizer_is_one_spec():
     """SGD ignores unused options; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
     OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))

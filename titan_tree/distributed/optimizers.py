@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,15 @@ class Optimizers(titan.OptimizersContainer):
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
         return self.spec.load()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states by name. States that do not exist yet are created as before a first step."""
+        fresh = [optimizer for optimizer in self if not optimizer.state]
+        states = super().state_dict()
+        for state in (state for optimizer in fresh for state in optimizer.state.values()):
+            if isinstance(step := state.get("step"), Tensor):
+                step.zero_()  # torchtitan creates states with a step without gradients, which counted
+        return states
 
 
 def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
