@@ -1,6 +1,7 @@
 """Runs resume exactly after they were killed, and refuse checkpoints that do not belong to them."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import torch.multiprocessing as mp
 import titan_tree.train
 from tests.support.processes import run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
+from titan_tree.checkpoint.lock import FolderLock
 from titan_tree.errors import UserError
 from titan_tree.trainer import Trainer
 
@@ -241,6 +243,26 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     holder.kill()  # the lock ends with its process
     holder.wait()
     train(config)
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        lock.release()  # the fork cannot unlock the folder of its parent
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        FolderLock(tmp_path)  # replaces the first one
+        lock.release()
+        with (tmp_path / "run.lock").open() as file:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            FolderLock(tmp_path).release()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.write(writer, b".")
+        os.waitpid(child, 0)
 
 
 def test_a_new_run_does_not_overwrite_checkpoints(tmp_path: Path) -> None:

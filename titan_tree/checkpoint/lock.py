@@ -9,8 +9,9 @@ import os
 import re
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import ClassVar
 
 from titan_tree.errors import UserError, shorten
 
@@ -34,12 +35,12 @@ class FolderLock:
         UserError: another process has locked the folder, or it cannot be written.
     """
 
-    _held: ClassVar[dict[Path, TextIO]] = {}  # the locks of this process
+    _held: ClassVar[dict[Path, FolderLock]] = {}  # the locks of this process
 
     def __init__(self, folder: Path) -> None:
         path = folder.resolve() / "run.lock"
         if path in self._held:
-            self._held.pop(path).close()
+            self._held.pop(path).release()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8", errors="replace")
@@ -59,7 +60,7 @@ class FolderLock:
                 "%s: cannot be locked (%s); do not start a second run in this folder", path, error.strerror
             )
         self.run = _read(path).get("run") or secrets.token_hex(4)
-        self._held[path] = self._file
+        self._held[path], self._pid = self, os.getpid()
         owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             # Without a buffer, which Python would try to write again when it closes the file.
@@ -70,6 +71,10 @@ class FolderLock:
 
     def release(self) -> None:
         """Unlocks the folder. The file stays: it holds the id of the run."""
+        # Closing the file is not enough while a fork of this process lives. A fork does not hold the lock.
+        if not self._file.closed and self._pid == os.getpid():
+            with suppress(OSError):  # some network file systems cannot lock
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
