@@ -15,7 +15,7 @@ import pytest
 import titan_tree.train
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
-from titan_tree import leaving, trainer
+from titan_tree import leaving, signals, trainer
 from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.data.loader import StepLoader
 from titan_tree.engine.bad_steps import BadStepError, BadSteps
@@ -108,6 +108,13 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
     assert titan_tree.train.main(["--config", str(write_config(tmp_path))]) == 143
     time.sleep(0.1)
     assert "SIGTERM: the run ends before its first step; the same command" in capfd.readouterr().err
+
+
+def test_nothing_is_left_behind_if_all_signals_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SIGNALS", ())
+    with Signals():
+        pass
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ class Signals:
 
     def __init__(self) -> None:
         self._is_deferred = False
+        self._pipe: int | None = None  # open while the ``with`` block runs in the main thread
         self._earlier: dict[int, Any] = {}
 
     def defer(self) -> None:
@@ -54,7 +55,7 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._earlier:
+        if self._pipe is None:
             return
         signal.set_wakeup_fd(self._earlier_pipe)
         for number, handler in self._earlier.items():
