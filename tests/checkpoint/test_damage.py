@@ -87,6 +87,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "forged: missing key": lambda c: forge(c, lambda m: m.pop("data")),
     "forged: wrong type": lambda c: forge(c, lambda m: m.update(files=[1, 2])),
     "forged: other folder": lambda c: forge(c, lambda m: m["files"].update({"../../config.toml": [1, 2]})),
+    "forged: configuration": lambda c: forge(c, lambda m: m.update(config=[])),
     "forged: no files": lambda c: forge(c, lambda m: m.update(files={})),
 }
 
@@ -136,16 +137,17 @@ def test_a_checkpoint_that_cannot_be_read_for_now_is_not_called_damaged(
     assert (Path(config.folder) / "checkpoints" / "step-4").is_dir()
 
 
+@pytest.mark.parametrize("function", ["load", "FileSystemReader.read_data"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), dist.DistNetworkError("lost")])
 def test_a_failure_that_says_nothing_about_the_checkpoint_passes(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, function: str
 ) -> None:
     config = copied(run, tmp_path / "copy")
 
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr("torch.distributed.checkpoint.load", fail)
+    monkeypatch.setattr(f"torch.distributed.checkpoint.{function}", fail)
     with pytest.raises(type(error)):
         train(config)
     assert (Path(config.folder) / "checkpoints" / "step-4").is_dir()

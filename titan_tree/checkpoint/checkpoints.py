@@ -225,8 +225,8 @@ class Checkpoints:
             architecture, config, data = content["architecture"], content["config"], content["data"]
             reader = CheckpointReader(path, content["files"])
             schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
-        check_architecture(self.folder, architecture, self.architecture)
-        check_config(self.folder, config, self.run_config, self.config.allow_changes)
+            check_architecture(self.folder, architecture, self.architecture)
+            check_config(self.folder, config, self.run_config, self.config.allow_changes)
         tensors = self._tensors()
         with _damaged(path):
             dcp.load(tensors, storage_reader=reader)
@@ -293,8 +293,8 @@ def _damaged(path: Path) -> Iterator[None]:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(iter(error.failures.values()))[0]
-        if is_lost_rank(cause) or isinstance(cause, torch.OutOfMemoryError):
-            raise  # says nothing about the checkpoint
+        if is_lost_rank(cause) or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            raise cause from None  # says nothing about the checkpoint
         if isinstance(cause, OSError):
             raise unreadable(path, cause) from None
         lines = str(cause).splitlines() or [type(cause).__name__]
