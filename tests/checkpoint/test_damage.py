@@ -85,6 +85,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "forged: other tensors": lambda c: forge_file(c, "tensors.json", b"{}"),
     "forged: no tensors": lambda c: forge_file(c, "__0_0.distcp", b"nothing"),
     "forged: missing key": lambda c: forge(c, lambda m: m.pop("data")),
+    "forged: no position": lambda c: forge(c, lambda m: m.update(data={"epoch": "x"})),
     "forged: wrong type": lambda c: forge(c, lambda m: m.update(files=[1, 2])),
     "forged: other folder": lambda c: forge(c, lambda m: m["files"].update({"../../config.toml": [1, 2]})),
     "forged: configuration": lambda c: forge(c, lambda m: m.update(config=[])),

@@ -223,6 +223,7 @@ class Checkpoints:
         with _damaged(path):
             content = agreed(verified)
             architecture, config, data = content["architecture"], content["config"], content["data"]
+            data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])
             schedule = {"last_epoch": int(content["lr_scheduler"]["last_epoch"])}
             check_architecture(self.folder, architecture, self.architecture)

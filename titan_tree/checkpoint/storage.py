@@ -196,7 +196,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         checksum = json.loads(first)["crc32"]
         if zlib.crc32(text.removesuffix(b"\n")) != checksum:
             raise DamagedCheckpointError(f"{path}: its checksum is wrong")
-        content = json.loads(text)
+        content = dict(json.loads(text))
     except OSError as error:
         raise unreadable(path, error) from None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -101,7 +101,7 @@ class ParallelConfig(Checked, table="parallel"):
     expert_parallel: int = setting(1, at_least(1))
     # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
     # done, ranks wait for at least an hour, because compile times differ between them.
-    timeout_s: float = setting(600.0, greater_than(0), finite)
+    timeout_s: float = setting(600.0, between(1, 1e6))
     # Steps between comparisons of weights, settings and data positions over all ranks; 0: no comparisons. The
     # first step of each start is also compared. A comparison gathers all weights once.
     check_interval: int = setting(100, at_least(0))
