@@ -214,7 +214,7 @@ class JsonTexts:
             return known[1]
         ensure_ascii, indent, separators, sort_keys = options
         measure(value)
-        if len(repr(indent)) > 10 or measure(separators) > 100:
+        if (indent if isinstance(indent, int) else measure(indent)) > 100 or measure(separators) > 100:
             raise jinja2.TemplateRuntimeError("tojson: the indent or the separators are too long")
         text = json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
