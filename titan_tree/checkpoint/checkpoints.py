@@ -216,7 +216,7 @@ class Checkpoints:
         def verified() -> dict[str, Any]:
             content = read_manifest(path)
             if content["step"] != step:
-                raise DamagedCheckpointError(f"{path}: its {MANIFEST} is of step {content['step']}")
+                raise DamagedCheckpointError(f"{path / MANIFEST}: is of step {content['step']}")
             verify(path, content["files"], rank, world_size)
             return content
 
