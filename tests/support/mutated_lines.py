@@ -234,7 +234,8 @@ def _inherited(task: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, An
 def _compare(path: TokenPath, want: dict[str, Any]) -> None:
     tokens = want["tokens"] if want.get("tokens") is not None else want["input_ids"]
     assert path.tokens.tolist() == tokens
-    assert path.weight == (1 if want.get("weight") is None else float(want["weight"]))
+    weight = 1.0 if want.get("weight") is None else float(want["weight"])
+    assert path.weight == (weight if np.float32(weight) else 0.0)
     assert path.temperature == (1 if want.get("temperature") is None else want["temperature"])
     for name in ("loss_mask", "advantage", "policy_version", *LOGPROBS):
         values, shifted = want.get(name), want.get(f"shifted_{name}")
