@@ -52,7 +52,7 @@ class Leaving:
         self.config, self.model, self.num_steps = config, model, num_steps
         self.checkpoints, self.progress = checkpoints, progress
         self.signals = Signals()
-        self._first_step = self._saved_step = progress.step
+        self._first_step = progress.step
         self._saved_at = time.monotonic()
         self._running: StepInput | None = None
         self._own_error: UserError | None = None
@@ -84,10 +84,8 @@ class Leaving:
 
     def save(self, due: bool = False) -> None:
         """Writes a checkpoint of the current step if the interval says so, or if it is ``due``."""
-        step, interval = self.progress.step, self.config.checkpoint.interval
-        if step > self._saved_step and interval > 0 and (due or step % interval == 0):
-            self.checkpoints.save(due=True)
-            self._saved_step, self._saved_at = step, time.monotonic()
+        if self.checkpoints.save(due):
+            self._saved_at = time.monotonic()
 
     @contextmanager
     def logging(self) -> Iterator[None]:

@@ -134,18 +134,20 @@ class Checkpoints:
         if steps:
             raise none_intact(self.folder)
 
-    def save(self, due: bool = False) -> None:
+    def save(self, due: bool = False) -> bool:
         """Writes a checkpoint of the current step if the interval says so, or if ``due``.
+
+        Returns:
+            Whether it wrote one. A step is never written twice.
 
         Raises:
             UserError: writing to the disk failed, for this checkpoint or for an asynchronous one before it.
                 The partial checkpoint is removed; earlier ones stay.
         """
         step = self.progress.step
-        if self.config.interval == 0 or step == self.last_saved:
-            return
-        if not due and step % self.config.interval:
-            return
+        newest = self.writing[0] if self.writing else self.last_saved
+        if self.config.interval == 0 or step == newest or not (due or step % self.config.interval == 0):
+            return False
         self.wait()
         unfinished = self._unfinished(step)
         self.writing = step, unfinished
@@ -170,6 +172,7 @@ class Checkpoints:
                 dcp.save(self._tensors(), storage_writer=writer)
         if not self.config.async_save:
             self._saved()
+        return True
 
     def wait(self) -> None:
         """Waits until an asynchronous checkpoint is complete."""
