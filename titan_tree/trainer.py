@@ -258,7 +258,7 @@ class Trainer:
             self.history.append(update.result.counts)
             self.bad_steps.in_a_row = 0
         except BadStepError as reason:
-            report_bad_step(step, reason, self.bad_steps)
+            self.bad_steps.add(step, reason)
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, self._data_state() | position
@@ -318,14 +318,3 @@ def resume_data(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool
             raise
         logger.warning("changed since the checkpoint: %s", error)
         dataset.load_state_dict(dataset.state_dict() | {name: state[name] for name in dataset.position()})
-
-
-def report_bad_step(step: int, reason: BadStepError, bad_steps: BadSteps) -> None:
-    """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
-    if bad_steps.add() == bad_steps.limit:
-        raise AgreedError(
-            f"step {step}: {reason} (training ended after {bad_steps.limit} bad "
-            f"step{'s' if bad_steps.limit > 1 else ''} in a row, which left the weights unchanged)"
-        )
-    if dist.get_rank() == 0:
-        logger.warning("step %d is skipped: %s", step, reason)

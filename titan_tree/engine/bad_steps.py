@@ -6,6 +6,7 @@ The optimizer then leaves weights and states unchanged. All ranks know the reduc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,6 +25,8 @@ from titan_tree.errors import AgreedError
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
+logger = logging.getLogger(__name__)
+
 NAMED_PATHS = 5  # largest number of paths that a message names
 
 
@@ -33,17 +36,23 @@ class BadStepError(AgreedError):
 
 @dataclass
 class BadSteps:
-    """Counts bad steps."""
+    """Counts and reports bad steps."""
 
     limit: int  # bad steps in a row after which training ends
     total: int = 0
     in_a_row: int = 0  # since the last good step, which resets it
 
-    def add(self) -> int:
-        """Counts a bad step and returns the number of bad steps in a row."""
+    def add(self, step: int, reason: BadStepError) -> None:
+        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
         self.total += 1
         self.in_a_row += 1
-        return self.in_a_row
+        if self.in_a_row == self.limit:
+            raise AgreedError(
+                f"step {step}: {reason} (training ended after {self.limit} bad "
+                f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("step %d is skipped: %s", step, reason)
 
 
 def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
