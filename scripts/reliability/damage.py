@@ -27,7 +27,7 @@ class Damage:
     """What was done to a checkpoint folder.
 
     Attributes:
-        names: paths inside the folder, one of which the command must print; empty if it need not print any.
+        names: paths inside the folder. The command must print one of them, unless there are none.
         may_refuse: whether the command may refuse instead of falling back to an older checkpoint.
         added: a file or folder that is not from the run and must not be deleted.
     """

@@ -62,7 +62,7 @@ def _wait_for_save(run: Run, draw: random.Random, processes: Processes) -> str:
     save, delay_s = draw.randrange(4), draw.uniform(0, 0.03)
     run.wait_for_step(save * INTERVAL, processes)
     while run.unfinished() and processes.running():
-        pass  # the save of that step, if it goes on
+        time.sleep(0.001)  # until the save of that step has ended
     run.wait_until_saving(processes)
     time.sleep(delay_s)
     return f"{delay_s:.3f} s into a save after step {run.step()}"
