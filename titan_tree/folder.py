@@ -10,7 +10,6 @@ import torch.distributed as dist
 from titan_tree.checkpoint import FolderLock, set_aside
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config
-from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.errors import UserError
 from titan_tree.metrics import Loggers
 
@@ -31,12 +30,8 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.config, self.path = config, Path(config.folder)
-        self._lock: FolderLock | None = None  # on rank 0
-        self.run = on_rank_0(self._acquire)
-
-    def _acquire(self) -> str:
         self._lock = FolderLock(self.path)
-        return self._lock.run
+        self.run = self._lock.run
 
     def open_loggers(self, step: int, num_steps: int) -> Loggers | None:
         """Writes config.toml and opens the loggers. Returns None except on rank 0.
@@ -67,5 +62,4 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlocks the folder."""
-        if self._lock:
-            self._lock.release()
+        self._lock.release()

@@ -91,18 +91,12 @@ class Checkpoints:
         self.model, self.optimizers, self.lr_schedulers = model, optimizers, lr_schedulers
         self.architecture = json.loads(json.dumps(architecture))
         self.run_config = json.loads(json.dumps(run_config))
-        self.lock: FolderLock | None = None  # on rank 0
-        self.run = ""  # id of the run
         self.writing: tuple[int, Path] | None = None  # step and folder of the checkpoint being written
         self._written: Future | None = None  # ends when an asynchronous checkpoint is complete
         self.last_saved = 0
         if config.interval:
-            self.run = on_rank_0(self._lock)
+            self.lock = FolderLock(folder)
             self._async_group = dist.new_group(backend="gloo") if config.async_save else None
-
-    def _lock(self) -> str:
-        self.lock = FolderLock(self.folder)
-        return self.lock.run
 
     def resume(self) -> None:
         """Loads the newest good checkpoint, if any, and deletes partial ones of this run.
@@ -116,7 +110,7 @@ class Checkpoints:
         """
         if self.config.interval == 0:
             return
-        steps = on_rank_0(partial(clean, self.folder, self.run))
+        steps = on_rank_0(partial(clean, self.folder, self.lock.run))
         if steps and not self.config.resume:
             raise UserError(
                 f"{self.folder}: contains checkpoints up to step {steps[-1]}, but checkpoint.resume is "
@@ -154,7 +148,7 @@ class Checkpoints:
         with self._removed_on_failure():
             on_rank_0(partial(unfinished.mkdir, exist_ok=True))
             content = {
-                "run": self.run,
+                "run": self.lock.run,
                 "step": step,
                 "data": self.progress.data,
                 "lr_scheduler": self.lr_schedulers.state_dict(),
@@ -189,14 +183,14 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for the last checkpoint and unlocks the folder."""
         self.wait()
-        if self.lock:
+        if self.config.interval:
             self.lock.release()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
     def _unfinished(self, step: int) -> Path:
-        return self.folder / f"step-{step}.{self.run}.partial"
+        return self.folder / f"step-{step}.{self.lock.run}.partial"
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns the tensors of the model and of the optimizer. Loading replaces their values in place."""
@@ -253,7 +247,7 @@ class Checkpoints:
         assert self.writing
         self.last_saved, self.writing = self.writing[0], None
         if dist.get_rank() == 0 and self.config.keep:
-            for step in own_steps(self.folder, self.run)[: -self.config.keep]:
+            for step in own_steps(self.folder, self.lock.run)[: -self.config.keep]:
                 self._delete(step)
 
     def _delete(self, step: int) -> None:

@@ -10,16 +10,18 @@ import re
 import secrets
 import socket
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TextIO
 
+from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """Locks a folder for as long as this process lives, or until ``release``.
+    """Locks a folder for as long as rank 0 lives, or until ``release``. Collective.
 
     The kernel releases the lock when the process ends in any way, so no lock is ever left behind. The locked
     file, run.lock, also holds an id, which later starts in the same folder share. A run deletes only folders
@@ -38,6 +40,11 @@ class FolderLock:
     _held: ClassVar[dict[Path, FolderLock]] = {}  # the locks of this process
 
     def __init__(self, folder: Path) -> None:
+        self._file: TextIO | None = None  # on rank 0
+        self.run = on_rank_0(partial(self._acquire, folder))
+
+    def _acquire(self, folder: Path) -> str:
+        """Locks the folder and returns the id."""
         path = folder.resolve() / "run.lock"
         if path in self._held:
             self._held.pop(path).release()
@@ -59,18 +66,21 @@ class FolderLock:
             logger.warning(
                 "%s: cannot be locked (%s); do not start a second run in this folder", path, error.strerror
             )
-        self.run = _read(path).get("run") or secrets.token_hex(4)
+        run = _read(path).get("run") or secrets.token_hex(4)
         self._held[path], self._pid = self, os.getpid()
-        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
+        owner = {"run": run, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             # Without a buffer, which Python would try to write again when it closes the file.
             os.truncate(self._file.fileno(), 0)
             os.write(self._file.fileno(), f"{json.dumps(owner)}\n".encode())
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}; free some space") from None
+        return run
 
     def release(self) -> None:
         """Unlocks the folder. The file stays: it holds the id of the run."""
+        if self._file is None:
+            return
         # Closing the file is not enough while a fork of this process lives. A fork does not hold the lock.
         if not self._file.closed and self._pid == os.getpid():
             with suppress(OSError):  # some network file systems cannot lock
