@@ -236,12 +236,13 @@ def test_a_run_over_epochs_trains_on_every_group_that_often(tmp_path: Path) -> N
     options = {"data__global_batch_groups": 4, "training__steps": "null", "training__epochs": 2}
     trainer = train(tiny_config(tmp_path, **options))
     assert trainer.num_steps == 5
-    assert [counts.num_trees for counts in trainer.history] == [4, 4, 4, 4, 2]
+    assert trainer.steps_trained == 5
+    assert trainer.counts.num_trees == 2 * 9
     assert [row["epoch"] for row in read_metrics(trainer.config)] == ["0", "0", "1", "1", "1"]
     sizes = trainer.data_sizes
     assert sizes is not None
     assert sizes.groups == 9
-    assert 2 * sizes.samples == sum(counts.num_paths for counts in trainer.history)
+    assert 2 * sizes.samples == trainer.counts.num_paths
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:

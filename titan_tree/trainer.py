@@ -55,7 +55,7 @@ from titan_tree.distributed.optimizers import (
 )
 from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.bad_steps import BadStepError, BadSteps
-from titan_tree.engine.records import StepCounts, StepInput
+from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.update import update_weights
 from titan_tree.errors import AgreedError, UserError
@@ -116,7 +116,8 @@ class Trainer:
     progress: Progress
     checkpoints: Checkpoints
     leaving: Leaving
-    history: list[StepCounts]  # of the steps that this process has trained, without bad steps
+    steps_trained: int  # by this process, without bad steps
+    counts: StepCounts  # of these steps, summed
     bad_steps: BadSteps  # of this process
     loggers: Loggers | None  # None except on rank 0
 
@@ -156,7 +157,7 @@ class Trainer:
         self.data_sizes = reader.sizes() if count else None
         self.num_steps = num_steps(config, self.dataset, self.data_sizes)
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
-        self.progress, self.history = Progress(), []
+        self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
         # A run in which no step trains also ends with an error.
         self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
         self.checkpoints = Checkpoints(
@@ -255,7 +256,8 @@ class Trainer:
             update = update_weights(
                 self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
             )
-            self.history.append(update.result.counts)
+            self.steps_trained += 1
+            self.counts += update.result.counts
             self.bad_steps.in_a_row = 0
         except BadStepError as reason:
             self.bad_steps.add(step, reason)
@@ -297,7 +299,7 @@ class Trainer:
         return values
 
     def _log_summary(self) -> None:
-        logger.info(summary(self.history, self.bad_steps.total))
+        logger.info(summary(self.steps_trained, self.counts, self.bad_steps.total))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)

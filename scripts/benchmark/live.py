@@ -54,6 +54,7 @@ def main() -> None:
 
     kept: list[Any] = []
     live = [_seconds(trainer, _keeping(inputs, kept)) for _ in range(args.steps)]
+    flops_before = trainer.counts.flops
     del kept[: -args.repeat]
     repeated = live[-args.repeat :]
     ready = [_seconds(trainer, iter([item])) for item in kept]
@@ -69,7 +70,7 @@ def main() -> None:
     }
     if trainer.device.type == "cuda":
         peak = titan.peak_flops(torch.cuda.get_device_name(trainer.device)) * trainer.mesh.size()
-        flops = sum(counts.flops for counts in trainer.history[-args.repeat :])
+        flops = trainer.counts.flops - flops_before
         row["MFU live"] = f"{flops / sum(repeated) / peak:.1%}"
         row["MFU ready"] = f"{flops / sum(ready) / peak:.1%}"
     versions = environment(trainer.device, "jinja2", "tiktoken")

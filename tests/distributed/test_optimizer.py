@@ -133,7 +133,7 @@ def test_a_run_with_8_bit_states_resumes_exactly(tmp_path: Path) -> None:
     assert [float(row["lr"]) for row in rows[:3]] == pytest.approx([5e-4, 1e-3, 1e-3])
     shutil.rmtree(Path(config.folder) / "checkpoints" / "step-6")
     resumed = train(config)
-    assert len(resumed.history) == 2
+    assert resumed.steps_trained == 2
     assert read_metrics(config) == rows
     states = [list(plain_state(trainer.optimizers)) for trainer in (resumed, whole)]
     assert all(map(torch.equal, *states))

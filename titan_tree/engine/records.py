@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ class StepCounts:
     replayed_rows: int  # rows with recorded experts
     disagreeing_rows: int  # those among them on which paths recorded different experts
 
+    def __add__(self, other: StepCounts) -> StepCounts:
+        return StepCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
     @property
     def por(self) -> float:
         """The potential overlap ratio 1 - N_tree / N_flat."""
@@ -50,6 +54,9 @@ class StepCounts:
     def duplicates(self) -> float:
         """Repeated tokens as a fraction of the distinct ones."""
         return self.executed_tokens / self.distinct_tokens - 1.0
+
+
+NO_COUNTS = StepCounts(*(0 for _ in dataclasses.fields(StepCounts)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class StepInput:
     @classmethod
     def nothing(cls) -> StepInput:
         """Returns the input of a rank without trees."""
-        return cls([], [], StepCounts(*(0 for _ in dataclasses.fields(StepCounts))), chain_peak=0)
+        return cls([], [], NO_COUNTS, chain_peak=0)
 
     def pin_memory(self) -> StepInput:
         """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -37,24 +35,24 @@ def data_sizes(sizes: DataSizes, groups_per_step: int) -> str:
     )
 
 
-def summary(history: Sequence[StepCounts], bad_steps: int) -> str:
+def summary(steps: int, total: StepCounts, bad_steps: int) -> str:
     """Returns one line on what the steps of this process have trained on.
 
     Args:
-        history: of the steps that changed the weights.
+        steps: number of the steps that changed the weights.
+        total: their counts, summed.
         bad_steps: number of the other steps.
     """
     skipped = f"skipped {bad_steps} bad step{'s' * (bad_steps > 1)}" if bad_steps else ""
-    if not history and bad_steps:
+    if not steps and bad_steps:
         return f"trained no step; {skipped}"
-    if not history:
+    if not steps:
         return (
             "nothing left to train: raise training.steps or training.epochs to continue, or set a new folder "
             "to start a new run"
         )
-    total = StepCounts(*map(sum, zip(*map(dataclasses.astuple, history), strict=True)))
     return (
-        f"trained {len(history)} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
+        f"trained {steps} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
         f"{total.logical_tokens:,} logical tokens, {total.executed_tokens:,} executed "
         f"(POR {100 * total.por:.1f}%, {total.logical_tokens / total.executed_tokens:.2f}x fewer)"
         f"{'; ' if skipped else ''}{skipped}"
