@@ -27,7 +27,6 @@ from titan_tree.config import (
     LossConfig,
     ModelConfig,
     ParallelConfig,
-    PartitionConfig,
     ProfilerConfig,
     RouterBiasConfig,
     TrainingConfig,
@@ -68,6 +67,8 @@ def build_parallel_model(
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
+        replicate=parallel.replicate,
+        sequence_parallel=parallel.sequence_parallel,
         expert_parallel=parallel.expert_parallel,
     )
     built.to_empty(device=mesh.device_type)
@@ -135,8 +136,9 @@ def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> d
         described["router_bias"] = True
     # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
     # optimizer's states cannot be redistributed along that dimension, this number of ranks must not change.
-    sharing = mesh.size() // config.parallel.expert_parallel
-    if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < mesh.size():
+    replica = mesh.size() // config.parallel.replicate
+    sharing = replica // config.parallel.expert_parallel
+    if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < replica:
         described["ranks_that_share_an_expert"] = sharing
     return described
 
@@ -191,16 +193,16 @@ def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Dec
     return SampleReader(config, tokenizer, limits)
 
 
-def build_dataset(
-    reader: SampleReader, partition: PartitionConfig, epochs: int | None, mesh: DeviceMesh
-) -> TreeDataset:
+def build_dataset(reader: SampleReader, config: Config, epochs: int | None, mesh: DeviceMesh) -> TreeDataset:
+    """Returns this rank's share of the data. Ranks that share the tokens of trees read the same."""
+    sequence_parallel = config.parallel.sequence_parallel
     return TreeDataset(
         reader.config,
         reader,
-        allow_larger=partition.strategy != "none",
+        allow_larger=config.partition.strategy != "none",
         epochs=epochs,
-        rank=mesh.get_rank(),
-        world_size=mesh.size(),
+        rank=mesh.get_rank() // sequence_parallel,
+        world_size=mesh.size() // sequence_parallel,
     )
 
 
@@ -211,7 +213,7 @@ def build_validation(
     if config.validation.files is None:
         return None
     data = dataclasses.replace(config.data, files=config.validation.files, weights=None, shuffle_buffer=0)
-    return build_dataset(build_reader(data, tokenizer, model), config.partition, 1, mesh)
+    return build_dataset(build_reader(data, tokenizer, model), config, 1, mesh)
 
 
 def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> int:

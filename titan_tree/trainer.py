@@ -150,7 +150,7 @@ class Trainer:
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
         reader = build_reader(config.data, self.tokenizer, self.model)
-        self.dataset = build_dataset(reader, config.partition, config.training.epochs, self.mesh)
+        self.dataset = build_dataset(reader, config, config.training.epochs, self.mesh)
         held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES

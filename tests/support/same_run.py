@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.tiny_run import read_metrics, train
-from titan_tree.config import Config
+from titan_tree.config import Config, ParallelConfig
 from titan_tree.trainer import Trainer
 
 # A model with experts, and all losses of its routers.
@@ -32,7 +32,7 @@ def assert_same_run(many: Config, one: Trainer, atol: float = 1e-6) -> None:
             expected = pytest.approx(float(theirs[column]), rel=1e-5)
             assert float(ours[column]) == expected, (ours["step"], column)
 
-    many.parallel.expert_parallel = 1
+    many.parallel = ParallelConfig()
     many.checkpoint.export_hf = False
     resumed = train(many)  # no step is left, so these are the weights of the checkpoint
     assert resumed.progress.step == many.training.steps

@@ -89,12 +89,23 @@ class TrainingConfig(Checked, table="training"):
 
 @dataclass
 class ParallelConfig(Checked, table="parallel"):
-    """FSDP2 over all ranks. These options trade memory for communication and do not change results."""
+    """How ranks share the work. These options do not change results.
+
+    FSDP2 shards weights, gradients and optimizer states over all ranks, or over the ranks of each replica.
+    The ranks of a replica may also share the tokens of each tree, and the experts.
+    """
 
     reshard_after_forward: bool = True  # free the gathered weights of a block until its backward pass
     # Reduce gradients after the "last" or after "every" micro-batch.
     # "last" keeps 4 bytes per parameter on every rank.
     reduce_gradients: Literal["last", "every"] = "last"
+    # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. If machines are connected by
+    # slow links, one replica per machine needs less communication between them.
+    replicate: int = setting(1, at_least(1))
+    # Number of adjacent ranks that train on the same trees and share their tokens: for trees that are too
+    # large for one GPU, and for steps with fewer trees than GPUs. It must divide the number of attention
+    # heads. These ranks exchange tokens in every layer, so they should be on the same machine.
+    sequence_parallel: int = setting(1, at_least(1))
     # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
     # is the number of ranks over which FSDP2 shards each expert.

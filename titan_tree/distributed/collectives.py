@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 T = TypeVar("T")
 
@@ -20,9 +21,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_reduce_sum(values: Tensor) -> Tensor:
-    """Returns the sum of ``values`` over all ranks and leaves ``values`` unchanged."""
-    return _all_reduce(values, dist.ReduceOp.SUM)
+def named_group(name: str) -> dist.ProcessGroup:
+    """Returns the group called ``name``: arguments of custom operators cannot be process groups."""
+    return _resolve_process_group(cast(Any, name))
+
+
+def all_reduce_sum(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Returns the sum of ``values`` over ``group``, or over all ranks, and leaves ``values`` unchanged."""
+    return _all_reduce(values, dist.ReduceOp.SUM, group)
 
 
 def all_reduce_max(values: Tensor) -> Tensor:
@@ -30,11 +36,13 @@ def all_reduce_max(values: Tensor) -> Tensor:
     return _all_reduce(values, dist.ReduceOp.MAX)
 
 
-def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+def _all_reduce(
+    values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> Tensor:
     if world_size() == 1:
         return values
     reduced = values.clone()
-    dist.all_reduce(reduced, operation)
+    dist.all_reduce(reduced, operation, group)
     return reduced
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -20,47 +20,41 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 
 
-def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
-    """Shards the experts of every layer over groups of ``num_ranks`` adjacent ranks, in place.
+def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
+    """Shards the experts of every layer over the "ep" groups of ``mesh``, in place.
 
-    Each rank keeps E / ``num_ranks`` consecutive experts, as DTensors, and computes them for the tokens of
-    its whole group.
+    Each of P ranks keeps E / P consecutive experts, as DTensors, and computes them for the tokens of its
+    whole group.
 
     Args:
         model: on any device, also on "meta".
-        mesh: one-dimensional, of all ranks.
-        num_ranks: > 1.
-    Returns:
-        The mesh of all ranks as "efsdp" x "ep". The ranks of an "ep" group hold all experts together. The
-        ranks of an "efsdp" group hold the same experts, which FSDP2 shards over them.
+        mesh: ``Meshes.experts``.
     Raises:
-        UserError: the model has no experts, ``num_ranks`` does not divide the number of ranks or of experts,
-            or the size of an "efsdp" group does not divide the rows of an expert.
+        UserError: the model has no experts, P does not divide their number, or the size of an "efsdp" group
+            does not divide the rows of an expert.
     """
+    num_ranks = mesh["ep"].size()
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     where = f"parallel.expert_parallel: got {num_ranks}, expected"
     if not layers:
         raise UserError(f"{where} 1, because the model has no experts")
-    for name, number in (("ranks (torchrun)", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
-        if number % num_ranks:
-            raise UserError(f"{where} a divisor of the number of {name}, {number}")
-    sharing = mesh.size() // num_ranks
+    if len(layers[0].gate_up_proj) % num_ranks:
+        raise UserError(f"{where} a divisor of the number of experts, {len(layers[0].gate_up_proj)}")
+    sharing = mesh["efsdp"].size()
     for weight in layers[0].parameters():
         if weight.shape[1] % sharing:
             raise UserError(
                 f"{where} a larger number: {sharing} ranks shard each expert, so {sharing} must divide the "
                 f"{weight.shape[1]} rows of its weights"
             )
-    expert_mesh = init_device_mesh(mesh.device_type, (sharing, num_ranks), mesh_dim_names=("efsdp", "ep"))
-    group = expert_mesh.get_group("ep")
+    group = mesh.get_group("ep")
     for experts in layers:
         for name, weight in list(experts.named_parameters()):
-            own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
+            own = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
         experts.dispatcher = Exchange(group)
     assert model.experts is not None
     model.experts.group = group
-    return expert_mesh
 
 
 def fully_shard_experts(

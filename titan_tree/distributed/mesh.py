@@ -1,8 +1,9 @@
-"""The process group and the device mesh of a run."""
+"""The process group of a run, and the device meshes into which its ranks are divided."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from titan_tree.distributed.faults import START_TIMEOUT_S
+from titan_tree.errors import UserError
 
 
 def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, torch.device]:
@@ -41,3 +43,61 @@ def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, to
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """How the ranks of a run share weights, trees and experts. Groups consist of adjacent ranks.
+
+    Attributes:
+        fsdp: all ranks, as "fsdp", or with replicas as "replicate" x "fsdp". A replica holds all weights,
+            sharded over its ranks.
+        sequence: all ranks, as "data" x "sequence". The ranks of a "sequence" group run the same trees and
+            share their tokens. None: each rank runs trees of its own.
+        experts: all ranks, as "efsdp" x "ep", or with replicas as "replicate" x "efsdp" x "ep". The ranks of
+            an "ep" group hold all experts of a layer together. The ranks of an "efsdp" group hold the same
+            experts, which FSDP2 shards over them. None: each rank has all experts.
+    """
+
+    fsdp: DeviceMesh
+    sequence: DeviceMesh | None
+    experts: DeviceMesh | None
+
+    @staticmethod
+    def of(
+        ranks: DeviceMesh, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
+    ) -> Meshes:
+        """Divides all ranks, a one-dimensional mesh.
+
+        Raises:
+            UserError: the numbers do not divide each other.
+        """
+        _check_divisor("replicate", replicate, "ranks (torchrun)", ranks.size())
+        size = ranks.size() // replicate  # of a replica
+        of = "ranks of a replica" if replicate > 1 else "ranks (torchrun)"
+        _check_divisor("sequence_parallel", sequence_parallel, of, size)
+        _check_divisor("expert_parallel", expert_parallel, of, size)
+        if sequence_parallel % expert_parallel and expert_parallel % sequence_parallel:
+            raise UserError(
+                "parallel.expert_parallel: expected a divisor or a multiple of parallel.sequence_parallel, "
+                f"{sequence_parallel}, got {expert_parallel}; ranks that run the same trees must exchange "
+                "tokens with the same ranks"
+            )
+
+        def mesh(**sizes: int) -> DeviceMesh:
+            return init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        replicas = {"replicate": replicate} if replicate > 1 else {}
+        num_shares = ranks.size() // sequence_parallel
+        return Meshes(
+            fsdp=mesh(**replicas, fsdp=size) if replicas else ranks,
+            sequence=mesh(data=num_shares, sequence=sequence_parallel) if sequence_parallel > 1 else None,
+            experts=mesh(**replicas, efsdp=size // expert_parallel, ep=expert_parallel)
+            if expert_parallel > 1
+            else None,
+        )
+
+
+def _check_divisor(key: str, number: int, of: str, total: int) -> None:
+    if total % number:
+        raise UserError(f"parallel.{key}: expected a divisor of the number of {of}, {total}, got {number}")

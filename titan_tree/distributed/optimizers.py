@@ -6,6 +6,7 @@ OPTIMIZERS (titan_tree/registry.py).
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -123,8 +124,8 @@ def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tens
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(local, foreach=True)
-    if isinstance(gradients[0], DTensor):  # then all are, and each number belongs to exactly one rank
-        norm = all_reduce_sum(norm.square()).sqrt()
+    if isinstance(gradients[0], DTensor):  # then all are, and each number is on one rank of every replica
+        norm = (all_reduce_sum(norm.square()) / _num_replicas(gradients[0])).sqrt()
     divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
     if optimizers.spec.fused:
         for optimizer in optimizers:
@@ -137,3 +138,9 @@ def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tens
         torch._foreach_div_(local, divisor)
         optimizers.step()
     return norm
+
+
+def _num_replicas(tensor: DTensor) -> int:
+    """Returns how many ranks hold each number of a sharded tensor."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_tree.distributed import ao, titan
 from titan_tree.distributed.expert_parallel import fully_shard_experts, shard_experts
+from titan_tree.distributed.mesh import Meshes
+from titan_tree.distributed.sequence_parallel import shard_sequence
 from titan_tree.models.decoder import Decoder
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -34,13 +36,15 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
+    replicate: int = 1,
+    sequence_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> Decoder:
-    """Applies float8, expert parallelism, activation checkpointing, torch.compile and FSDP2, in place.
+    """Applies float8, sequence and expert parallelism, checkpointing, torch.compile and FSDP2, in place.
 
     The order matters:
 
-    1. Float8 and expert parallelism replace modules and parameters, so they come first.
+    1. Float8, sequence and expert parallelism replace modules and parameters, so they come first.
     2. Checkpointing wraps each block before compile. The compiler then sees what is recomputed and can fuse
        across it.
     3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
@@ -61,23 +65,31 @@ def parallelize(
             serves all but a few batch sizes (docs/design.md).
         reshard_after_forward: whether FSDP2 frees the gathered weights of a block between its forward and
             its backward pass.
+        replicate: number of replicas of the weights. FSDP2 shards each over the other ranks and sums
+            gradients over replicas (HSDP).
+        sequence_parallel: number of adjacent ranks that share the tokens of each tree.
         expert_parallel: number of adjacent ranks over which the experts of each layer are sharded.
     Returns:
         ``model``.
     Raises:
-        UserError: float8 or expert_parallel does not suit the model, the GPU or the number of ranks.
+        UserError: float8, sequence_parallel or expert_parallel does not suit the model, or the GPU or the
+            number of ranks.
     """
+    meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
-    expert_mesh = shard_experts(model, mesh, expert_parallel) if expert_parallel > 1 else None
+    if meshes.sequence is not None:
+        shard_sequence(model, meshes.sequence.get_group("sequence"))
+    if meshes.experts is not None:
+        shard_experts(model, meshes.experts)
     if activation_checkpoint != "none":
         _checkpoint_activations(model, activation_checkpoint)
     if compile:
-        _compile_blocks(model, expert_mesh)
+        _compile_blocks(model)
     model.compute_dtype = dtype
     model.recompute_logits = activation_checkpoint != "none"
     if mesh.size() > 1:
-        _fully_shard(model, mesh, dtype, reshard_after_forward, expert_mesh)
+        _fully_shard(model, meshes, dtype, reshard_after_forward)
     return model
 
 
@@ -93,7 +105,7 @@ def _checkpoint_activations(model: Decoder, mode: ActivationCheckpoint) -> None:
     policy(policy.Config(preserve_rng_state=False)).apply(model)
 
 
-def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
+def _compile_blocks(model: Decoder) -> None:
     """Compiles each block and the last norm. A graph break is an error."""
     # The compiler makes a graph for each kind of size that it tells apart (docs/design.md). There are fewer
     # kinds than this limit.
@@ -106,7 +118,7 @@ def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
     if "states" in model.cache_streams:
         # The many small tables of a layout may have equal sizes by chance. A graph must not rely on that.
         torch.fx.experimental._config.use_duck_shape = False
-    if expert_mesh is not None:
+    if model.communicates:
         # This pass orders operators by their sizes, which differ by rank. All ranks must exchange in one
         # order.
         torch._inductor.config.reorder_for_peak_memory = False
@@ -134,24 +146,19 @@ def keep_compiled(folder: Path) -> Path:
     return kept
 
 
-def _fully_shard(
-    model: Decoder,
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    reshard_after_forward: bool,
-    expert_mesh: DeviceMesh | None,
-) -> None:
+def _fully_shard(model: Decoder, meshes: Meshes, dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """Applies FSDP2 to each block and to the rest of the model."""
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # rotary tables keep the precision that the model chose
     )
     for block in _blocks(model):
-        if expert_mesh is not None:
-            fully_shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        if (experts := meshes.experts) is not None:
+            sharing = experts[tuple(name for name in experts.mesh_dim_names or () if name != "ep")]
+            fully_shard_experts(block, sharing, precision, reshard_after_forward)
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -63,8 +63,15 @@ def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.de
     caused the bad step. The text then names the first paths of the step's trees.
     """
     paths = [list(chain.from_iterable(trees)) for trees in step.path_ids]  # of each micro-batch
-    causes = [paths[i][number] for i, number in sorted(_bad_paths(model, loss, step, device))]
+    found = _bad_paths(model, loss, step, device)
+    if model.sequence_group is not None:
+        shares = [found] * model.share.num_ranks
+        dist.all_gather_object(shares, found, group=model.sequence_group)
+        found = set().union(*shares)
+    causes = [paths[i][number] for i, number in sorted(found)]
     trees = [ids[0] for ids in chain.from_iterable(step.path_ids)]
+    if model.share.rank:  # another rank names the same ones
+        causes, trees = [], []
     own = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])
     by_rank = [own]
     if world_size() > 1:
@@ -82,10 +89,12 @@ def _bad_paths(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.de
     """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
     found = set()
     with torch.no_grad(), cast_weights(model):
-        for i, batches in enumerate(equal_schedule(step)):
+        for i, batches in enumerate(equal_schedule(step, model.share)):
             runner = PartitionRunner(model, batches, device, entropy=loss.needs_entropy)
             unpartitioned = step.unpartitioned[i] if i < len(step.unpartitioned) else None
-            for batch, scores in _scored(runner.outputs(), unpartitioned, device):
+            if unpartitioned is not None:
+                unpartitioned = unpartitioned.to(device)
+            for batch, scores in _scored(runner.outputs(), unpartitioned, model.sequence_group):
                 pairs = batch.pairs
                 bad = loss.not_finite(scores["logprobs"], batch, scores.get("entropy"))
                 found |= {(i, number) for number in pairs.path_number[pairs.path[bad].unique()].tolist()}
@@ -93,11 +102,13 @@ def _bad_paths(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.de
 
 
 def _scored(
-    outputs: Iterable[tuple[TreeBatch, ModelOutput]], unpartitioned: TreeBatch | None, device: torch.device
+    outputs: Iterable[tuple[TreeBatch, ModelOutput]],
+    unpartitioned: TreeBatch | None,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[tuple[TreeBatch, Scores]]:
     """Yields batches on which the loss can run, with the scores of their edges."""
     if unpartitioned is not None:
-        yield unpartitioned.to(device), collect_scores(outputs)
+        yield unpartitioned, collect_scores(outputs, unpartitioned, group)
         return
     for batch, out in outputs:
         if not batch.is_dummy and len(batch.edge_label):

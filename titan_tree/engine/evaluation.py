@@ -15,6 +15,7 @@ from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.records import StepInput, all_reduce_counts
 from titan_tree.models.decoder import Decoder, ModelOutput
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.shares import Share
 
 
 def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:
@@ -32,7 +33,7 @@ def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad(), cast_weights(model):
         for step in steps:
-            for batches in equal_schedule(step):
+            for batches in equal_schedule(step, model.share):
                 runner = PartitionRunner(model, batches, device, is_top1=True)
                 for batch, out in runner.outputs():
                     if not batch.is_dummy:
@@ -41,7 +42,7 @@ def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -
     return {"loss": loss / weight, "accuracy": correct / weight} if weight else {}
 
 
-def equal_schedule(step: StepInput) -> list[list[TreeBatch]]:
+def equal_schedule(step: StepInput, share: Share) -> list[list[TreeBatch]]:
     """Returns the micro-batches of this rank, with dummy batches so that all ranks run equally many passes.
 
     Ranks communicate in every forward pass. Dummy micro-batches come last.
@@ -50,7 +51,7 @@ def equal_schedule(step: StepInput) -> list[list[TreeBatch]]:
         return step.micro_batches
     sizes = all_reduce_counts(step)
     assert dist.group.WORLD is not None
-    return in_lockstep(step.micro_batches, sizes.max_micro_batches, dist.group.WORLD)
+    return in_lockstep(step.micro_batches, sizes.max_micro_batches, dist.group.WORLD, share)
 
 
 def _sums(batch: TreeBatch, out: ModelOutput) -> Tensor:

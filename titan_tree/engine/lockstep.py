@@ -22,20 +22,25 @@ import torch.distributed as dist
 
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.shares import WHOLE, Share
 from titan_tree.tree.token_tree import TokenTree
 
 Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
 
 
 def in_lockstep(
-    micro_batches: Sequence[Sequence[TreeBatch]], num_micro_batches: int, group: dist.ProcessGroup
+    micro_batches: Sequence[Sequence[TreeBatch]],
+    num_micro_batches: int,
+    group: dist.ProcessGroup,
+    share: Share = WHOLE,
 ) -> list[list[TreeBatch]]:
     """Adds dummy batches so that all ranks of ``group`` run trees of partitions of the same shape.
 
     Args:
         micro_batches: the micro-batches of this rank, each with its partitions in the plan's order.
         num_micro_batches: the minimum number to return; more if a rank of the group has more.
-        group: the expert-parallel ranks. They exchange shapes on the host; the device is not involved.
+        group: the ranks that need equal schedules. They exchange shapes on the host, without the device.
+        share: which tokens of each forward pass this rank computes.
     Returns:
         Micro-batches whose partitions are in depth-first order, parents first, with ``TreeBatch.parent``
         updated.
@@ -53,7 +58,7 @@ def in_lockstep(
         schedule.append(
             [
                 dataclasses.replace(
-                    batch_at[position] if position in batch_at else dummy_batch(),
+                    batch_at[position] if position in batch_at else dummy_batch(share),
                     parent=number.get(position[:-1], -1),
                 )
                 for position in union
@@ -82,12 +87,12 @@ def positions(batches: Sequence[TreeBatch]) -> list[Position]:
     return result
 
 
-def dummy_batch() -> TreeBatch:
-    """Returns a batch of two tokens and one edge that counts for no path.
+def dummy_batch(share: Share = WHOLE) -> TreeBatch:
+    """Returns a rank's share of a batch of two tokens per rank. None of its edges counts for a path.
 
     Its loss is 0, and it reads no gateway.
     """
-    tree = TokenTree.from_paths([TokenPath(np.zeros(2, np.int32))])
+    tree = TokenTree.from_paths([TokenPath(np.zeros(2 * share.num_ranks, np.int32))])
     batch = TreeBatch.from_trees([tree])
     layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))
-    return dataclasses.replace(batch, n_logical=0, layout=layout)
+    return share.of(dataclasses.replace(batch, n_logical=0, layout=layout))

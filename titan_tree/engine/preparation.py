@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_tree.components.tree_loss import Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.records import StepCounts, StepInput
+from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
 from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
+from titan_tree.tree.shares import WHOLE, Share
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -25,12 +27,14 @@ class StepPreparer:
         needs_whole_paths: whether a token's loss depends on other tokens of its path.
         costs: of the model.
         partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
+        share: which tokens of each forward pass this rank computes. Ranks that share them get the same trees.
     """
 
     reduction: Reduction
     needs_whole_paths: bool
     costs: ModelCosts
     partitioner: TreePartitioner | None = None
+    share: Share = WHOLE
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
@@ -57,7 +61,7 @@ class StepPreparer:
         )
         unpartitioned = [
             TreeBatch.from_trees([plan.tree], edges="loss")
-            if len(plan) > 1 and self.needs_whole_paths
+            if self.needs_whole_paths and (len(plan) > 1 or self.share.num_ranks > 1)
             else None
             for plan in plans
         ]
@@ -67,4 +71,8 @@ class StepPreparer:
             tuple(tuple(path.id or "?" for path in tree.paths) for tree in trees) for trees in micro_batches
         )
         newest = int(max(versions, default=-1))
-        return StepInput(batches, unpartitioned, counts, chain_peak, newest, path_ids)
+        own = [[self.share.of(batch) for batch in partitions] for partitions in batches]
+        chain_peak = -(-chain_peak // self.share.num_ranks)
+        if self.share.rank:  # the first of the ranks that share these trees counts them
+            counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
+        return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids)

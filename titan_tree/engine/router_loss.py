@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import RouterLoss, Routing
@@ -27,6 +28,7 @@ class StepRouting:
         router_loss: the loss and its balancing scope.
         micro_batches: this rank's, each with its partitions.
         all_tokens: tokens on the paths of the global batch.
+        sequence_group: the ranks that share the tokens of each micro-batch.
     Attributes:
         loss: the router's loss on this rank so far, 0-dim fp32.
     """
@@ -37,10 +39,12 @@ class StepRouting:
         micro_batches: Sequence[Sequence[TreeBatch]],
         all_tokens: int,
         device: torch.device,
+        sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.router_loss, self.all_tokens = router_loss, all_tokens
         self.loss = torch.zeros((), device=device)
         self._is_global = router_loss.scope == "global_batch"
+        self._sequence_group = sequence_group
         # Tokens on the paths of each micro-batch. All sums of a dummy batch are 0, so any divisor works.
         self._micro_batch_tokens = [
             sum(batch.n_logical for batch in batches) or 1 for batches in micro_batches
@@ -67,6 +71,8 @@ class StepRouting:
         if is_last and self._is_global:
             total = all_reduce_sum(torch.stack(self._counted).sum(0))
             self._counted = [total] * len(self._counted)
+        elif not self._is_global:
+            self._counted[-1] = self._over_scope(self._counted[-1])
 
     def add(self, routing: Routing) -> None:
         """Adds what one forward pass routed to the totals of the step."""
@@ -79,12 +85,18 @@ class StepRouting:
             choices = self._counted[micro_batch]
         else:
             choices = routing.chosen.sum(0)
-            if self._is_global and self.router_loss.balance:
-                choices = all_reduce_sum(choices)
+            if self.router_loss.balance:
+                choices = self._over_scope(choices)
         scope_tokens = self.all_tokens if self._is_global else self._micro_batch_tokens[micro_batch]
         loss = self.router_loss(routing, choices, scope_tokens, self.all_tokens)
         self.loss += loss.detach()
         return loss
+
+    def _over_scope(self, choices: Tensor) -> Tensor:
+        """Sums choices over the ranks whose tokens belong to the scope."""
+        if self._is_global:
+            return all_reduce_sum(choices)
+        return choices if self._sequence_group is None else all_reduce_sum(choices, self._sequence_group)
 
     def total(self) -> Routing:
         """Returns the routing of the global batch, the same on every rank."""

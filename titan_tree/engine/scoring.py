@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.sequence_parallel import join
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, ModelOutput
@@ -117,10 +118,27 @@ def _outputs(
 ) -> Iterable[tuple[TreeBatch, ModelOutput]]:
     """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
     batches = TreeBatch.from_plan(plan)
-    if len(batches) > 1:
-        return PartitionRunner(model, batches, device).outputs()
-    batch = batches[0].to(device)
-    return [(batch, model(batch))]
+    own = [model.share.of(batch) for batch in batches]
+    if len(own) > 1:
+        outputs = PartitionRunner(model, own, device).outputs()
+    else:
+        batch = own[0].to(device)
+        outputs = iter([(batch, model(batch))])
+    if model.sequence_group is None:
+        return outputs
+    return (_joined(model, batch.to(device), *out) for batch, out in zip(batches, outputs, strict=True))
+
+
+def _joined(
+    model: Decoder, whole: TreeBatch, own: TreeBatch, out: ModelOutput
+) -> tuple[TreeBatch, ModelOutput]:
+    """Joins the outputs of the ranks that share the tokens of a batch."""
+    group, tokens = model.sequence_group, model.share.tokens(len(whole))
+    edges = torch.searchsorted(whole.edge_token, own.edge_token)
+    place = torch.arange(tokens.start, tokens.stop, device=edges.device)
+    experts = (join(used.int(), place, len(whole), group).short() for used in out.routed_experts)
+    logprobs = join(out.logprobs, edges, len(whole.edge_token), group)
+    return whole, out._replace(logprobs=logprobs, routed_experts=tuple(experts))
 
 
 def _by_path(tree: TokenTree, scores: list[tuple[Tensor, Tensor]], device: torch.device) -> list[Tensor]:

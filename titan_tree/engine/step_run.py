@@ -60,9 +60,15 @@ class LossTotals:
     loss: Tensor  # 0-dim fp32
     sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, and their weight: see TreeLoss
 
-    def add(self, scores: Scores, batch: TreeBatch) -> Tensor:
-        """Computes the loss of ``scores`` (fields of ModelOutput), adds it to the totals, and returns it."""
+    def add(self, scores: Scores, batch: TreeBatch, is_counted: bool = True) -> Tensor:
+        """Computes the loss of ``scores`` (fields of ModelOutput), adds it to the totals, and returns it.
+
+        Args:
+            is_counted: False if another rank adds the same loss to its totals.
+        """
         loss, sums = self.function(scores["logprobs"], batch, self.normalizer, scores.get("entropy"))
+        if not is_counted:
+            return loss
         self.loss += loss.detach()
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
@@ -114,9 +120,9 @@ class StepRun:
             for _ in outputs:
                 pass
             return
-        scores = collect_scores(outputs)
         unpartitioned = unpartitioned.to(self.activations.device, non_blocking=True)
-        self._whole_path_losses[i] = WholePathLoss(scores, unpartitioned, self.totals.add)
+        scores = collect_scores(outputs, unpartitioned, self.model.sequence_group)
+        self._whole_path_losses[i] = WholePathLoss(scores, unpartitioned, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
         """Runs forward and backward passes of micro-batch ``i``."""
@@ -141,12 +147,23 @@ class StepRun:
     def _tree_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
             return whole_path_loss(batch, out)
+        if not batch.is_dummy and self.totals.function.needs_whole_paths and self.model.sequence_group:
+            whole = self.unpartitioned[i]
+            assert whole is not None
+            whole = whole.to(self.activations.device, non_blocking=True)
+            return self._add_whole_paths(
+                collect_scores([(batch, out)], whole, self.model.sequence_group), whole
+            )
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives
         scores = {"logprobs": out.logprobs}
         if out.entropy is not None:
             scores["entropy"] = out.entropy
         return self.totals.add(scores, batch)
+
+    def _add_whole_paths(self, scores: Scores, whole: TreeBatch) -> Tensor:
+        """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""
+        return self.totals.add(scores, whole, is_counted=self.model.share.rank == 0)
 
     def _runner(self, batches: Sequence[TreeBatch], entropy: bool | None = None) -> PartitionRunner:
         return PartitionRunner(

@@ -46,7 +46,8 @@ class TreeStep:
     partitions, all ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches,
     whose loss is zero. With partitions, ranks run different numbers of passes. FSDP2 then gathers all
     parameters in the first forward pass and sums gradients in the last backward pass. Expert-parallel ranks
-    communicate in every pass, so their schedules are made equal (lockstep.py).
+    communicate in every pass, so their schedules are made equal (lockstep.py). Sequence-parallel ranks run
+    the same trees, and so the same passes.
 
     Args:
         model: a titan_tree model, plain or parallelized.
@@ -82,11 +83,11 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.experts and model.experts.group and self.activations.may_offload():
+        if model.communicates and self.activations.may_offload():
             raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel, or "
-                f"'auto' without partition.device_gb, got {self.activations.policy!r}; offloading would make "
-                "the schedules of ranks differ"
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel or "
+                "parallel.sequence_parallel, or 'auto' without partition.device_gb, got "
+                f"{self.activations.policy!r}; offloading would make the schedules of ranks differ"
             )
         self.reduce_gradients = reduce_gradients
         self._gradient_sync = GradientSync(model, reshard_after_forward)
@@ -95,7 +96,11 @@ class TreeStep:
     def preparer(self) -> StepPreparer:
         """Returns the function that makes step inputs. It can be pickled and run in another process."""
         return StepPreparer(
-            self.loss.reduction, self.loss.needs_whole_paths, ModelCosts.of(self.model), self.partitioner
+            self.loss.reduction,
+            self.loss.needs_whole_paths,
+            ModelCosts.of(self.model),
+            self.partitioner,
+            self.model.share,
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
@@ -177,17 +182,23 @@ class TreeStep:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""
         experts = self.model.experts
         if experts and experts.group:
-            return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group)
+            return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group, self.model.share)
         num_missing = sizes.max_micro_batches - len(step.micro_batches)
         if sizes.is_partitioned:  # ranks may differ, but each needs one pass for the collectives of FSDP2
             num_missing = 0 if step.micro_batches else 1
-        return [*step.micro_batches, *([dummy_batch()] for _ in range(num_missing))]
+        return [*step.micro_batches, *([dummy_batch(self.model.share)] for _ in range(num_missing))]
 
     def _make_run(self, step: StepInput, sizes: GlobalSizes, micro_batches: list[list[TreeBatch]]) -> StepRun:
         counts = sizes.counts
         routing = None
         if self.model.experts:
-            routing = StepRouting(self.router_loss, micro_batches, counts.logical_tokens, self.device)
+            routing = StepRouting(
+                self.router_loss,
+                micro_batches,
+                counts.logical_tokens,
+                self.device,
+                self.model.sequence_group,
+            )
         return StepRun(
             self.model,
             micro_batches,

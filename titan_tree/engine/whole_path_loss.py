@@ -12,20 +12,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from titan_tree.distributed.sequence_parallel import join
 from titan_tree.models.decoder import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
 Scores = dict[str, Tensor]  # fields of ModelOutput, "logprobs" and on request "entropy", [E] each
 
 
-def collect_scores(outputs: Iterable[tuple[TreeBatch, ModelOutput]]) -> Scores:
-    """Joins the scores of all partitions, [E] in nats, in ascending order of ``TreeBatch.edge_token``."""
+def collect_scores(
+    outputs: Iterable[tuple[TreeBatch, ModelOutput]],
+    whole: TreeBatch,
+    group: dist.ProcessGroup | None = None,
+) -> Scores:
+    """Joins the scores of all partitions of a micro-batch, and of all ranks that share its tokens.
+
+    Args:
+        whole: the micro-batch as a single batch, on the same device.
+        group: the ranks that share the tokens. Collective.
+    Returns:
+        [E] each, in nats, for the edges of ``whole``. Differentiable, see ``join``.
+    """
     scored = [(batch.edge_token, out) for batch, out in outputs if not batch.is_dummy]
-    order = torch.cat([tokens for tokens, _ in scored]).argsort()
+    index = torch.searchsorted(whole.edge_token, torch.cat([tokens for tokens, _ in scored]))
     columns = {name: [getattr(out, name) for _, out in scored] for name in ("logprobs", "entropy")}
-    return {name: torch.cat(values)[order] for name, values in columns.items() if values[0] is not None}
+    return {
+        name: join(torch.cat(values), index, len(whole.edge_token), group)
+        for name, values in columns.items()
+        if values[0] is not None
+    }
 
 
 class WholePathLoss:

@@ -1,6 +1,7 @@
 """Attention: grouped-query attention over the ancestors of each token, with options for the model families.
 
-N tokens, d hidden size, H query heads, K key-value heads, D head dim, X exported tokens.
+N tokens, d hidden size, H query heads, K key-value heads, D head dim, X exported tokens. With sequence
+parallelism, a rank projects n of the N tokens and computes attention for some of the heads.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Attention(Mixer):
     """
 
     cache_streams = ("keys",)
+    copied_heads = ("num_key_value_heads",)
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Attention(Mixer):
         super().__init__()
         d, D = config.hidden_size, config.head_dim
         self.config, self.attention, self.output_gate = config, attention, output_gate
+        self.num_heads = {name: getattr(config, name) for name in ("num_attention_heads", *self.copied_heads)}
         self.q_proj = Linear(d, config.num_attention_heads * D * (1 + output_gate))
         self.k_proj = Linear(d, config.num_key_value_heads * D)
         self.v_proj = Linear(d, config.num_key_value_heads * D)
@@ -61,17 +64,25 @@ class Attention(Mixer):
             q = q.unflatten(-1, (-1, D))
         k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (self.k_proj, self.v_proj))
         q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
+        if self.exchange is not None:
+            rows = self.exchange.to_heads([[q], [k], [v]], layout.key_index.shape[0])
+            q, k, v = (part.unflatten(-1, (-1, D)) for part in rows)
         exports: tuple[Tensor, ...] = ()
         if layout.exports is not None:
             exports = (torch.stack([part.index_select(0, layout.exports) for part in (k, v)], dim=1),)
         (context,) = gateway or (None,)
         out = self.attention(q, k, v, layout, context)
+        if self.exchange is not None:
+            out = self.exchange.to_tokens(out, x.shape[0])
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return self.o_proj(out.flatten(-2)), exports
 
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (x.new_zeros(PAD, 2, self.config.num_key_value_heads, self.config.head_dim),)
+        num_heads = self.config.num_key_value_heads
+        if self.exchange is not None:
+            num_heads = self.exchange.num_own(num_heads)
+        return (x.new_zeros(PAD, 2, num_heads, self.config.head_dim),)
 
     def flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns 12 H D per pair: scores and values, once forward and twice backward."""

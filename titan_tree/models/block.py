@@ -12,7 +12,8 @@ N tokens, d hidden size, k experts of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -23,14 +24,40 @@ from titan_tree.models.rope import Rope
 from titan_tree.tree.layout import TreeLayout
 
 
+class HeadExchange(Protocol):
+    """Exchanges tokens for heads around the part of a mixer that mixes tokens.
+
+    distributed/sequence_parallel.py implements and documents it, so that models do not depend on ranks.
+    """
+
+    def num_own(self, num_heads: int) -> int: ...
+
+    def own(self, num_heads: int) -> slice: ...
+
+    def to_heads(self, tensors: Sequence[Sequence[Tensor]], num_tokens: int) -> list[Tensor]: ...
+
+    def to_tokens(self, x: Tensor, num_own: int) -> Tensor: ...
+
+
 class Mixer(nn.Module, ABC):
-    """The part of a layer that mixes a token with its ancestors: attention or a recurrence."""
+    """The part of a layer that mixes a token with its ancestors: attention or a recurrence.
+
+    Attributes:
+        num_heads: names and numbers of the heads that treat tokens independently of each other.
+        exchange: with sequence parallelism, gives this rank all tokens of some heads. ``x`` and the output
+            then have n of the N tokens, and everything exported belongs to the rank's own heads.
+    """
 
     # One entry per exported tensor: the stream of the gateway cache that stores its rows (tree/gateway.py).
     # "keys" has rows for tokens that descendants see, "states" for tokens that descendants continue from.
     cache_streams: ClassVar[tuple[str, ...]]
     # Attribute names of linears that must not run in float8, because they need more precision.
     high_precision: ClassVar[tuple[str, ...]] = ()
+    # Names of heads that several ranks may hold, because each of them serves several other heads.
+    copied_heads: ClassVar[tuple[str, ...]] = ()
+
+    num_heads: Mapping[str, int]
+    exchange: HeadExchange | None = None
 
     @abstractmethod
     def forward(

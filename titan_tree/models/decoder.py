@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
 from titan_tree.components.moe import MoE, Routing
@@ -30,6 +31,7 @@ from titan_tree.models.rope import Rope
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
+from titan_tree.tree.shares import Share
 
 
 class ModelOutput(NamedTuple):
@@ -64,6 +66,8 @@ class Decoder(nn.Module, ABC):
         experts: the model's mixtures of experts; None for a dense model.
         cache_streams: one entry per tensor that the layers export: the stream of the gateway cache that
             stores its rows.
+        sequence_group: the ranks that share the tokens and heads of every batch, and exchange them in every
+            forward and backward pass. None: each rank has all. Set by distributed/sequence_parallel.py.
         compute_dtype: dtype of the activations; None: that of the weights.
         recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
     Raises:
@@ -85,6 +89,7 @@ class Decoder(nn.Module, ABC):
         # Both have no parameters, so all layers share them.
         self.attention = TreeAttention(attention)
         self.gdn = TreeGDN(gdn)
+        self.sequence_group: ProcessGroup | None = None
         self.compute_dtype: torch.dtype | None = None
         self.recompute_logits = True
         blocks = [self.make_block(i) for i in range(config.num_hidden_layers)]
@@ -138,7 +143,7 @@ class Decoder(nn.Module, ABC):
         rope = self.make_rope(layout.positions)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
         x = F.embedding(batch.tokens, embedding)
-        if self.experts is not None and self.experts.group is not None and torch.is_grad_enabled():
+        if self.communicates and torch.is_grad_enabled():
             # All ranks must exchange gradients in the same layers. If the weights below a layer are frozen, a
             # partition still needs the exchange there, for the gradients of its gateway. A dummy batch on
             # another rank has no gateway, and would skip the exchange if x did not require gradients.
@@ -187,6 +192,19 @@ class Decoder(nn.Module, ABC):
         Families that set ``packed`` override this method.
         """
         raise NotImplementedError
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange tokens within forward and backward passes, beyond what FSDP2 does."""
+        return self.sequence_group is not None or (
+            self.experts is not None and self.experts.group is not None
+        )
+
+    @property
+    def share(self) -> Share:
+        """The share of each batch that this rank computes."""
+        group = self.sequence_group
+        return Share() if group is None else Share(group.rank(), group.size())
 
     @property
     def blocks(self) -> Iterable[Block]:

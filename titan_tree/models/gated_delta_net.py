@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titan_tree.components.tree_gdn import TreeGDN, tree_causal_conv1d
 from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
-from titan_tree.models.block import Mixer
+from titan_tree.models.block import HeadExchange, Mixer
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, at_least_fp32
 from titan_tree.models.rope import Rope
@@ -73,6 +73,7 @@ class GatedDeltaNet(Mixer):
     """
 
     cache_streams = ("states", "states")
+    copied_heads = ("linear_num_key_heads",)
     # The gates have one output per head. Float8 would save nothing and blur the decays of long paths.
     high_precision = ("in_proj_a", "in_proj_b")
 
@@ -80,6 +81,10 @@ class GatedDeltaNet(Mixer):
         super().__init__()
         d, heads = config.hidden_size, config.linear_num_value_heads
         self.config, self.gdn = config, gdn
+        self.num_heads = {
+            "linear_num_value_heads": config.linear_num_value_heads,
+            "linear_num_key_heads": config.linear_num_key_heads,
+        }
         self.in_proj_qkv = Linear(d, 2 * config.key_dim + config.value_dim)
         self.in_proj_z = Linear(d, config.value_dim)
         self.in_proj_b = Linear(d, heads)
@@ -93,29 +98,52 @@ class GatedDeltaNet(Mixer):
     def forward(
         self, x: Tensor, rope: Rope, layout: TreeLayout, gateway: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        c = self.config
+        c, wide = self.config, at_least_fp32(x)
         states, tails = gateway or (None, None)
-        qkv, new_tails = tree_causal_conv1d(
-            self.in_proj_qkv(x), self.conv1d.weight[:, 0], layout, tails, layout.conv_plan
-        )
-        q, k, v = qkv.split([c.key_dim, c.key_dim, c.value_dim], dim=-1)
-        q, k = (part.unflatten(-1, (-1, c.linear_key_head_dim)) for part in (q, k))
-        v, z = (part.unflatten(-1, (-1, c.linear_value_head_dim)) for part in (v, self.in_proj_z(x)))
-        wide = at_least_fp32(x)
-        beta = torch.sigmoid(self.in_proj_b(x))
-        step = F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide))
-        g = -self.A_log.to(wide).exp() * step
-        out, new_states = self.gdn(q, k, v, g, beta, layout, states)
+        qkv, b, a = self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)
+        num_key_heads = c.linear_num_key_heads
+        conv, A_log, dt_bias = self.conv1d.weight[:, 0], self.A_log.to(wide), self.dt_bias.to(wide)
+        if self.exchange is not None:
+            gates = [gate[..., None] for gate in (b, a)]
+            sent = [self._by_head(qkv, num_key_heads), gates]
+            qkv, gates_here = self.exchange.to_heads(sent, layout.key_index.shape[0])
+            b, a = gates_here.chunk(2, dim=-1)
+            num_key_heads = self.exchange.num_own(num_key_heads)
+            own = self.exchange.own(c.linear_num_value_heads)
+            conv, A_log, dt_bias = self._own_conv(self.exchange), A_log[own], dt_bias[own]
+        qkv, new_tails = tree_causal_conv1d(qkv, conv, layout, tails, layout.conv_plan)
+        q, k, v = self._by_head(qkv, num_key_heads)
+        g = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
+        out, new_states = self.gdn(q, k, v, g, torch.sigmoid(b), layout, states)
+        if self.exchange is not None:
+            out = self.exchange.to_tokens(out, x.shape[0])
+        z = self.in_proj_z(x).unflatten(-1, (-1, c.linear_value_head_dim))
         gated = (self.norm(out) * F.silu(z.to(wide))).to(x.dtype)
         out = self.out_proj(gated.flatten(-2))
         if new_states is None or new_tails is None:
             return out, ()
         return out, (new_states, new_tails)
 
+    def _own_conv(self, exchange: HeadExchange) -> Tensor:
+        """Returns the rows of the convolution's weight that belong to this rank's heads."""
+        weight = self.conv1d.weight[:, 0].T
+        by_head = self._by_head(weight, self.config.linear_num_key_heads)  # [W, heads, K or V] each
+        return torch.cat([part[:, exchange.own(part.shape[1])].flatten(1) for part in by_head], 1).T
+
+    def _by_head(self, channels: Tensor, num_key_heads: int) -> list[Tensor]:
+        """Splits the channels of queries, keys and values, [..., 2 H K + G V], into [..., heads, K or V]."""
+        K, V = self.config.linear_key_head_dim, self.config.linear_value_head_dim
+        sizes = [num_key_heads * K, num_key_heads * K, channels.shape[-1] - 2 * num_key_heads * K]
+        parts = zip(channels.split(sizes, dim=-1), (K, K, V), strict=True)
+        return [part.unflatten(-1, (-1, size)) for part, size in parts]
+
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
         c = self.config
-        state = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-        tail = c.linear_conv_kernel_dim - 1, 2 * c.key_dim + c.value_dim
+        H, G = c.linear_num_key_heads, c.linear_num_value_heads
+        if self.exchange is not None:
+            H, G = map(self.exchange.num_own, (H, G))
+        K, V = c.linear_key_head_dim, c.linear_value_head_dim
+        state, tail = (G, K, V), (c.linear_conv_kernel_dim - 1, 2 * H * K + G * V)
         return x.new_zeros(PAD, *state, dtype=at_least_fp32(x)), x.new_zeros(PAD, *tail)
 
     def flops(self, num_tokens: int, num_pairs: int) -> int:

@@ -63,6 +63,19 @@ class PathPairs:
     rollout_logprobs: Tensor | None = None  # [F] float32, nats
     policy_version: Tensor | None = None  # [F] int32
 
+    def of_edges(self, chosen: Tensor) -> PathPairs:
+        """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
+
+        All paths stay, also those without pairs.
+        """
+        kept, number = chosen[self.edge], chosen.cumsum(0) - 1
+        per_pair = {name: value[kept] for name in PER_PAIR if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[kept]]})
+
+
+PER_PATH = ("path_number", "weight", "loss_tokens", "rollout_tokens")  # fields of PathPairs; others: per pair
+PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
+
 
 @dataclass(frozen=True)
 class TreeBatch:

@@ -109,7 +109,7 @@ def _check(
         raise UserError(
             f"TreeGDN: expected q, k [N, H, K], v [N, G, V], H dividing G, and g, beta [N, G], got {shapes}"
         )
-    if layout.chunks is None or layout.chains is None or layout.positions.shape[0] != n:
+    if layout.chunks is None or layout.chains is None or layout.key_index.shape[0] != n:
         raise UserError(
             f"TreeGDN: expected a layout of {n} tokens with chunks and chains, as TreeBatch makes it"
         )

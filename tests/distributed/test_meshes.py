@@ -1,0 +1,174 @@
+"""Ranks that share tokens, experts and weights in any combination train as one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_expert_parallel import square_of_mean
+from tests.support.processes import as_rank, process_group, run_ranks
+from tests.support.same_run import EXPERTS, assert_same_run
+from tests.support.tiny_run import SMALL, tiny_config, train
+from titan_tree.components.moe import RouterLoss
+from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import Config
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.scoring import tree_logprobs
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.registry import build_model
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("meshes")]
+
+CUT: dict[str, Any] = {"data__max_tokens": 12}
+SEQUENCE, EXPERT, REPLICATE = (
+    f"parallel__{key}" for key in ("sequence_parallel", "expert_parallel", "replicate")
+)
+MICRO_BATCHES = {"data__max_tokens": 70}  # several in each step, without partitions
+SCOPE = {"router_loss__scope": "micro_batch"}
+# Ranks, how they share the work, and the other options.
+CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "sequence 2": (2, {SEQUENCE: 2}, {"training__activation_checkpoint": "full", **MICRO_BATCHES}),
+    "sequence 2, recomputed": (2, {SEQUENCE: 2}, {**CUT, "partition__activations": "recompute"}),
+    "sequence 2, hybrid": (2, {SEQUENCE: 2}, {**CUT, **SMALL["qwen3_5"]}),
+    "sequence 2, experts 2, hybrid": (2, {SEQUENCE: 2, EXPERT: 2}, {**CUT, **SMALL["qwen3_5_moe"]}),
+    "sequence 2, routers": (2, {SEQUENCE: 2}, {**CUT, **EXPERTS, **SCOPE}),
+    "sequence 2, whole paths": (2, {SEQUENCE: 2}, {"loss__name": "square_of_mean", **MICRO_BATCHES}),
+    "replicate 2": (2, {REPLICATE: 2}, {**CUT}),
+    "sequence 4": (4, {SEQUENCE: 4}, {**CUT, "training__activation_checkpoint": "selective"}),
+    "sequence 2 of 4": (4, {SEQUENCE: 2}, {"data__global_batch_groups": 1, **CUT}),
+    "sequence 2 of 4, whole paths": (
+        4,
+        {SEQUENCE: 2},
+        {"loss__name": "square_of_mean", "data__max_tokens": 40},
+    ),
+    "sequence 2, experts 4": (4, {SEQUENCE: 2, EXPERT: 4}, {**CUT, **EXPERTS}),
+    "sequence 4, experts 2": (4, {SEQUENCE: 4, EXPERT: 2}, {**MICRO_BATCHES, **EXPERTS, **SCOPE}),
+    "replicate 2 of 4": (4, {REPLICATE: 2}, {"parallel__reduce_gradients": "every", **MICRO_BATCHES}),
+    "replicate 2, experts 2": (4, {REPLICATE: 2, EXPERT: 2}, {**CUT, **EXPERTS}),
+    "replicate 2, sequence 2": (4, {REPLICATE: 2, SEQUENCE: 2}, {**CUT, **SMALL["qwen3_5"]}),
+    "all": (4, {REPLICATE: 2, SEQUENCE: 2, EXPERT: 2}, {**CUT, **EXPERTS}),
+}
+
+
+def config(folder: Path, name: str, **parallel: int) -> Config:
+    register_loss("square_of_mean", whole_paths=True)(square_of_mean)
+    options: dict[str, Any] = {"optimizer__eps": 1e-3, "training__steps": 2, "checkpoint__interval": 2}
+    return tiny_config(folder / name.replace(" ", "_"), **options | CASES[name][2] | parallel)
+
+
+def trees(number: int) -> list[TokenTree]:
+    """Returns trees with nodes of one token, and paths that end within the tree."""
+    result = []
+    for seed in range(number):
+        draw = torch.Generator().manual_seed(seed)
+
+        def tokens(low: int, high: int, draw: torch.Generator = draw) -> list[int]:
+            length = int(torch.randint(low, high, (), generator=draw))
+            return torch.randint(64, (length,), generator=draw).tolist()
+
+        trunk = tokens(20, 30)
+        stems = [trunk[: 7 * i + 5] + tokens(1, 9) for i in range(4)]
+        lists = [stem + tokens(1, 20) for stem in stems for _ in range(2)] + [trunk]
+        fields = {"advantage": 1.0, "weight": 0.5}
+        result.append(
+            TokenTree.from_paths(
+                [
+                    TokenPath(path, **fields, old_logprobs=-4 * torch.rand(len(path), generator=draw).numpy())
+                    for path in lists
+                ]
+            )
+        )
+    return result
+
+
+# Families in float64: the model, the loss, and how four ranks share the work.
+EXACT: dict[str, tuple[str, str, dict[str, int]]] = {
+    "dense": ("qwen3", "grpo", {"sequence_parallel": 4}),
+    "dense, whole paths": ("qwen3", "gspo", {"sequence_parallel": 2}),
+    "hybrid": ("qwen3_5", "grpo", {"sequence_parallel": 4}),
+    "hybrid, replicas": ("qwen3_5", "grpo", {"sequence_parallel": 2, "replicate": 2}),
+    "experts": ("qwen3_moe", "gspo", {"sequence_parallel": 2, "expert_parallel": 4}),
+    "hybrid with experts": ("qwen3_5_moe", "grpo", {"sequence_parallel": 4, "expert_parallel": 2}),
+}
+
+
+def exact_model(name: str) -> Decoder:
+    model = build_model(EXACT[name][0], "debug", vocab_size=64)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model.double()
+
+
+def exact_result(
+    model: Decoder, name: str, own: list[TokenTree], max_tokens: int | None
+) -> dict[str, Tensor]:
+    """Returns the loss, all gradients, and the log-probs and experts of the paths of the first tree."""
+    loss = EXACT[name][1]
+    router = RouterLoss(0.1, 0.01, "micro_batch") if model.experts else None
+    partitioner = None if max_tokens is None else TreePartitioner("redundancy_free", max_tokens)
+    step = TreeStep(model, TreeLoss(loss), partitioner=partitioner, router_loss=router)
+    made = step.prepare([[tree] for tree in own])
+    result = {"loss": step.run(made).loss}
+    for label, parameter in model.named_parameters():
+        assert parameter.grad is not None, label
+        gradient = parameter.grad
+        result[label] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        parameter.grad = None
+    lists = [path.tokens.tolist() for path in trees(1)[0].paths]
+    with torch.no_grad():
+        result["logprobs"] = torch.cat(tree_logprobs(model, lists, max_tokens))
+        if model.experts:
+            _, experts = tree_logprobs(model, lists, max_tokens, return_routed_experts=True)
+            result["experts"] = torch.cat(experts)
+    return result
+
+
+def train_ranks(rank: int, ports: list[int], folder: Path, name: str) -> None:
+    num_ranks, parallel, _ = CASES[name]
+    with as_rank(rank, num_ranks, ports[0]):
+        train(config(folder, name, **parallel))
+
+
+def save_exact_result(rank: int, ports: list[int], path: Path, name: str, max_tokens: int | None) -> None:
+    parallel = EXACT[name][2]
+    with process_group(rank, 4, ports[0]):
+        mesh = init_device_mesh("cpu", (4,))
+        model = parallelize(exact_model(name), mesh, dtype=torch.float64, **parallel)
+        first = 2 * (rank // parallel["sequence_parallel"])  # a second group of ranks has the last tree
+        result = exact_result(
+            model,
+            name,
+            trees(3)[first : first + (3 if parallel["sequence_parallel"] == 4 else 2)],
+            max_tokens,
+        )
+        if rank == 3:
+            torch.save(result, path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
+    """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
+    many = config(tmp_path / "many", name)  # writes the data before several ranks read it
+    run_ranks(train_ranks, CASES[name][0], tmp_path / "many", name)
+    assert_same_run(many, train(config(tmp_path / "one", name)))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 24])
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_are_exact(tmp_path: Path, name: str, max_tokens: int | None) -> None:
+    """Compares with one process in float64: the loss, gradients, log-probs and experts."""
+    run_ranks(save_exact_result, 4, tmp_path / "result.pt", name, max_tokens)
+    got = torch.load(tmp_path / "result.pt")
+    want = exact_result(exact_model(name), name, trees(3), max_tokens)
+    assert got.keys() == want.keys()
+    for label, value in want.items():
+        scale = value.abs().max().clamp_min(1e-30)
+        error = float((got[label] - value).abs().max() / scale)
+        assert error < (1e-9 if value.dtype == torch.float64 else 1e-6), (label, error)

@@ -1,0 +1,194 @@
+"""Tree sequence parallelism: the P ranks of a group run the same trees, and each one 1/P of every layer.
+
+Embedding, norms, projections, MLPs, routers and the loss treat tokens one by one. There, rank r has the
+r-th share of the tokens (tree/shares.py). Attention, the convolution and Gated DeltaNet mix tokens, but treat
+heads one by one. Around them, an all-to-all gives each rank all N tokens of 1/P of the heads, and another one
+takes the outputs back (DeepSpeed-Ulysses, arXiv:2309.14509). The load is therefore even, whatever the shape
+of a tree, and the kernels see the layout, plan, chunks and gateway rows of the whole batch.
+
+Gradients need no collective of their own: each rank's gradient of a weight is that of its tokens or of its
+heads, and FSDP2 sums it over all ranks. If there are fewer key heads than ranks, several ranks hold a copy of
+the same head; the exchange is the transpose of the copy in the backward pass, so their gradients add up.
+
+The exchange consists of custom operators, so that a compiled block has no graph break. All sizes follow from
+N, which the host knows, so nothing waits for the device.
+
+Letters: n tokens of this rank, N of its group, P ranks, H heads of a tensor, D numbers per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_tree.distributed.collectives import named_group
+from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
+from titan_tree.tree.shares import Share
+
+
+def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Makes the ranks of ``group`` share the tokens and heads of every batch, in place.
+
+    Args:
+        model: on any device, also on "meta".
+        group: P adjacent ranks.
+    Raises:
+        UserError: P does not divide the heads of a layer.
+    """
+    size = group.size()
+    for block in model.blocks:
+        for name, number in block.mixer.num_heads.items():
+            is_copied = name in block.mixer.copied_heads
+            if number % size and not (is_copied and size % number == 0):
+                expected = f"a divisor of {name}, {number}" + (", or a multiple of it" if is_copied else "")
+                raise UserError(f"parallel.sequence_parallel: expected {expected}, got {size}")
+        block.mixer.exchange = HeadExchange(group)
+    model.sequence_group = group
+
+
+class HeadExchange:
+    """Exchanges tokens for heads within ``group``. It implements the protocol of models/block.py."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name, self.share = group.group_name, Share(group.rank(), group.size())
+
+    def num_own(self, num_heads: int) -> int:
+        """Returns how many of the heads a rank holds. Several ranks hold the same head if there are few."""
+        return max(num_heads // self.share.num_ranks, 1)
+
+    def own(self, num_heads: int) -> slice:
+        """Returns the heads that this rank holds."""
+        first = self.share.rank * num_heads // self.share.num_ranks
+        return slice(first, first + self.num_own(num_heads))
+
+    def to_heads(self, tensors: Sequence[Sequence[Tensor]], num_tokens: int) -> list[Tensor]:
+        """Exchanges this rank's tokens of all heads for all tokens of its own heads. Collective.
+
+        Args:
+            tensors: each is sent as one tensor, whose parts [n, H, D] lie side by side; H and D may differ.
+            num_tokens: N.
+        Returns:
+            One tensor [N, C] for each, with the C numbers of the rank's heads: part after part, head after
+            head.
+        """
+        return to_heads([self._packed(parts) for parts in tensors], num_tokens, self.name)
+
+    def to_tokens(self, x: Tensor, num_own: int) -> Tensor:
+        """Takes [N, H / P, D] back to the ranks of the tokens. Collective.
+
+        Args:
+            num_own: n.
+        Returns:
+            [n, H, D]
+        """
+        (rows,) = to_tokens([x.flatten(1)], num_own, self.name)  # [P, n, H / P * D]
+        return rows.unflatten(-1, x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns [P, n, C]: for each rank, the numbers of its heads."""
+        size = self.share.num_ranks
+        by_rank = []
+        for x in parts:
+            if (num_heads := x.shape[1]) < size:
+                x = x.repeat_interleave(size // num_heads, dim=1)
+            by_rank.append(x.unflatten(1, (size, -1)).flatten(2))
+        return torch.cat(by_rank, -1).transpose(0, 1).contiguous()
+
+
+@torch.library.custom_op("titan_tree::to_heads", mutates_args=())
+def to_heads(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
+    """Exchanges [P, n, C], for each rank what it gets of this rank's tokens, for [N, C]."""
+    ranks = named_group(group)
+    received = Share(num_ranks=ranks.size()).sizes(num_tokens)
+    result = []
+    for x in tensors:
+        out = x.new_empty(num_tokens, x.shape[2])
+        sent = [x.shape[1]] * ranks.size()
+        dist.all_to_all_single(out, x.contiguous().flatten(0, 1), received, sent, group=ranks)
+        result.append(out)
+    return result
+
+
+@torch.library.custom_op("titan_tree::to_tokens", mutates_args=())
+def to_tokens(tensors: list[Tensor], num_own: int, group: str) -> list[Tensor]:
+    """Exchanges [N, C] for [P, n, C] with n = ``num_own``. The transpose of ``to_heads``."""
+    ranks = named_group(group)
+    result = []
+    for x in tensors:
+        out = x.new_empty(ranks.size() * num_own, x.shape[1])
+        sent = Share(num_ranks=ranks.size()).sizes(len(x))
+        dist.all_to_all_single(out, x.contiguous(), [num_own] * ranks.size(), sent, group=ranks)
+        result.append(out.view(ranks.size(), num_own, x.shape[1]))
+    return result
+
+
+@to_heads.register_fake
+def _(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
+    return [x.new_empty(num_tokens, x.shape[2]) for x in tensors]
+
+
+@to_tokens.register_fake
+def _(tensors: list[Tensor], num_own: int, group: str) -> list[Tensor]:
+    return [x.new_empty(named_group(group).size(), num_own, x.shape[1]) for x in tensors]
+
+
+def _setup_to_heads(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, _, ctx.group = inputs
+    ctx.num_own = tensors[0].shape[1]
+
+
+def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, _, ctx.group = inputs
+    ctx.num_tokens = tensors[0].shape[0]
+
+
+def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    return to_tokens(gradients, ctx.num_own, ctx.group), None, None
+
+
+def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    return to_heads(gradients, ctx.num_tokens, ctx.group), None, None
+
+
+to_heads.register_autograd(_to_heads_backward, setup_context=_setup_to_heads)
+to_tokens.register_autograd(_to_tokens_backward, setup_context=_setup_to_tokens)
+
+
+def join(values: Tensor, index: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Joins what the ranks of a group have computed for their own edges or tokens. Collective.
+
+    Every rank must derive the same loss from the result. The gradient of a rank's own values is then
+    complete, and the backward pass does not communicate.
+
+    Args:
+        values: [n, ...], of this rank.
+        index: [n] int64, the place of each value in the result.
+        size: N.
+        group: None if this rank has all values.
+    Returns:
+        [N, ...]
+    """
+    return _Join.apply(values, index, size, group)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, index: Tensor, size: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        # A sum with zeros needs no sizes of other ranks, so the host need not wait for them.
+        joined = values.new_zeros(size, *values.shape[1:]).index_copy(0, index, values)
+        if group is not None:
+            dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return gradients[0][index], None, None, None
