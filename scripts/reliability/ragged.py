@@ -1,7 +1,7 @@
 """Trains 1,000 steps on irregular trees with four ranks, and checks that the memory of no rank grows.
 
 Trees branch at random, and samples differ in length. The ranks therefore get different numbers of trees,
-micro-batches and partitions. After step 200, caches are full. The trial fits a line to the resident memory of
+micro-batches and partitions. After step 400, caches are full. The trial fits a line to the resident memory of
 each rank from there on. The line may rise by at most 1 % of the rank's memory.
 """
 
@@ -18,7 +18,7 @@ from training import ROOT, Processes, Run, check, preload
 
 TRIALS = 1
 KINDS = ("1,000 steps on four ranks",)
-STEPS, SETTLED, GROUPS = 1000, 200, 300
+STEPS, SETTLED, GROUPS = 1000, 400, 300
 GROWTH = 0.01  # of the memory, from step SETTLED to step STEPS
 VOCABULARY = 64  # of the data of tests/support/tiny_run.py
 
