@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 scripts/benchmark/sequence.py --model qwen3_5 --flavor 9B --layers 8
     torchrun --nproc-per-node 2 scripts/benchmark/sequence.py --flavor debug --tokens 200  # on a CPU
 
-Both run in the same processes, in alternating rounds, with the same random weights and tokens. A step
-consists of forward and backward passes, gradient clipping and AdamW. Alone, every GPU trains the whole tree,
+Both run in the same processes, one after the other, with the same random weights and tokens. A step consists
+of forward and backward passes, gradient clipping and AdamW. Alone, every GPU trains the whole tree,
 with all weights and states of its own. ``--layers`` keeps only the first layers, which must fit into one GPU.
 
 Times are medians of the slowest rank. "loss" is the relative difference between the losses of both after
@@ -15,6 +15,7 @@ the same updates.
 from __future__ import annotations
 
 import argparse
+import gc
 
 import torch
 import torch.distributed as dist
@@ -49,20 +50,21 @@ def main() -> None:
         alone = init_device_mesh(ranks.device_type, (ranks.size(), 1), mesh_dim_names=("rank", "alone"))
         shared = ParallelConfig(sequence_parallel=ranks.size())
         contenders = [
-            *contenders_of(args, "alone", ParallelConfig(), alone["alone"], device),
-            *contenders_of(args, "shared", shared, ranks, device),
+            *measure_all(args, "alone", ParallelConfig(), alone["alone"], device),
+            *measure_all(args, "shared", shared, ranks, device),
         ]
-        run_rounds(contenders, args.rounds)
         if dist.get_rank() == 0:
             rows = table_rows(contenders, args)
             print_table(rows)
             append_csv(args.csv, [setting | row for row in rows])
 
 
-def contenders_of(
+def measure_all(
     args: argparse.Namespace, name: str, parallel: ParallelConfig, mesh: DeviceMesh, device: torch.device
 ) -> list[Contender]:
-    """Returns a contender for each tree."""
+    """Builds a model, times it on each tree, and frees it. Returns a contender for each tree."""
+    gc.collect()  # the model of an earlier call
+    torch.cuda.empty_cache()
     overrides = {"num_hidden_layers": args.layers} if args.layers else {}
     cuda = device.type == "cuda"
     training = TrainingConfig(
@@ -91,6 +93,9 @@ def contenders_of(
 
         measure()  # compiles
         contenders.append(Contender(f"{name}, {shape}", measure))
+    run_rounds(contenders, args.rounds)
+    for contender in contenders:
+        contender.measure = list  # keeps no model alive
     return contenders
 
 

@@ -1,12 +1,15 @@
 """Ranks that share tokens, experts and weights in any combination train as one process."""
 
+import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_expert_parallel import square_of_mean
@@ -18,8 +21,10 @@ from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.activations import Activations
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
@@ -172,3 +177,30 @@ def test_gradients_are_exact(tmp_path: Path, name: str, max_tokens: int | None) 
         scale = value.abs().max().clamp_min(1e-30)
         error = float((got[label] - value).abs().max() / scale)
         assert error < (1e-9 if value.dtype == torch.float64 else 1e-6), (label, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "parallel", "message"),
+    [
+        ("qwen3", 6, {"replicate": 4}, "a divisor of the number of ranks (torchrun), 6, got 4"),
+        ("qwen3", 8, {"replicate": 2, "sequence_parallel": 8}, "ranks of a replica, 4, got 8"),
+        ("qwen3", 6, {"sequence_parallel": 3}, "expected a divisor of num_attention_heads, 4, got 3"),
+        ("qwen3", 8, {"sequence_parallel": 8}, "expected a divisor of num_attention_heads, 4, got 8"),
+        ("qwen3_5", 6, {"sequence_parallel": 3}, "expected a divisor of linear_num_value_heads, 4, got 3"),
+        ("qwen3_moe", 12, {"sequence_parallel": 4, "expert_parallel": 6}, "multiple of parallel.seq"),
+        ("qwen3", 4, {"expert_parallel": 2}, "expected 1, because the model has no experts"),
+    ],
+)  # fmt: skip
+def test_impossible_divisions_are_refused(
+    name: str, num_ranks: int, parallel: dict[str, int], message: str
+) -> None:
+    mesh = cast(DeviceMesh, SimpleNamespace(size=lambda: num_ranks, device_type="cpu"))
+    with pytest.raises(UserError, match=re.escape(message)):
+        parallelize(build_model(name, "debug"), mesh, **parallel)
+
+
+def test_offloading_is_refused_where_ranks_share_tokens() -> None:
+    model = build_model("qwen3", "debug")
+    model.sequence_group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    with pytest.raises(UserError, match="expected 'keep' or 'recompute' with"):
+        TreeStep(model, TreeLoss(), activations=Activations(torch.device("cpu"), "offload"))

@@ -29,32 +29,38 @@ def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
     Args:
         model: on any device, also on "meta".
         mesh: ``Meshes.experts``.
-    Raises:
-        UserError: the model has no experts, P does not divide their number, or the size of an "efsdp" group
-            does not divide the rows of an expert.
     """
-    num_ranks = mesh["ep"].size()
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
-    where = f"parallel.expert_parallel: got {num_ranks}, expected"
-    if not layers:
-        raise UserError(f"{where} 1, because the model has no experts")
-    if len(layers[0].gate_up_proj) % num_ranks:
-        raise UserError(f"{where} a divisor of the number of experts, {len(layers[0].gate_up_proj)}")
-    sharing = mesh["efsdp"].size()
-    for weight in layers[0].parameters():
-        if weight.shape[1] % sharing:
-            raise UserError(
-                f"{where} a larger number: {sharing} ranks shard each expert, so {sharing} must divide the "
-                f"{weight.shape[1]} rows of its weights"
-            )
     group = mesh.get_group("ep")
-    for experts in layers:
+    for experts in _layers(model):
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
         experts.dispatcher = Exchange(group)
     assert model.experts is not None
     model.experts.group = group
+
+
+def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
+    """Raises UserError if ``num_ranks`` ranks cannot hold the experts of a layer together.
+
+    Args:
+        sharing: number of ranks that hold the same experts, over which FSDP2 shards them.
+    """
+    where = "parallel.expert_parallel: expected"
+    if not (layers := _layers(model)):
+        raise UserError(f"{where} 1, because the model has no experts, got {num_ranks}")
+    if (num_experts := len(layers[0].gate_up_proj)) % num_ranks:
+        raise UserError(f"{where} a divisor of the number of experts, {num_experts}, got {num_ranks}")
+    for weight in layers[0].parameters():
+        if weight.shape[1] % sharing:
+            raise UserError(
+                f"{where} a larger number, got {num_ranks}: {sharing} ranks shard each expert, so {sharing} "
+                f"must divide the {weight.shape[1]} rows of its weights"
+            )
+
+
+def _layers(model: Decoder) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def fully_shard_experts(

@@ -67,26 +67,12 @@ class Meshes:
     def of(
         ranks: DeviceMesh, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
     ) -> Meshes:
-        """Divides all ranks, a one-dimensional mesh.
-
-        Raises:
-            UserError: the numbers do not divide each other.
-        """
-        _check_divisor("replicate", replicate, "ranks (torchrun)", ranks.size())
-        size = ranks.size() // replicate  # of a replica
-        of = "ranks of a replica" if replicate > 1 else "ranks (torchrun)"
-        _check_divisor("sequence_parallel", sequence_parallel, of, size)
-        _check_divisor("expert_parallel", expert_parallel, of, size)
-        if sequence_parallel % expert_parallel and expert_parallel % sequence_parallel:
-            raise UserError(
-                "parallel.expert_parallel: expected a divisor or a multiple of parallel.sequence_parallel, "
-                f"{sequence_parallel}, got {expert_parallel}; ranks that run the same trees must exchange "
-                "tokens with the same ranks"
-            )
+        """Divides all ranks, a one-dimensional mesh, in numbers that ``check_sizes`` accepts."""
 
         def mesh(**sizes: int) -> DeviceMesh:
             return init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
+        size = ranks.size() // replicate  # of a replica
         replicas = {"replicate": replicate} if replicate > 1 else {}
         num_shares = ranks.size() // sequence_parallel
         return Meshes(
@@ -95,6 +81,20 @@ class Meshes:
             experts=mesh(**replicas, efsdp=size // expert_parallel, ep=expert_parallel)
             if expert_parallel > 1
             else None,
+        )
+
+
+def check_sizes(num_ranks: int, replicate: int, sequence_parallel: int, expert_parallel: int) -> None:
+    """Raises UserError if ranks cannot be divided in these numbers."""
+    _check_divisor("replicate", replicate, "ranks (torchrun)", num_ranks)
+    of = "ranks of a replica" if replicate > 1 else "ranks (torchrun)"
+    _check_divisor("sequence_parallel", sequence_parallel, of, num_ranks // replicate)
+    _check_divisor("expert_parallel", expert_parallel, of, num_ranks // replicate)
+    if sequence_parallel % expert_parallel and expert_parallel % sequence_parallel:
+        raise UserError(
+            "parallel.expert_parallel: expected a divisor or a multiple of parallel.sequence_parallel, "
+            f"{sequence_parallel}, got {expert_parallel}; otherwise ranks that run the same trees would "
+            "exchange tokens with different ranks"
         )
 
 

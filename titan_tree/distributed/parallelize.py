@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_tree.distributed import ao, titan
-from titan_tree.distributed.expert_parallel import fully_shard_experts, shard_experts
-from titan_tree.distributed.mesh import Meshes
-from titan_tree.distributed.sequence_parallel import shard_sequence
+from titan_tree.distributed.expert_parallel import check_experts, fully_shard_experts, shard_experts
+from titan_tree.distributed.mesh import Meshes, check_sizes
+from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.models.decoder import Decoder
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -75,6 +75,10 @@ def parallelize(
         UserError: float8, sequence_parallel or expert_parallel does not suit the model, or the GPU or the
             number of ranks.
     """
+    check_sizes(mesh.size(), replicate, sequence_parallel, expert_parallel)
+    check_heads(model, sequence_parallel)
+    if expert_parallel > 1:
+        check_experts(model, expert_parallel, mesh.size() // replicate // expert_parallel)
     meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)

@@ -31,22 +31,21 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.tree.shares import Share
 
 
-def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
-    """Makes the ranks of ``group`` share the tokens and heads of every batch, in place.
-
-    Args:
-        model: on any device, also on "meta".
-        group: P adjacent ranks.
-    Raises:
-        UserError: P does not divide the heads of a layer.
-    """
-    size = group.size()
+def check_heads(model: Decoder, num_ranks: int) -> None:
+    """Raises UserError if ``num_ranks`` ranks cannot share the heads of a layer."""
     for block in model.blocks:
         for name, number in block.mixer.num_heads.items():
             is_copied = name in block.mixer.copied_heads
-            if number % size and not (is_copied and size % number == 0):
-                expected = f"a divisor of {name}, {number}" + (", or a multiple of it" if is_copied else "")
-                raise UserError(f"parallel.sequence_parallel: expected {expected}, got {size}")
+            if number % num_ranks and not (is_copied and num_ranks % number == 0):
+                expected = "a divisor or a multiple" if is_copied else "a divisor"
+                raise UserError(
+                    f"parallel.sequence_parallel: expected {expected} of {name}, {number}, got {num_ranks}"
+                )
+
+
+def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Makes the adjacent ranks of ``group`` share the tokens and heads of every batch, in place."""
+    for block in model.blocks:
         block.mixer.exchange = HeadExchange(group)
     model.sequence_group = group
 
