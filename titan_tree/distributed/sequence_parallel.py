@@ -10,15 +10,15 @@ Gradients need no collective of their own: each rank's gradient of a weight is t
 heads, and FSDP2 sums it over all ranks. If there are fewer key heads than ranks, several ranks hold a copy of
 the same head; the exchange is the transpose of the copy in the backward pass, so their gradients add up.
 
-The exchange consists of custom operators, so that a compiled block has no graph break. All sizes follow from
-N, which the host knows, so nothing waits for the device.
+The exchange consists of custom operators, so that a compiled block has no graph break. They also rearrange
+the numbers: with views of unknown sizes in its graph, torch.compile took minutes. All sizes follow from N,
+which the host knows, so nothing waits for the device.
 
 Letters: n tokens of this rank, N of its group, P ranks, H heads of a tensor, D numbers per head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,93 +65,79 @@ class HeadExchange:
         first = self.share.rank * num_heads // self.share.num_ranks
         return slice(first, first + self.num_own(num_heads))
 
-    def to_heads(self, tensors: Sequence[Sequence[Tensor]], num_tokens: int) -> list[Tensor]:
-        """Exchanges this rank's tokens of all heads for all tokens of its own heads. Collective.
+    def to_heads(self, tensors: list[Tensor], num_tokens: int) -> list[Tensor]:
+        """Exchanges the rank's tokens of all heads, [n, H, D] each, for all tokens of its heads. Collective.
 
         Args:
-            tensors: each is sent as one tensor, whose parts [n, H, D] lie side by side; H and D may differ.
             num_tokens: N.
         Returns:
-            One tensor [N, C] for each, with the C numbers of the rank's heads: part after part, head after
-            head.
+            [N, num_own(H), D] each.
         """
-        return to_heads([self._packed(parts) for parts in tensors], num_tokens, self.name)
+        return to_heads(tensors, num_tokens, self.name)
 
     def to_tokens(self, x: Tensor, num_own: int) -> Tensor:
-        """Takes [N, H / P, D] back to the ranks of the tokens. Collective.
-
-        Args:
-            num_own: n.
-        Returns:
-            [n, H, D]
-        """
-        (rows,) = to_tokens([x.flatten(1)], num_own, self.name)  # [P, n, H / P * D]
-        return rows.unflatten(-1, x.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns [P, n, C]: for each rank, the numbers of its heads."""
-        size = self.share.num_ranks
-        by_rank = []
-        for x in parts:
-            if (num_heads := x.shape[1]) < size:
-                x = x.repeat_interleave(size // num_heads, dim=1)
-            by_rank.append(x.unflatten(1, (size, -1)).flatten(2))
-        return torch.cat(by_rank, -1).transpose(0, 1).contiguous()
+        """Returns [N, H / P, D] to the ranks of the tokens, as [n, H, D] with n = ``num_own``. Collective."""
+        (own,) = to_tokens([x], num_own, [x.shape[1] * self.share.num_ranks], self.name)
+        return own
 
 
 @torch.library.custom_op("titan_tree::to_heads", mutates_args=())
 def to_heads(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
-    """Exchanges [P, n, C], for each rank what it gets of this rank's tokens, for [N, C]."""
+    """Exchanges [n, H, D] for [N, h, D], see ``HeadExchange``. Copies heads if there are fewer than ranks."""
     ranks = named_group(group)
-    received = Share(num_ranks=ranks.size()).sizes(num_tokens)
+    size, received = ranks.size(), Share(num_ranks=ranks.size()).sizes(num_tokens)
     result = []
     for x in tensors:
-        out = x.new_empty(num_tokens, x.shape[2])
-        sent = [x.shape[1]] * ranks.size()
-        dist.all_to_all_single(out, x.contiguous().flatten(0, 1), received, sent, group=ranks)
+        copies = x.repeat_interleave(size // x.shape[1], dim=1) if x.shape[1] < size else x
+        by_rank = copies.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)  # [P n, h, D]
+        out = x.new_empty(num_tokens, *by_rank.shape[1:])
+        dist.all_to_all_single(out, by_rank.contiguous(), received, [len(x)] * size, group=ranks)
         result.append(out)
     return result
 
 
 @torch.library.custom_op("titan_tree::to_tokens", mutates_args=())
-def to_tokens(tensors: list[Tensor], num_own: int, group: str) -> list[Tensor]:
-    """Exchanges [N, C] for [P, n, C] with n = ``num_own``. The transpose of ``to_heads``."""
+def to_tokens(tensors: list[Tensor], num_own: int, num_heads: list[int], group: str) -> list[Tensor]:
+    """Exchanges [N, h, D] for [n, H, D]. The transpose of ``to_heads``: it sums copies of the same head."""
     ranks = named_group(group)
-    result = []
-    for x in tensors:
-        out = x.new_empty(ranks.size() * num_own, x.shape[1])
-        sent = Share(num_ranks=ranks.size()).sizes(len(x))
-        dist.all_to_all_single(out, x.contiguous(), [num_own] * ranks.size(), sent, group=ranks)
-        result.append(out.view(ranks.size(), num_own, x.shape[1]))
+    size, result = ranks.size(), []
+    for x, heads in zip(tensors, num_heads, strict=True):
+        by_rank = x.new_empty(size * num_own, *x.shape[1:])
+        sent = Share(num_ranks=size).sizes(len(x))
+        dist.all_to_all_single(by_rank, x.contiguous(), [num_own] * size, sent, group=ranks)
+        own = by_rank.unflatten(0, (size, num_own)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
+        result.append(own.unflatten(1, (heads, -1)).sum(2) if heads < size else own.contiguous())
     return result
 
 
 @to_heads.register_fake
 def _(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
-    return [x.new_empty(num_tokens, x.shape[2]) for x in tensors]
+    size = named_group(group).size()
+    return [x.new_empty(num_tokens, max(x.shape[1] // size, 1), x.shape[2]) for x in tensors]
 
 
 @to_tokens.register_fake
-def _(tensors: list[Tensor], num_own: int, group: str) -> list[Tensor]:
-    return [x.new_empty(named_group(group).size(), num_own, x.shape[1]) for x in tensors]
+def _(tensors: list[Tensor], num_own: int, num_heads: list[int], group: str) -> list[Tensor]:
+    sizes = zip(tensors, num_heads, strict=True)
+    return [x.new_empty(num_own, heads, x.shape[2]) for x, heads in sizes]
 
 
 def _setup_to_heads(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, _, ctx.group = inputs
-    ctx.num_own = tensors[0].shape[1]
+    ctx.num_own, ctx.num_heads = tensors[0].shape[0], [x.shape[1] for x in tensors]
 
 
 def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, _, ctx.group = inputs
+    tensors, _, _, ctx.group = inputs
     ctx.num_tokens = tensors[0].shape[0]
 
 
 def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return to_tokens(gradients, ctx.num_own, ctx.group), None, None
+    return to_tokens(gradients, ctx.num_own, ctx.num_heads, ctx.group), None, None
 
 
 def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return to_heads(gradients, ctx.num_tokens, ctx.group), None, None
+    return to_heads(gradients, ctx.num_tokens, ctx.group), None, None, None
 
 
 to_heads.register_autograd(_to_heads_backward, setup_context=_setup_to_heads)

@@ -65,8 +65,7 @@ class Attention(Mixer):
         k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (self.k_proj, self.v_proj))
         q, k = rope.rotate(self.q_norm(q)), rope.rotate(self.k_norm(k))
         if self.exchange is not None:
-            rows = self.exchange.to_heads([[q], [k], [v]], layout.key_index.shape[0])
-            q, k, v = (part.unflatten(-1, (-1, D)) for part in rows)
+            q, k, v = self.exchange.to_heads([q, k, v], layout.key_index.shape[0])
         exports: tuple[Tensor, ...] = ()
         if layout.exports is not None:
             exports = (torch.stack([part.index_select(0, layout.exports) for part in (k, v)], dim=1),)

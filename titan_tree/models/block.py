@@ -12,7 +12,7 @@ N tokens, d hidden size, k experts of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class HeadExchange(Protocol):
 
     def own(self, num_heads: int) -> slice: ...
 
-    def to_heads(self, tensors: Sequence[Sequence[Tensor]], num_tokens: int) -> list[Tensor]: ...
+    def to_heads(self, tensors: list[Tensor], num_tokens: int) -> list[Tensor]: ...
 
     def to_tokens(self, x: Tensor, num_own: int) -> Tensor: ...
 

@@ -104,10 +104,9 @@ class GatedDeltaNet(Mixer):
         num_key_heads = c.linear_num_key_heads
         conv, A_log, dt_bias = self.conv1d.weight[:, 0], self.A_log.to(wide), self.dt_bias.to(wide)
         if self.exchange is not None:
-            gates = [gate[..., None] for gate in (b, a)]
-            sent = [self._by_head(qkv, num_key_heads), gates]
-            qkv, gates_here = self.exchange.to_heads(sent, layout.key_index.shape[0])
-            b, a = gates_here.chunk(2, dim=-1)
+            sent = [*self._by_head(qkv, num_key_heads), torch.stack([b, a], -1)]
+            *by_head, gates = self.exchange.to_heads(sent, layout.key_index.shape[0])
+            qkv, (b, a) = torch.cat([part.flatten(1) for part in by_head], -1), gates.unbind(-1)
             num_key_heads = self.exchange.num_own(num_key_heads)
             own = self.exchange.own(c.linear_num_value_heads)
             conv, A_log, dt_bias = self._own_conv(self.exchange), A_log[own], dt_bias[own]
