@@ -8,8 +8,7 @@ Both run in the same processes, one after the other, with the same random weight
 of forward and backward passes, gradient clipping and AdamW. Alone, every GPU trains the whole tree,
 with all weights and states of its own. ``--layers`` keeps only the first layers, which must fit into one GPU.
 
-Times are medians of the slowest rank. "loss" is the relative difference between the losses of both after
-the same updates.
+Times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -84,12 +83,11 @@ def measure_all(
         def measure(prepared=prepared, flops=flops) -> list[dict[str, float]]:
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            losses = []
             dist.barrier()
-            seconds = wall_s(lambda: losses.append(update(step, prepared)[0]))
+            seconds = wall_s(lambda: update(step, prepared))
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
             slowest, peak = all_reduce_max(torch.tensor([seconds, peak], device=device)).tolist()
-            return [{"s": slowest, "GiB": peak, "loss": losses[0], "flops": flops}]
+            return [{"s": slowest, "GiB": peak, "flops": flops}]
 
         measure()  # compiles
         contenders.append(Contender(f"{name}, {shape}", measure))
@@ -105,7 +103,6 @@ def table_rows(contenders: list[Contender], args: argparse.Namespace) -> list[Ro
     for i, contender in enumerate(contenders):
         base, number = contenders[i % half], dist.get_world_size() if i >= half else 1
         s = contender.median("s")
-        losses = zip(contender.samples["loss"], base.samples["loss"], strict=True)
         rows.append(
             {
                 "tree": contender.name,
@@ -115,7 +112,6 @@ def table_rows(contenders: list[Contender], args: argparse.Namespace) -> list[Ro
                 "TFLOP/s/GPU": round(contender.median("flops") / s / number / 1e12),
                 "speedup": round(base.median("s") / s, 2),
                 "GiB": round(contender.median("GiB"), 1),
-                "loss": f"{max(abs(a / b - 1) for a, b in losses):.1e}",
             }
         )
     return rows
