@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from titan_tree.data.files import DataSizes
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -75,7 +75,7 @@ def build_parallel_model(
         _fill(built, read_weights(model.hf_path, built), mesh)
         load_router_biases(built, model.hf_path)
     else:
-        _fill(built, _random_weights(built, mesh, training.seed), mesh)
+        built.init_weights(training.seed, weight_shards(built))
     return built
 
 
@@ -100,19 +100,6 @@ def _fill(model: Decoder, weights: Iterator[tuple[str, Tensor]], mesh: DeviceMes
         if isinstance(parameter, DTensor):
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(value)
-
-
-def _random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole random tensor) for every parameter.
-
-    Each tensor has a seed of its own and is drawn whole on every rank, so that the weights do not depend on
-    the number of ranks.
-    """
-    for name, parameter in model.state_dict().items():
-        generator = torch.Generator(mesh.device_type).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        value = torch.empty(parameter.shape, device=mesh.device_type)
-        model.init_parameter(name, value, generator)
-        yield name, value
 
 
 def check_optimizer(config: Config) -> None:
