@@ -98,19 +98,6 @@ def build_model_without_weights(model: ModelConfig) -> Decoder:
     return model_from_config(model.hf_path, model.attention, model.gdn)
 
 
-def check_optimizer(config: Config) -> None:
-    """Raises UserError if the optimizer's package is missing, or if async_save is set but not supported.
-
-    The trainer calls this before it reads weights, which can take minutes.
-    """
-    spec = OPTIMIZERS[config.optimizer.name]
-    spec.load()
-    if config.checkpoint.async_save and not spec.async_save:
-        raise UserError(
-            f'checkpoint.async_save: expected false with optimizer.name = "{config.optimizer.name}", got true'
-        )
-
-
 def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": family(model), "optimizer": config.optimizer.name, **vars(model.config)}

@@ -26,7 +26,7 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.shards import whole_weights
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS
+from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -58,7 +58,7 @@ class _Run:
         """Imports the loss, the optimizer and the loggers."""
         config = self.config
         build.build_loss(config.loss)
-        build.check_optimizer(config)
+        OPTIMIZERS[config.optimizer.name].load()
         for name in config.metrics.loggers:
             LOGGERS[name]
         names = (config.loss.name, config.optimizer.name, *config.metrics.loggers)
