@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": UNEVEN,
     "qwen3_5_moe": UNEVEN,
 }
-# Ranks and ranks that share the experts of a layer; with (4, 2), experts are sharded in two dims.
+# Ranks and parallel.expert_parallel. With (4, 2), experts are sharded in two dims.
 MESHES = {"qwen3": [(2, 1), (4, 1)], "qwen3_moe": [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]}
 MESHES |= {"qwen3_5": MESHES["qwen3"], "qwen3_5_moe": [(2, 2), (4, 2)]}
 CASES = [(name, *mesh) for name, meshes in MESHES.items() for mesh in meshes]
