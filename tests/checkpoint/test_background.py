@@ -130,6 +130,22 @@ def test_a_failed_write_is_reported_and_earlier_checkpoints_are_intact(
     assert read_metrics(config) == read_metrics(whole)
 
 
+def test_missing_host_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_like = torch.empty_like
+
+    def refuse(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return empty_like(value, **options)
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    config = tiny_config(tmp_path, checkpoint__interval=2, **ASYNC)
+    message = r"8,192 bytes of host memory for model\.embed_tokens\.weight: CUDA error: out of memory; free"
+    with pytest.raises(UserError, match=rf"checkpoint\.async_save: cannot allocate {message}"):
+        train(config)
+    assert not list(Path(config.folder).glob("checkpoints/step-*"))
+
+
 def fail_on_rank_1(rank: int, ports: list[int], folder: Path) -> None:
     config = tiny_config(folder, checkpoint__interval=2, training__steps=6, **ASYNC)
     with as_rank(rank, 2, ports[0]), pytest.MonkeyPatch.context() as patch:

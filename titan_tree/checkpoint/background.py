@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_tree.distributed.titan import OptimizersContainer
+from titan_tree.errors import UserError
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -48,6 +49,8 @@ class BackgroundWriter:
 
         Returns:
             A future that ends when ``writer`` has finished. Wait for it before you start another checkpoint.
+        Raises:
+            UserError: host memory cannot be allocated; raised by the future and by the optimizers' next step.
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())  # which may still be computing them
@@ -81,5 +84,11 @@ class BackgroundWriter:
         if not isinstance(value, Tensor):
             return value  # the mesh of a DTensor
         if name not in self._host:
-            self._host[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            try:
+                self._host[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            except RuntimeError as error:
+                raise UserError(
+                    f"checkpoint.async_save: cannot allocate {value.nbytes:,} bytes of host memory for "
+                    f"{name}: {str(error).splitlines()[0]}; free some memory, or set it to false"
+                ) from None
         return self._host[name].copy_(value, non_blocking=True)

@@ -234,8 +234,7 @@ class Decoder(nn.Module, ABC):
         """Draws all parameters. It also initializes a model after ``to_empty`` from the meta device.
 
         Args:
-            seed: determines all weights, on any device and for any number of ranks. None draws a seed from
-                torch's default generator.
+            seed: determines all weights, for any number of ranks; None: drawn by torch's default generator.
             shards: the part of each parameter that this rank holds; None if the model is not sharded.
         """
         if seed is None:
