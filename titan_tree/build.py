@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_tree.components.moe import RouterBias, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
@@ -36,12 +33,14 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
+from titan_tree.distributed.collectives import agreed
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf import load_router_biases, model_from_config, read_weights
+from titan_tree.models.hf import fill_shards, load_router_biases, model_from_config, read_weights
 from titan_tree.models.registry import build_model, family
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.paths import ModelLimits
@@ -54,8 +53,8 @@ def build_parallel_model(
 ) -> Decoder:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
-    No rank ever holds the whole model. The model is created on the meta device and sharded; then weights are
-    read or drawn one at a time.
+    No rank ever holds the whole model. The model is created on the meta device and sharded; then each rank
+    reads or draws its own shards. Random weights are the same for any number of ranks.
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
@@ -71,13 +70,21 @@ def build_parallel_model(
         sequence_parallel=parallel.sequence_parallel,
         expert_parallel=parallel.expert_parallel,
     )
-    built.to_empty(device=mesh.device_type)
     if model.hf_path:
-        _fill(built, read_weights(model.hf_path, built), mesh)
-        load_router_biases(built, model.hf_path)
+        # Each rank checks only the values that it reads, so it must tell the others about an error.
+        agreed(partial(_load_snapshot, built, model.hf_path, mesh.device_type))
     else:
-        _fill(built, _random_weights(built, mesh, training.seed), mesh)
+        built.to_empty(device=mesh.device_type)
+        built.init_weights(training.seed, weight_shards(built))
     return built
+
+
+def _load_snapshot(model: Decoder, folder: str, device: str) -> None:
+    """Moves a model from the meta device to ``device``, with the weights of a snapshot."""
+    parts = read_weights(folder, model, weight_shards(model))
+    model.to_empty(device=device)
+    fill_shards(weight_shards(model), parts)
+    load_router_biases(model, folder)
 
 
 def build_model_without_weights(model: ModelConfig) -> Decoder:
@@ -90,43 +97,6 @@ def build_model_without_weights(model: ModelConfig) -> Decoder:
             "remove them, or set model.flavor instead of model.hf_path"
         )
     return model_from_config(model.hf_path, model.attention, model.gdn)
-
-
-def _fill(model: Decoder, weights: Iterator[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
-    """Copies whole weights, which are the same on every rank, into the parameters or this rank's shards."""
-    parameters = model.state_dict()
-    for name, tensor in weights:
-        parameter = parameters[name]
-        value = tensor.to(mesh.device_type, torch.float32)
-        if isinstance(parameter, DTensor):
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(value)
-
-
-def _random_weights(model: Decoder, mesh: DeviceMesh, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole random tensor) for every parameter.
-
-    Each tensor has a seed of its own and is drawn whole on every rank, so that the weights do not depend on
-    the number of ranks.
-    """
-    for name, parameter in model.state_dict().items():
-        generator = torch.Generator(mesh.device_type).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        value = torch.empty(parameter.shape, device=mesh.device_type)
-        model.init_parameter(name, value, generator)
-        yield name, value
-
-
-def check_optimizer(config: Config) -> None:
-    """Raises UserError if the optimizer's package is missing, or if async_save is set but not supported.
-
-    The trainer calls this before it reads weights, which can take minutes.
-    """
-    spec = OPTIMIZERS[config.optimizer.name]
-    spec.load()
-    if config.checkpoint.async_save and not spec.async_save:
-        raise UserError(
-            f'checkpoint.async_save: expected false with optimizer.name = "{config.optimizer.name}", got true'
-        )
 
 
 def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:

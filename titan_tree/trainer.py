@@ -32,7 +32,6 @@ from titan_tree.build import (
     build_tokenizer,
     build_tree_step,
     build_validation,
-    check_optimizer,
     describe_architecture,
     num_steps,
     num_workers,
@@ -64,7 +63,7 @@ from titan_tree.leaving import AgreedInput, Leaving
 from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.decoder import Decoder
-from titan_tree.registry import LOGGERS
+from titan_tree.registry import LOGGERS, OPTIMIZERS
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class Trainer:
 
         # Mistakes in these tables are reported before weights are read.
         loss = build_loss(config.loss)
-        check_optimizer(config)
+        OPTIMIZERS[config.optimizer.name].load()  # imports its package
         for name in config.metrics.loggers:
             LOGGERS[name]  # imports its package
 

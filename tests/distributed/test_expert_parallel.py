@@ -92,7 +92,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
 
 def partly_frozen_model(name: str) -> Decoder:
     model = build_model("qwen3_moe", "debug", tie_word_embeddings=False)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(seed=0)
     for label, parameter in model.named_parameters():
         parameter.requires_grad_(not label.startswith(FROZEN[name]))
     return model

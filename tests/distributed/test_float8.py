@@ -182,7 +182,7 @@ def compare_with_one_rank(rank: int, ports: list[int]) -> None:
         mesh = init_device_mesh("cpu", (2,))
         for recipe in RECIPES:
             sharded = build_model("qwen3", "debug", num_hidden_layers=1)
-            sharded.init_weights(torch.Generator().manual_seed(0))
+            sharded.init_weights(seed=0)
             alone = copy.deepcopy(sharded).bfloat16()
             ao.float8_linears(alone, recipe, "cpu")
             parallelize(sharded, mesh, float8=recipe)

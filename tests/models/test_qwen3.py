@@ -183,9 +183,9 @@ def test_weights_can_be_drawn_after_the_meta_device():
     with torch.device("meta"):
         model = build_model("qwen3", "debug", "reference", tie_word_embeddings=False)
     model.to_empty(device="cpu")
-    model.init_weights(torch.Generator().manual_seed(1))
+    model.init_weights(seed=1)
     again = Qwen3(model.config)
-    again.init_weights(torch.Generator().manual_seed(1))
+    again.init_weights(seed=1)
     for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter, other)
         if parameter.ndim == 1:

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titan_tree.checkpoint.background import BackgroundWriter
 from titan_tree.checkpoint.changes import check_architecture, check_config
 from titan_tree.checkpoint.lock import FolderLock, set_aside
 from titan_tree.checkpoint.storage import (
@@ -96,7 +97,8 @@ class Checkpoints:
         self.last_saved = 0
         if config.interval:
             self.lock = FolderLock(folder)
-            self._async_group = dist.new_group(backend="gloo") if config.async_save else None
+            device = next(model.parameters()).device
+            self._background = BackgroundWriter(optimizers, device) if config.async_save else None
 
     def resume(self) -> None:
         """Loads the newest good checkpoint, if any, and deletes partial ones of this run.
@@ -156,16 +158,11 @@ class Checkpoints:
                 "config": self.run_config,
             }
             writer = CheckpointWriter(unfinished, self._path(step), content)
-            if self.config.async_save:
-                written = dcp.async_save(
-                    self._tensors(), storage_writer=writer, process_group=self._async_group
-                )
-                assert isinstance(written, Future)
-                self._written = written
-            else:
-                dcp.save(self._tensors(), storage_writer=writer)
-        if not self.config.async_save:
-            self._saved()
+            if self._background:
+                self._written = self._background.start(self._tensors(), writer)
+                return True
+            dcp.save(self._tensors(), storage_writer=writer)
+        self._saved()
         return True
 
     def wait(self) -> None:

@@ -149,7 +149,9 @@ class CheckpointConfig(Checked, table="checkpoint"):
     # Resume even if the data, the samples, the loss or the validation files have changed. One curve then
     # shows different experiments. The log names the changes.
     allow_changes: bool = False
-    async_save: bool = False  # copy to host memory, then write while training continues
+    # Write while training continues. Each rank copies its weights and optimizer states to pinned host memory
+    # during the next step, and keeps this memory until the run ends.
+    async_save: bool = False
     export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
 
     def __post_init__(self) -> None:

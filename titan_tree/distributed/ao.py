@@ -96,9 +96,8 @@ def _adamw_8bit() -> type[torch.optim.Optimizer]:
     return _import("optim", "optimizer.name").AdamW8bit
 
 
-# The states are a tensor subclass that torch cannot copy asynchronously, and that torchao can only split
-# along the first dimension.
-ADAMW_8BIT = OptimizerSpec(load=_adamw_8bit, async_save=False, reshards_any_dim=False)
+# torchao can split the states along the first dimension only.
+ADAMW_8BIT = OptimizerSpec(load=_adamw_8bit, reshards_any_dim=False)
 
 
 def _import(name: str, key: str) -> ModuleType:

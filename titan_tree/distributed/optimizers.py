@@ -33,13 +33,11 @@ class OptimizerSpec:
             ``betas``, ``eps`` and ``weight_decay``; it may ignore the options that it does not need.
         fused: the optimizer has a fused kernel that divides gradients by the attribute ``grad_scale`` and
             skips the step if the attribute ``found_inf`` is 1, as ``torch.optim.AdamW`` does.
-        async_save: asynchronous checkpoints can copy its states, which holds for plain tensors.
         reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
     """
 
     load: Callable[[], Callable[..., torch.optim.Optimizer]]
     fused: bool = False
-    async_save: bool = True
     reshards_any_dim: bool = True
 
 

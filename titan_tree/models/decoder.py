@@ -27,7 +27,9 @@ from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.experts import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
+from titan_tree.models.random_weights import ElementDraws, draw_weights
 from titan_tree.models.rope import Rope
+from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
@@ -246,20 +248,24 @@ class Decoder(nn.Module, ABC):
         return list(gateway or ())
 
     @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draws all parameters. It also initializes a model after ``to_empty`` from the meta device."""
-        for name, parameter in self.named_parameters():
-            self.init_parameter(name, parameter, generator)
+    def init_weights(self, seed: int | None = None, shards: WeightShards | None = None) -> None:
+        """Draws all parameters. It also initializes a model after ``to_empty`` from the meta device.
 
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fills ``tensor`` with initial values of the parameter ``name``.
+        Args:
+            seed: determines all weights, for any number of ranks; None: drawn by torch's default generator.
+            shards: the part of each parameter that this rank holds; None if the model is not sharded.
+        """
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        for name, shard in (whole_weights(self) if shards is None else shards).items():
+            draw_weights(shard, name, seed, self.initial_values)
+
+    def initial_values(self, name: str, draws: ElementDraws) -> Tensor:
+        """Returns initial values for some elements of the parameter ``name``.
 
         Matrices are drawn from N(0, 0.02^2). Weights of norms are 1.
         """
-        if tensor.ndim == 1:
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, INIT_STD, generator=generator)
+        return draws.constant(1.0) if self.get_parameter(name).ndim == 1 else draws.normal(INIT_STD)
 
     def num_parameters(self) -> int:
         """Returns the number of parameters. A tied embedding counts once."""

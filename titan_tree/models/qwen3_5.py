@@ -28,6 +28,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
+from titan_tree.models.random_weights import ElementDraws, log
 from titan_tree.tree.layout import TreeLayout
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -168,19 +169,18 @@ class Hybrid(Decoder):
         *first, last = (part.flatten(0, 1) for part in heads)
         return [torch.cat(first), last]
 
-    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fills ``tensor`` with initial values of the parameter ``name``.
+    def initial_values(self, name: str, draws: ElementDraws) -> Tensor:
+        """Returns initial values for some elements of the parameter ``name``.
 
         Matrices and convolutions are drawn from N(0, 0.02^2). Norms begin as the identity. Decays are drawn
         as published.
         """
         module, _, kind = name.rpartition(".")
         if isinstance(self.get_submodule(module), ZeroCentredRMSNorm):
-            tensor.zero_()
-        elif kind == "A_log":
-            tensor.uniform_(0.01, 16.0, generator=generator).log_()
-        else:
-            super().init_parameter(name, tensor, generator)
+            return draws.constant(0.0)
+        if kind == "A_log":
+            return log(draws.uniform(0.01, 16.0))
+        return super().initial_values(name, draws)
 
 
 def _published(

@@ -25,7 +25,8 @@ from titan_tree.data.files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS
+from titan_tree.models.shards import whole_weights
+from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -57,7 +58,7 @@ class _Run:
         """Imports the loss, the optimizer and the loggers."""
         config = self.config
         build.build_loss(config.loss)
-        build.check_optimizer(config)
+        OPTIMIZERS[config.optimizer.name].load()
         for name in config.metrics.loggers:
             LOGGERS[name]
         names = (config.loss.name, config.optimizer.name, *config.metrics.loggers)
@@ -72,9 +73,8 @@ class _Run:
         if not folder:
             yield Finding("model", f"{text}, random weights")
             return
-        next(
-            read_weights(folder, self._model)
-        )  # compares all names, shapes and dtypes before the first tensor
+        # This compares all names, shapes and dtypes before the first tensor.
+        next(read_weights(folder, self._model, whole_weights(self._model)))
         yield Finding("model", f"{text}; {folder} has all tensors")
 
     def backends(self) -> Iterator[Finding]:

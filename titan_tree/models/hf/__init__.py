@@ -6,7 +6,20 @@ load     snapshot -> model
 save     model -> snapshot
 """
 
-from titan_tree.models.hf.load import load_pretrained, load_router_biases, model_from_config, read_weights
+from titan_tree.models.hf.load import (
+    fill_shards,
+    load_pretrained,
+    load_router_biases,
+    model_from_config,
+    read_weights,
+)
 from titan_tree.models.hf.save import save_pretrained
 
-__all__ = ["load_pretrained", "load_router_biases", "model_from_config", "read_weights", "save_pretrained"]
+__all__ = [
+    "fill_shards",
+    "load_pretrained",
+    "load_router_biases",
+    "model_from_config",
+    "read_weights",
+    "save_pretrained",
+]

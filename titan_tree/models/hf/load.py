@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,33 @@ from titan_tree.config.checks import finite
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
-from titan_tree.models.hf.names import NOT_LOADED, Correspondence, Shape, correspondences, hf_name, model_name
+from titan_tree.models.hf.names import (
+    NOT_LOADED,
+    Correspondence,
+    Piece,
+    Shape,
+    correspondences,
+    hf_name,
+    model_name,
+)
+from titan_tree.models.shards import WeightShard, WeightShards, whole_weights
 from titan_tree.registry import MODELS
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
+EMBEDDING, COPY = "embed_tokens.weight", "lm_head.weight"  # of a tied model
+
+Place = tuple[slice, ...]
+
+
+class WeightPart(NamedTuple):
+    """Some values of a parameter, as one tensor of a snapshot holds them."""
+
+    parameter: str
+    place: Place  # in this rank's shard of the parameter
+    values: Tensor  # on the CPU, in the stored dtype
+    tensor: str  # the model's name of the snapshot's tensor
 
 
 def load_pretrained(
@@ -42,11 +64,9 @@ def load_pretrained(
     """
     with torch.device("meta"):
         model = model_from_config(folder, attention, gdn).to(dtype)
-    weights = read_weights(folder, model)
+    parts = read_weights(folder, model, whole_weights(model))  # refuses wrong sizes before they take memory
     model.to_empty(device=device)
-    parameters = model.state_dict()
-    for name, tensor in weights:
-        parameters[name].copy_(tensor)
+    fill_shards(whole_weights(model), parts)
     load_router_biases(model, folder)
     return model
 
@@ -71,42 +91,37 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
     return model_class(model_class.Config.from_hf(config, str(path)), attention, gdn)
 
 
-def read_weights(folder: str | Path, model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Iterates over (name, tensor) of every parameter of ``model``, by the model's names.
+def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> Iterator[WeightPart]:
+    """Iterates over the weights in ``shards``. Of each file, it reads only the rows that they hold.
 
-    Tensors come one at a time, on the CPU, in the stored dtype. This call checks names, shapes and dtypes of
-    all files. A tensor's values are checked when it is read, which takes one more pass over it in memory.
+    This call checks names, shapes and dtypes of all files. Values are checked when they are read, which takes
+    one more pass over them in memory.
 
     Args:
         folder: the snapshot.
         model: says which tensors are expected; it may be on the meta device or sharded.
+        shards: the part of each parameter to read; only their sizes are used.
     Raises:
         UserError: see ``load_pretrained``.
     """
     folder = Path(folder)
     files = weight_files(folder)
     stored = _stored_shapes(folder, files)
-    if model.lm_head is None:
-        _drop_copied_embedding(folder, files, stored)
+    # The published Qwen3-0.6B, for example, is tied and has its embedding twice.
+    copied = stored.pop(COPY, None) if model.lm_head is None else None
     needed = correspondences(model, stored)
     _check(folder, stored, needed)
-    return _converted(_finite_tensors(files, stored), needed)
+    if copied is not None:
+        _check_copied_embedding(folder, files, copied, shards[EMBEDDING])
+    pieces = {name: found for each in needed for name, found in each.pieces().items()}
+    return _finite_parts(files, pieces, shards)
 
 
-def _converted(
-    tensors: Iterable[tuple[str, Tensor]], needed: list[Correspondence]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters as soon as all tensors that hold them have come."""
-    holder = {name: correspondence for correspondence in needed for name in correspondence.tensors}
-    incomplete: dict[Correspondence, dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        correspondence = holder[name]
-        parts = incomplete.setdefault(correspondence, {})
-        parts[name] = tensor
-        if len(parts) == len(correspondence.tensors):
-            del incomplete[correspondence]
-            ordered = [parts[part] for part in correspondence.tensors]
-            yield from zip(correspondence.parameters, correspondence.convert(ordered), strict=True)
+def fill_shards(shards: WeightShards, parts: Iterable[WeightPart]) -> None:
+    """Copies the result of ``read_weights`` into ``shards``."""
+    for part in parts:
+        target = shards[part.parameter].values[part.place]
+        target.copy_(part.values.to(target.device))  # cast on the device, after the transfer
 
 
 def load_router_biases(model: Decoder, folder: str | Path) -> None:
@@ -166,44 +181,65 @@ def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
     return shapes
 
 
-def _drop_copied_embedding(folder: Path, files: list[Path], stored: dict[str, Shape]) -> None:
-    """Removes the output projection of a tied model from ``stored``.
-
-    The published Qwen3-0.6B, for example, has its embedding twice. Raises UserError if the two differ.
-    """
-    embedding, copy = "embed_tokens.weight", "lm_head.weight"
-    if copy not in stored:
-        return
-    del stored[copy]
-    both = dict(_tensors(files, {embedding, copy}))
-    if embedding in both and not torch.equal(both[embedding], both[copy]):
-        raise UserError(
-            f"{folder}: {copy} differs from {hf_name(embedding)}, but config.json says "
-            "tie_word_embeddings: true; set it to false"
-        )
+def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shard: WeightShard) -> None:
+    """Raises UserError if the output projection of a tied model differs from its embedding in ``shard``."""
+    piece = Piece(EMBEDDING, (0, 0), shard.shape)
+    if copied == shard.shape:
+        pieces = {EMBEDDING: [piece], COPY: [piece]}
+        both = [part.values for part in _parts(files, pieces, {EMBEDDING: shard})]
+        if not both or torch.equal(*both):
+            return
+    raise UserError(
+        f"{folder}: {COPY} differs from {hf_name(EMBEDDING)}, but config.json says "
+        "tie_word_embeddings: true; set it to false"
+    )
 
 
-def _tensors(files: list[Path], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Iterates over the tensors with these names, by the model's names, with one file open at a time."""
-    for file in files:
-        with open_weights(file) as shard:
-            for stored in shard.keys():  # noqa: SIM118
-                if not stored.startswith(NOT_LOADED) and (name := model_name(stored)) in names:
-                    yield name, shard.get_tensor(stored)
-
-
-def _finite_tensors(files: list[Path], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Iterates like ``_tensors``. Raises UserError for values that are not finite numbers in fp32."""
+def _finite_parts(
+    files: list[Path], pieces: Mapping[str, list[Piece]], shards: WeightShards
+) -> Iterator[WeightPart]:
+    """Iterates like ``_parts``. Raises UserError for values that are not finite numbers in fp32."""
     limit = torch.finfo(torch.float32).max
-    for name, tensor in _tensors(files, names):
+    for part in _parts(files, pieces, shards):
         # Of a tensor with a NaN, both are NaN. Python's floats do not round the limit to the tensor's dtype.
-        low, high = (bound.item() for bound in torch.aminmax(tensor))
+        low, high = (bound.item() for bound in torch.aminmax(part.values))
         if not (-limit <= low and high <= limit):
             raise UserError(
-                f"{files[0].parent}: {hf_name(name)}: expected finite weights, got values from {low} "
+                f"{files[0].parent}: {hf_name(part.tensor)}: expected finite weights, got values from {low} "
                 f"to {high}; download the snapshot again"
             )
-        yield name, tensor
+        yield part
+
+
+def _parts(
+    files: list[Path], pieces: Mapping[str, list[Piece]], shards: WeightShards
+) -> Iterator[WeightPart]:
+    """Iterates over what ``shards`` hold of ``pieces``, by tensor, with one file open at a time."""
+    for file in files:
+        with open_weights(file) as opened:
+            for stored in opened.keys():  # noqa: SIM118
+                if stored.startswith(NOT_LOADED):
+                    continue
+                for piece in pieces.get(name := model_name(stored), ()):
+                    shard = shards[piece.parameter]
+                    if overlap := _overlap(piece, shard):
+                        rows, place = overlap
+                        values = opened.get_slice(stored)[rows].view(shard.values[place].shape)
+                        yield WeightPart(piece.parameter, place, values, name)
+
+
+def _overlap(piece: Piece, shard: WeightShard) -> tuple[Place, Place] | None:
+    """Returns where the snapshot's tensor and the shard hold the elements of both; None: there are none."""
+    sizes = (1,) * (len(piece.start) - len(piece.shape)) + piece.shape
+    place, source = [], []
+    for first, size, start, length in zip(piece.start, sizes, shard.start, shard.values.shape, strict=True):
+        low, high = max(first, start), min(first + size, start + length)
+        if low >= high:
+            return None
+        place.append(slice(low - start, high - start))
+        source.append(slice(low - first, high - first))
+    rows, *others = source[-len(piece.shape) :]
+    return (slice(piece.row + rows.start, piece.row + rows.stop), *others), tuple(place)
 
 
 def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence]) -> None:

@@ -12,8 +12,9 @@ and then its up-projection, or its down-projection alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,29 +30,82 @@ FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj"
 Shape = tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """A box of a parameter that a snapshot's tensor holds in consecutive rows.
+
+    Args:
+        parameter: name of the parameter.
+        start: for each dim, the index in the parameter of the first element.
+        shape: of the rows in the tensor. If the parameter has one more dim, its first, the box has size 1
+            there.
+        row: the first of the rows in the tensor.
+    """
+
+    parameter: str
+    start: tuple[int, ...]
+    shape: Shape
+    row: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Correspondence:
-    """Tensors of a snapshot that together hold one or several parameters. Names are the model's."""
+    """Tensors of a snapshot that together hold one or several parameters. Names are the model's.
 
-    tensors: Mapping[str, Shape]  # names and expected shapes of the tensors
-    parameters: Sequence[str]
-    convert: Callable[[list[Tensor]], list[Tensor]]  # from the tensors to the parameters, both in order
+    Args:
+        tensors: names and expected shapes of the tensors.
+        parameters: names of the parameters.
+        pieces: returns the pieces in each tensor. Call it once the snapshot's shapes have been checked: it
+            takes memory in proportion to the number of pieces.
+    """
+
+    tensors: Mapping[str, Shape]
+    parameters: Collection[str]
+    pieces: Callable[[], Mapping[str, list[Piece]]]
 
     @staticmethod
     def direct(name: str, shape: Shape) -> Correspondence:
-        return Correspondence({name: shape}, [name], lambda tensors: tensors)
+        whole = Piece(name, (0,) * len(shape), shape)
+        return Correspondence({name: shape}, [name], lambda: {name: [whole]})
 
     @staticmethod
     def packed(name: str, parameters: Mapping[str, Shape], model: Decoder) -> Correspondence:
         shapes = list(parameters.values())
         shape = sum(shape[0] for shape in shapes), *shapes[0][1:]
-        return Correspondence({name: shape}, list(parameters), lambda tensors: model.unpack(name, tensors[0]))
+
+        def pieces() -> Mapping[str, list[Piece]]:
+            # Of each row of each parameter, the row of the tensor.
+            sources = model.unpack(name, torch.arange(shape[0], device="cpu"))
+            return {
+                name: [
+                    Piece(parameter, (first, *(0,) * len(shape[1:])), (size, *shape[1:]), row)
+                    for parameter, source in zip(parameters, sources, strict=True)
+                    for first, size, row in _runs(source.tolist())
+                ]
+            }
+
+        return Correspondence({name: shape}, list(parameters), pieces)
 
     @staticmethod
     def fused(name: str, shape: Shape) -> Correspondence:
-        return Correspondence(
-            single_experts(name, shape), [name], lambda tensors: [torch.cat(tensors).view(shape)]
-        )
+        singles = single_experts(name, shape)
+
+        def pieces() -> Mapping[str, list[Piece]]:
+            projections = len(singles) // shape[0]
+            return {
+                tensor: [Piece(name, (i // projections, i % projections * size[0], 0), size)]
+                for i, (tensor, size) in enumerate(singles.items())
+            }
+
+        return Correspondence(singles, [name], pieces)
+
+
+def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first index, size, first number) of each run of consecutive numbers."""
+    first = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield first, i - first, rows[first]
+            first = i
 
 
 def correspondences(model: Decoder, stored: Collection[str]) -> list[Correspondence]:

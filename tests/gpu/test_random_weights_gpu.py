@@ -1,0 +1,30 @@
+"""A GPU draws the same weights as a CPU, bit for bit."""
+
+import pytest
+import torch
+
+from titan_tree.models.random_weights import ElementDraws, log
+from titan_tree.models.registry import build_model
+
+pytestmark = pytest.mark.gpu
+
+
+def test_numbers_equal_those_of_a_cpu():
+    for start in (0, 2**40 + 3):
+        index = torch.arange(start, start + 3_000_000)
+        cpu, gpu = ElementDraws(1, "w", index), ElementDraws(1, "w", index.cuda())
+        assert torch.equal(gpu.normal(0.02).cpu(), cpu.normal(0.02))
+        assert torch.equal(log(gpu.uniform(0.01, 16.0)).cpu(), log(cpu.uniform(0.01, 16.0)))
+
+
+def test_models_equal_those_of_a_cpu():
+    for name in ("qwen3_moe", "qwen3_5"):
+        models = []
+        for device in ("cpu", "cuda"):
+            with torch.device("meta"):
+                model = build_model(name, "debug")
+            model.to_empty(device=device)
+            model.init_weights(seed=2)
+            models.append(model)
+        for (label, ours), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs), label
