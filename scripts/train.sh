@@ -4,7 +4,7 @@
 #   ./scripts/train.sh                            the demo: a tiny model on the bundled sample; about a minute on a CPU
 #   ./scripts/train.sh CONFIG [key=value ...]     your configuration, on all GPUs of this machine or on the CPU
 #
-# For several machines, start torchrun on each of them; see README.md.
+# For several machines, start torchrun on each of them; see docs/parallelism.md.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

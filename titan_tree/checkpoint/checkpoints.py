@@ -73,7 +73,7 @@ class Checkpoints:
         run_config: the whole configuration as nested dictionaries. A resume names what has changed.
 
     Raises:
-        UserError: the folder cannot be written, or another run uses it.
+        UserError: the folder cannot be written, another run uses it, or not all ranks see it.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Checkpoints:
         self.last_saved = 0
         if config.interval:
             self.lock = FolderLock(folder)
+            self.lock.check_shared(folder)
             device = next(model.parameters()).device
             self._background = BackgroundWriter(optimizers, device) if config.async_save else None
 

@@ -9,15 +9,18 @@ import os
 import re
 import secrets
 import socket
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from titan_tree.distributed.collectives import on_rank_0
+from titan_tree.distributed.collectives import agreed, on_rank_0
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
+
+VISIBLE_S = 60.0  # after which all machines see a new file; NFS may serve an earlier state for this long
 
 
 class FolderLock:
@@ -73,9 +76,28 @@ class FolderLock:
             # Without a buffer, which Python would try to write again when it closes the file.
             os.truncate(self._file.fileno(), 0)
             os.write(self._file.fileno(), f"{json.dumps(owner)}\n".encode())
+            os.fsync(self._file.fileno())  # other machines read the id
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}; free some space") from None
         return run
+
+    def check_shared(self, folder: Path) -> None:
+        """Checks that all ranks see the locked folder. Collective.
+
+        Raises:
+            UserError: a rank, probably on another machine, sees another folder or none under this path.
+        """
+        agreed(partial(self._check_visible, folder))
+
+    def _check_visible(self, folder: Path) -> None:
+        deadline = time.monotonic() + VISIBLE_S
+        while _read(folder / "run.lock").get("run") != self.run:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{folder}: {socket.gethostname()} does not see this folder of rank 0; all machines must "
+                    "share it; set folder, or checkpoint.folder, to a file system that they share"
+                )
+            time.sleep(0.5)
 
     def release(self) -> None:
         """Unlocks the folder. The file stays: it holds the id of the run."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from titan_tree.distributed.faults import START_TIMEOUT_S
 from titan_tree.errors import UserError
+
+POLL_S = 0.1  # between two looks into the store while a rank waits for the others to start
 
 
 def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, torch.device]:
@@ -37,12 +42,41 @@ def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, to
     if "RANK" in os.environ:
         timeout = timedelta(seconds=timeout_s)
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        # When torchrun starts all ranks again, they may get the same store, with the addresses of dead ranks.
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = _store_of_this_start(store, rank, num_ranks, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
+
+
+def _store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
+    """Returns a part of ``store`` that no earlier start has used. Collective.
+
+    When torchrun restarts all ranks, they may get the same store, which has the addresses of dead ranks. No
+    variable numbers the starts: each machine has its own TORCHELASTIC_RESTART_COUNT, and a machine that
+    rejoins begins at 0. Therefore each rank writes a new id, and rank 0 lists the ids. The list may contain
+    ids of dead ranks that are not replaced yet. Ranks count themselves in each list that has their id, so
+    only a list without dead ranks gets a full count.
+
+    Raises:
+        dist.DistStoreError: a rank did not come in time.
+    """
+    own, names = secrets.token_hex(8), [f"rank {other}" for other in range(num_ranks)]
+    store.set(names[rank], own)
+    deadline, counted = time.monotonic() + timeout_s, ""
+    while True:
+        if rank == 0:
+            store.set("ranks", " ".join(each.decode() for each in store.multi_get(names)))
+        ids = store.get("ranks").decode()
+        start = f"start {hashlib.sha256(ids.encode()).hexdigest()}"
+        if own in ids.split() and start != counted:
+            store.add(start, 1)
+            counted = start
+        if counted and store.add(counted, 0) == num_ranks:
+            return dist.PrefixStore(counted, store)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"not all of {num_ranks} ranks have started within {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
