@@ -37,23 +37,11 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
         UserError: the model has no experts, ``num_ranks`` does not divide the number of ranks or of experts,
             or the size of an "efsdp" group does not divide the rows of an expert.
     """
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
-    where = f"parallel.expert_parallel: got {num_ranks}, expected"
-    if not layers:
-        raise UserError(f"{where} 1, because the model has no experts")
-    for name, number in (("ranks (torchrun)", mesh.size()), ("experts", len(layers[0].gate_up_proj))):
-        if number % num_ranks:
-            raise UserError(f"{where} a divisor of the number of {name}, {number}")
+    check_expert_parallel(model, mesh.size(), num_ranks)
     sharing = mesh.size() // num_ranks
-    for weight in layers[0].parameters():
-        if weight.shape[1] % sharing:
-            raise UserError(
-                f"{where} a larger number: {sharing} ranks shard each expert, so {sharing} must divide the "
-                f"{weight.shape[1]} rows of its weights"
-            )
     expert_mesh = init_device_mesh(mesh.device_type, (sharing, num_ranks), mesh_dim_names=("efsdp", "ep"))
     group = expert_mesh.get_group("ep")
-    for experts in layers:
+    for experts in _expert_layers(model):
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
@@ -61,6 +49,30 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
     assert model.experts is not None
     model.experts.group = group
     return expert_mesh
+
+
+def check_expert_parallel(model: Decoder, world_size: int, num_ranks: int) -> None:
+    """Raises UserError if groups of ``num_ranks`` of ``world_size`` ranks cannot shard the experts."""
+    if num_ranks == 1:
+        return
+    layers = _expert_layers(model)
+    where = f"parallel.expert_parallel: got {num_ranks}, expected"
+    if not layers:
+        raise UserError(f"{where} 1, because the model has no experts")
+    for name, number in (("ranks (torchrun)", world_size), ("experts", len(layers[0].gate_up_proj))):
+        if number % num_ranks:
+            raise UserError(f"{where} a divisor of the number of {name}, {number}")
+    sharing = world_size // num_ranks
+    for weight in layers[0].parameters():
+        if weight.shape[1] % sharing:
+            raise UserError(
+                f"{where} a larger number: {sharing} ranks shard each expert, so {sharing} must divide the "
+                f"{weight.shape[1]} rows of its weights"
+            )
+
+
+def _expert_layers(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def fully_shard_experts(
