@@ -1,4 +1,4 @@
-"""The command titan-tree: tools for data, and doctor. Training starts with `torchrun -m titan_tree.train`.
+"""The command titan-tree: tools around training, which starts with `torchrun -m titan_tree.train`.
 
 To add a verb, write titan_tree/cli/VERB.py with two functions, ``add_arguments(parser)`` and ``run(args)``,
 and add a line to ``VERBS``. ``run`` may return an exit status other than 0. The module's docstring becomes
@@ -19,6 +19,7 @@ from titan_tree.errors import UserError
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
     "ingest": "tokenize data files into a token store",
+    "plan": "estimate the memory and the time of a run before it starts",
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
 

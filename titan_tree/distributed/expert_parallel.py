@@ -46,6 +46,8 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
     Args:
         sharing: number of ranks that hold the same experts, over which FSDP2 shards them.
     """
+    if num_ranks == 1:
+        return
     where = "parallel.expert_parallel: expected"
     if not (layers := _layers(model)):
         raise UserError(f"{where} 1, because the model has no experts, got {num_ranks}")
@@ -59,7 +61,7 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
             )
 
 
-def _layers(model: Decoder) -> list[Experts]:
+def _layers(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 

@@ -75,10 +75,7 @@ def parallelize(
         UserError: float8, sequence_parallel or expert_parallel does not suit the model, or the GPU or the
             number of ranks.
     """
-    check_sizes(mesh.size(), replicate, sequence_parallel, expert_parallel)
-    check_heads(model, sequence_parallel)
-    if expert_parallel > 1:
-        check_experts(model, expert_parallel, mesh.size() // replicate // expert_parallel)
+    check_parallel(model, mesh.size(), replicate, sequence_parallel, expert_parallel)
     meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
@@ -95,6 +92,15 @@ def parallelize(
     if mesh.size() > 1:
         _fully_shard(model, meshes, dtype, reshard_after_forward)
     return model
+
+
+def check_parallel(
+    model: Decoder, num_ranks: int, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
+) -> None:
+    """Raises UserError if ``num_ranks`` ranks cannot share the model in this way."""
+    check_sizes(num_ranks, replicate, sequence_parallel, expert_parallel)
+    check_heads(model, sequence_parallel)
+    check_experts(model, expert_parallel, num_ranks // replicate // expert_parallel)
 
 
 def _blocks(model: Decoder) -> Iterable[nn.Module]:

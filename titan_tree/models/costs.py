@@ -52,15 +52,9 @@ class ModelCosts:
         token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
         mixes tokens. The batch must be on the CPU.
         """
-        layout = batch.layout
-        # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
-        end = layout.subtree_end.numpy()
-        first = np.arange(len(end))
-        if len(batch) < len(end):  # a partition runs only some of its keys
-            first, end = np.searchsorted(layout.key_index.numpy(), [first, end])
         return (
             self.flops_per_token * len(batch)
-            + self.flops_per_pair * int((end - first).sum())
+            + self.flops_per_pair * num_pairs(batch)
             + self.flops_per_edge * len(batch.edge_label)
         )
 
@@ -72,3 +66,17 @@ class ModelCosts:
         if self.state_bytes and layout.predecessor is not None:
             num_states = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
         return num_keys * self.key_bytes + num_states * self.state_bytes
+
+
+def num_pairs(batch: TreeBatch) -> int:
+    """Returns the number of pairs of a token and a token that it sees, itself included.
+
+    The batch must be on the CPU.
+    """
+    layout = batch.layout
+    # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
+    end = layout.subtree_end.numpy()
+    first = np.arange(len(end))
+    if len(batch) < len(end):  # a partition runs only some of its keys
+        first, end = np.searchsorted(layout.key_index.numpy(), [first, end])
+    return int((end - first).sum())

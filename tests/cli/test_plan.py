@@ -1,0 +1,191 @@
+"""titan-tree plan: the command, the steps it samples, what it suggests, and wrong input."""
+
+import dataclasses
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_tree import build
+from titan_tree.cli import main
+from titan_tree.cli.plan import activations
+from titan_tree.cli.plan.activations import Kept
+from titan_tree.cli.plan.hardware import GIB, GPUS, Gpu
+from titan_tree.cli.plan.planner import Planner, changed
+from titan_tree.cli.plan.timing import total
+from titan_tree.config.toml import load_config
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.engine.preparation import StepPreparer
+from titan_tree.models.costs import ModelCosts
+
+CONFIGS = Path(__file__).parents[2] / "train_configs"
+DEMO, DEMO_MOE = str(CONFIGS / "demo.toml"), str(CONFIGS / "demo_qwen3_moe.toml")
+
+
+KEPT = {"none": Kept(1000.0, 100.0), "selective": Kept(300.0, 50.0), "full": Kept(100.0)}
+
+
+@pytest.fixture(autouse=True)
+def _known_layers(monkeypatch):
+    """Tracing layers takes seconds; test_plan_memory.py tests it."""
+    monkeypatch.setattr(activations, "_trace", lambda model, block, dtype, policy, ranks: KEPT[policy])
+
+
+def plan(capsys, *arguments):
+    """Runs ``plan --json`` and returns what it prints."""
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *arguments):
+    assert main(["plan", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("titan-tree: error: ")
+
+
+def planner(*overrides, config=DEMO, gpus=2, gpu=GPUS["h200"], groups=None):
+    return Planner(load_config(config, overrides), gpus, gpu, groups)
+
+
+def test_the_report_fits_80_columns_and_adds_up(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", DEMO, "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    titles = [line for line in out.splitlines() if line and not line.startswith(" ")]
+    assert titles == ["run", "GiB on the fullest GPU", "seconds of a step", "suggested [parallel]", "notes"]
+    assert "fits" in out
+    assert not list(tmp_path.iterdir())  # nothing is written
+    found = plan(capsys, DEMO, "--gpus", "2")
+    assert found["memory_sum"] == pytest.approx(sum(found["memory"].values()))
+    assert found["seconds_sum"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["parameters"] == 459_520
+    assert found["fits"]
+    assert set(found["parallel"]) == {"expert_parallel", "reduce_gradients", "reshard_after_forward"}
+
+
+def test_the_steps_are_those_of_training():
+    """The sample of two steps has the trees that two ranks train on first, in the same micro-batches."""
+    config = load_config(DEMO, ["data.max_tokens=1000", "partition.strategy=redundancy_free"])
+    made = Planner(config, 2, GPUS["h200"], num_groups=4)
+    found = made.steps(config)
+    reader = build.build_reader(config.data, build.build_tokenizer(config.data, None), made.model)
+    loss = build.build_loss(config.loss)
+    preparer = build.build_tree_step(config, made.model, loss, torch.device("cpu")).preparer()
+    assert isinstance(preparer, StepPreparer)
+    for rank in range(2):
+        dataset = TreeDataset(config.data, reader, allow_larger=True, rank=rank, world_size=2)
+        for step, trees in zip(found, islice(dataset, 2), strict=True):
+            expected = preparer(trees)
+            counts = expected.counts
+            assert [list(map(len, batches)) for batches in expected.micro_batches] == [
+                [each.tokens for each in passes] for passes in step[rank].micro_batches
+            ]
+            assert step[rank].flops == counts.flops
+            assert (step[rank].logical_tokens, step[rank].distinct_tokens) == (
+                counts.logical_tokens,
+                counts.distinct_tokens,
+            )
+            costs = ModelCosts.of(made.model)
+            flops = sum(
+                costs.flops_per_token * each.tokens
+                + costs.flops_per_pair * each.pairs
+                + costs.flops_per_edge * each.edges
+                for each in step[rank].passes
+            )
+            assert flops == counts.flops
+            assert step[rank].chain_tokens == expected.chain_peak
+    assert made.estimate.load.is_partitioned
+    assert made.estimate.load.cached_keys > 0
+
+
+def test_a_small_sample_repeats_its_groups(capsys):
+    found = plan(capsys, DEMO, "data.global_batch_groups=4", "--gpus", "1", "--groups", "2")
+    assert (found["groups"], found["steps"]) == (2, 1)
+    once = plan(capsys, DEMO, "data.global_batch_groups=2", "--gpus", "1", "--groups", "2")
+    assert found["logical_tokens"] == 2 * once["logical_tokens"]
+    assert found["por"] == once["por"]
+    assert any("groups repeat" in note for note in found["notes"])
+    assert not any("groups repeat" in note for note in once["notes"])
+
+
+def test_estimates_are_means_over_steps():
+    made = planner(gpus=1, groups=4)
+    alone = [dataclasses.replace(made.estimate, steps=[step]) for step in made.estimate.steps]
+    assert len(alone) == 2
+    assert made.estimate.tokens.logical == sum(each.tokens.logical for each in alone) / 2
+    flops = sum(step[0].flops for step in made.estimate.steps) / 2
+    assert made.estimate.mfu == pytest.approx(flops / total(made.estimate.seconds) / 989e12)
+
+
+def test_changes_that_save_memory_are_listed_with_the_memory_after_them():
+    tight = Gpu("tight", 0.6 * GIB, 4e12)
+    made = planner("data.max_tokens=4096", gpus=1, gpu=tight)
+    assert not made.estimate.fits
+    savings = {tuple(settings.items()): each for settings, each in made.savings()}
+    full = savings[(("training.activation_checkpoint", "full"),)]
+    again = planner("data.max_tokens=4096", "training.activation_checkpoint=full", gpus=1, gpu=tight)
+    assert full.bytes == again.estimate.bytes < made.estimate.bytes
+    assert all(each.bytes < made.estimate.bytes for each in savings.values())
+    *single, together = savings.values()
+    assert together.bytes <= min(each.bytes for each in single)
+
+
+def test_the_suggestion_is_the_fastest_that_fits_and_keeps_partitions_possible():
+    made = planner("data.max_tokens=1000", config=DEMO_MOE, gpus=4)
+    assert made.estimate.load.is_partitioned
+    best = made.best_parallel()
+    assert best["parallel.reduce_gradients"] == "last"
+    chosen = made.of(changed(made.config, best))
+    valid = [
+        made.of(changed(made.config, settings))
+        for settings in made._parallel()
+        if settings["parallel.reduce_gradients"] == "last"
+    ]
+    assert len(valid) == 3 * 2  # 1, 2 or 4 ranks share the experts; weights are resharded or not
+    assert total(chosen.seconds) <= 1.01 * min(total(each.seconds) for each in valid)
+    made.gpu = dataclasses.replace(made.gpu, memory=1.0)  # nothing fits: the least memory
+    least = made.of(changed(made.config, made.best_parallel()))
+    assert least.bytes == min(made.of(changed(made.config, settings)).bytes for settings in made._parallel())
+
+
+def test_partitions_need_gradients_that_are_summed_last(capsys):
+    found = plan(capsys, DEMO, "data.max_tokens=1000", "parallel.reduce_gradients=every", "--gpus", "2")
+    assert any("will refuse parallel.reduce_gradients = every" in note for note in found["notes"])
+    assert found["parallel"]["reduce_gradients"] == "last"
+
+
+def test_a_router_without_balance_needs_more(capsys):
+    found = plan(capsys, DEMO_MOE, "parallel.expert_parallel=2", "--gpus", "2")
+    assert found["memory_random_router"] > found["memory_sum"]
+    assert plan(capsys, DEMO_MOE, "--gpus", "2")["memory_random_router"] == pytest.approx(
+        plan(capsys, DEMO_MOE, "--gpus", "2")["memory_sum"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([DEMO, "--gpus", "0"], "--gpus: expected an integer from 1 to 1,000,000, got '0'"),
+        ([DEMO, "--gpus", "two"], "--gpus: expected an integer from 1 to 1,000,000, got 'two'"),
+        ([DEMO, "--gpus", "1", "--groups", "-1"], "--groups: expected an integer"),
+        ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
+        (["missing.toml", "--gpus", "1"], "--config missing.toml: cannot be read"),
+        ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
+        ([DEMO, "model.flavor=9B", "--gpus", "1"], "unknown flavor of qwen3 '9B'"),
+        ([DEMO, "parallel.expert_parallel=2", "--gpus", "2"], "expected 1, because the model has no experts"),
+        (
+            [DEMO_MOE, "parallel.expert_parallel=3", "--gpus", "4"],
+            "expected a divisor of the number of ranks",
+        ),
+        (
+            [DEMO_MOE, "parallel.expert_parallel=16", "--gpus", "16"],
+            "expected a divisor of the number of exp",
+        ),
+        ([DEMO, "partition.strategy=none", "data.max_tokens=99", "--gpus", "1"], "more than data.max_tokens"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)

@@ -1,0 +1,143 @@
+"""titan-tree plan, time: each part is operations or bytes, divided by a rate."""
+
+import pytest
+
+from tests.cli.test_plan_memory import EXPERTS, REST, ROOT, config_of, model_of
+from titan_tree.cli.plan import hardware
+from titan_tree.cli.plan.hardware import GPUS, Gpu, attention_seconds, find_gpu
+from titan_tree.cli.plan.timing import Timing, total
+from titan_tree.cli.plan.workload import Pass, RankStep
+from titan_tree.errors import UserError
+from titan_tree.tree.batch import CacheRows
+
+PASS = Pass(tokens=1000, keys=1000, pairs=440_000, edges=100)
+
+
+def timing(name="qwen3_moe", gpus=4, gpu=GPUS["h200"], **values):
+    sizes = values.pop("sizes", {})
+    return Timing(model_of(name, **sizes), config_of(**values), gpus, gpu)
+
+
+def rank_step(*micro_batches):
+    passes = [each if isinstance(each, list) else [each] for each in micro_batches]
+    return RankStep(passes, 0, CacheRows(0, 0), 1, 1, 1.0)
+
+
+def test_the_parts_of_a_pass_match_a_calculation_by_hand():
+    seconds = timing().of_pass(PASS)
+    matrices = 2 * (128 * 12 * 32 + 8 * 128)  # attention and router, in two layers
+    assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
+    assert seconds["experts"] == pytest.approx(6 * 2 * (EXPERTS / 4) * 1000 / 438e12)  # 2 of 8 experts
+    forward = 4 * 4 * 32 * 2 * 440_000  # 4 per pair, head and dim, in two layers
+    assert seconds["attention"] == pytest.approx(forward / 298e12 + 2.5 * forward / 241e12)
+    logits = 100 * 512
+    assert seconds["vocabulary"] == pytest.approx(6 * 128 * logits / 640e12 + 18 * logits / 4e12)
+    assert seconds["norms, RoPE, SwiGLU"] == pytest.approx(50e-9 * 1000 * 2)
+    assert seconds["exchange"] == 0
+
+
+def test_the_exchange_sends_the_copies_of_other_ranks_and_waits_for_the_busiest_one():
+    seconds = timing(parallel__expert_parallel=4).of_pass(PASS)
+    size = 1000 * 2 * 3 / 4 * 128 * 2
+    assert seconds["exchange"] == pytest.approx(4 * 2 * size / 316e9)  # 4 in each of two layers
+    busiest = timing(parallel__expert_parallel=4).of_pass(PASS, 1.5)
+    assert busiest["exchange"] == pytest.approx(1.5 * seconds["exchange"])
+    assert busiest["experts"] == pytest.approx(1.5 * seconds["experts"])
+    assert timing().of_pass(PASS, 1.5) == timing().of_pass(PASS)
+    full = timing(parallel__expert_parallel=4, training__activation_checkpoint="full").of_pass(PASS)
+    assert full["exchange"] == pytest.approx(6 / 4 * seconds["exchange"])
+
+
+def test_recomputation_repeats_forward_passes():
+    none, selective, full = (
+        timing(training__activation_checkpoint=policy).of_pass(PASS)
+        for policy in ("none", "selective", "full")
+    )
+    for part in ("projections", "vocabulary", "experts", "norms, RoPE, SwiGLU"):
+        assert full[part] == pytest.approx(4 / 3 * none[part])
+    assert selective["projections"] == pytest.approx(3.5 / 3 * none["projections"])
+    assert selective["attention"] == none["attention"] < full["attention"]
+    suspended = Pass(1000, 1000, 440_000, 100, is_suspended=True)
+    recomputed = timing(partition__activations="recompute").of_pass(suspended)
+    assert recomputed["projections"] == full["projections"]
+    assert recomputed["vocabulary"] == none["vocabulary"]
+    assert timing().of_pass(suspended) == none
+
+
+def test_delta_net_costs_its_value_dims_in_three_of_four_layers():
+    model = timing("qwen3_5")
+    seconds = model.of_pass(PASS)
+    values = 3 * model.model.config.value_dim
+    assert seconds["DeltaNet"] == pytest.approx(5.1e-3 / 32_768 / 4096 * 1000 * values)
+    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
+
+
+def test_attention_rates_are_interpolated():
+    assert attention_seconds(1e12, 16_384, 1) == pytest.approx(1 / 635 + 2.5 / 564)
+    assert attention_seconds(1e12, 10**6, 2) == pytest.approx(2 / 635 + 2.5 / 564)
+    middle = (440 * 2740) ** 0.5
+    assert attention_seconds(1e12, middle, 1) == pytest.approx(2 / (298 + 536) + 2.5 * 2 / (241 + 452))
+
+
+def test_gpus_wait_for_each_other_in_every_micro_batch_unless_trees_are_partitioned():
+    long, short = Pass(10**6, 10**6, 10**9, 10), Pass(10**5, 10**5, 10**8, 10)
+    model = timing()
+    alone = total(model.of_pass(long))
+    assert total(model.step([rank_step(long, short), rank_step(short, long)])) > 2 * alone
+    free = model.step([rank_step([long, short]), rank_step([short, long])])
+    assert total(free) < 1.5 * alone
+    exchanging = timing(parallel__expert_parallel=4)
+    assert (
+        total(exchanging.step([rank_step([long], [short, short]), rank_step([short, short], [long])]))
+        > 2 * alone
+    )
+
+
+def test_small_passes_wait_for_the_host():
+    seconds = timing().step([rank_step(PASS)])
+    kernels = total(timing().of_pass(PASS))
+    assert seconds["waiting for the host"] == pytest.approx(4e-3 * 2 - kernels)
+    partitions = timing().step([rank_step([PASS, PASS, PASS])])
+    assert partitions["partitions"] == pytest.approx(3 * 2 * 15e-3 / 28)
+
+
+def test_fsdp_gathers_and_sums_what_kernels_do_not_hide():
+    model = timing(gpus=4)
+    everything, layer = ROOT + 2 * (REST + EXPERTS), REST + EXPERTS
+    gather, reduce = 2 * 0.75 / 305e9, 4 * 0.75 / 301e9  # seconds per parameter; a quarter is local
+    at_root = ROOT * (gather + reduce)
+    assert model._fsdp(1e9, 1) == pytest.approx(at_root, rel=1e-4)  # all else is hidden
+    assert model._fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (2 * gather + reduce), rel=1e-4)
+    keeps = timing(parallel__reshard_after_forward=False)
+    assert keeps._fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (gather + reduce), rel=1e-4)
+    last, every = (timing(parallel__reduce_gradients=name)._fsdp(0.0, 3) for name in ("last", "every"))
+    assert last == pytest.approx(everything * (3 * gather + reduce) + 2 * layer * 3 * gather, rel=1e-4)
+    assert every == pytest.approx(last + 2 * everything * reduce, rel=1e-4)
+    assert timing(gpus=1)._fsdp(0.0, 1) == 0
+
+
+def test_collectives_are_slower_across_nodes():
+    assert hardware.bandwidth(316e9, 8) == 316e9
+    assert hardware.bandwidth(316e9, 16) == 50e9
+
+
+def test_the_optimizer_reads_and_writes_the_shard_of_a_gpu():
+    own = (ROOT + 2 * (REST + EXPERTS)) / 4
+    casts = 6 * own / 4e12
+    assert timing()._optimizer(1) == pytest.approx(casts + 32 * own / 4e12)
+    assert timing()._optimizer(3) == pytest.approx(3 * casts + 32 * own / 4e12)
+    assert timing(gpus=1)._optimizer(3) == pytest.approx(4 * (casts + 32 * own / 4e12))
+    assert timing(optimizer__name="adamw8bit")._optimizer(1) == pytest.approx(casts + 52e-12 * own)
+
+
+def test_gpus_by_name_or_size():
+    assert find_gpu("H100") is GPUS["h100"]
+    assert find_gpu("24") == Gpu("GPU of 24 GiB", 24 * 2**30, GPUS["h200"].bandwidth)
+    for text in ("b300", "0", "-1", "nan", "inf"):
+        with pytest.raises(UserError, match="--gpu: expected h200, h100 or a number of GiB, got"):
+            find_gpu(text)
+    slow = timing(gpu=GPUS["h100"]).of_pass(PASS)
+    assert slow["norms, RoPE, SwiGLU"] == pytest.approx(
+        timing().of_pass(PASS)["norms, RoPE, SwiGLU"] * 4 / 2.8
+    )

@@ -1,0 +1,237 @@
+"""The memory of a step on one GPU, part by part, when it is largest.
+
+FSDP2's allocations follow its code (torch.distributed.fsdp._fully_shard). U is the number of parameters of a
+rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:
+embedding, norm and head. Computed is what torch's allocator gives out, and what lies outside of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from titan_tree.cli.plan.activations import LayerMemory
+from titan_tree.cli.plan.hardware import GIB
+from titan_tree.cli.plan.workload import RankStep, Step
+from titan_tree.components.logprobs import BLOCK_ELEMENTS
+from titan_tree.components.moe import Experts
+from titan_tree.components.tree_attention.plan import KEYS, PIECE, QUERIES
+from titan_tree.config import Config
+from titan_tree.models.costs import ModelCosts
+from titan_tree.models.decoder import Decoder
+
+Parts = dict[str, float]  # bytes by name
+
+# Outside of torch's allocator. The sizes are usual ones, not measured here.
+CONTEXT = 0.6 * GIB  # CUDA's context, kernels, and the workspace of cuBLAS
+NCCL = 1.5 * GIB  # buffers of the communicators
+# The busiest rank's share of the token copies, relative to the mean: Qwen3-30B-A3B with random weights,
+# experts over 4 ranks. Ranks get equal shares if the router is balanced.
+RANDOM_ROUTER = 1.22
+CACHE_BYTES = {"keys": 3.0, "states": 2.0}  # of rows with their fp32 gradients, relative to the rows alone
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are distributed: by FSDP2 over all ranks, experts first over adjacent ranks."""
+
+    ranks: int
+    expert_parallel: int = 1
+
+    def shards(self, model: nn.Module) -> Iterator[int]:
+        """Yields the size of the first rank's shard of each parameter.
+
+        FSDP2 shards the first dimension: rows of a matrix. Experts that are distributed over ranks are
+        sharded along the second one, which holds the rows of each expert.
+        """
+        experts = {p for module in _experts(model) for p in module.parameters()}
+        for parameter in model.parameters():
+            shape, ranks, dim = list(parameter.shape), self.ranks, 0
+            if parameter in experts and self.expert_parallel > 1:
+                shape[0] //= self.expert_parallel
+                ranks, dim = ranks // self.expert_parallel, 1
+            shape[dim] = math.ceil(shape[dim] / ranks)
+            yield math.prod(shape)
+
+    def gathered(self, module: nn.Module) -> int:
+        """Returns how many parameters of ``module`` a rank holds after FSDP2 has gathered it."""
+        total = sum(p.numel() for p in module.parameters())
+        in_experts = sum(p.numel() for experts in _experts(module) for p in experts.parameters())
+        return total - in_experts * (self.expert_parallel - 1) // self.expert_parallel
+
+
+def _experts(module: nn.Module) -> list[Experts]:
+    return [child for child in module.modules() if isinstance(child, Experts)]
+
+
+def optimizer_bytes(shard: int, optimizer: str) -> float:
+    """Returns the bytes of both moments of a shard. torchao keeps those of some shards in fp32."""
+    if optimizer != "adamw8bit" or shard < 4096 or shard % 256:
+        return 8 * shard
+    return 2 * (shard + 4 * shard // 256)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sizes that decide the memory of the fullest GPU: each is the largest of all steps and GPUs."""
+
+    chain_tokens: int  # tokens whose activations are live at once
+    tokens: int  # of one forward pass
+    edges: int  # of one forward pass
+    passes: int  # of one GPU in one step
+    table_bytes: int  # of attention's plan
+    cached_keys: int  # rows of the gateway cache
+    cached_states: int
+    is_partitioned: bool
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Load:
+        ranks: list[RankStep] = [rank for step in steps for rank in step]
+        passes = [each for rank in ranks for each in rank.passes]
+        return cls(
+            chain_tokens=max(rank.chain_tokens for rank in ranks),
+            tokens=max(each.tokens for each in passes),
+            edges=max(each.edges for each in passes),
+            passes=max(len(rank.passes) for rank in ranks),
+            table_bytes=max(plan_bytes(each.tokens, each.keys) for each in passes),
+            cached_keys=max(rank.cache.keys for rank in ranks),
+            cached_states=max(rank.cache.states for rank in ranks),
+            is_partitioned=any(len(batches) > 1 for rank in ranks for batches in rank.micro_batches),
+        )
+
+
+def plan_bytes(queries: int, keys: int) -> int:
+    """Returns the bytes of the two large tables of attention's plan, in int32."""
+    blocks = math.ceil(queries / QUERIES)
+    return 4 * blocks * (math.ceil(keys / KEYS) + math.ceil(keys / PIECE) + 3)
+
+
+class MemoryPlan:
+    """Computes the memory of a step on the fullest GPU.
+
+    Args:
+        model: on the meta device.
+        config: of the run.
+        gpus: number of GPUs.
+        layers: what the layers of ``model`` keep.
+    """
+
+    def __init__(self, model: Decoder, config: Config, gpus: int, layers: LayerMemory) -> None:
+        self.model, self.config, self.gpus, self.layers = model, config, gpus, layers
+        self.sharding = Sharding(gpus, config.parallel.expert_parallel)
+        self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
+
+    def peak(self, load: Load, imbalance: float = 1.0) -> tuple[str, Parts]:
+        """Returns when memory is largest, and its parts.
+
+        Args:
+            load: of the fullest GPU.
+            imbalance: token copies that arrive at the busiest rank, relative to the mean.
+        """
+        moments = {
+            "the loss": self._at_loss(load, imbalance),
+            "the start of the backward pass": self._at_backward(load, imbalance),
+            "the end of the backward pass": self._at_end(load, imbalance),
+        }
+        name = max(moments, key=lambda moment: sum(moments[moment].values()))
+        return name, moments[name]
+
+    def rows(self, tokens: int, imbalance: float) -> float:
+        """Returns how many token copies arrive at the busiest rank; 0 without an exchange."""
+        if self.model.experts is None or self.sharding.expert_parallel == 1:
+            return 0
+        return tokens * self.model.experts.sizes.top_k * imbalance
+
+    def _fixed(self, load: Load) -> Parts:
+        """Returns what does not change during a step."""
+        shards = list(self.sharding.shards(self.model))
+        costs = ModelCosts.of(self.model)
+        parts = {
+            "weights": 4.0 * sum(shards),
+            "optimizer states": sum(optimizer_bytes(shard, self.config.optimizer.name) for shard in shards),
+            "weights for computation": self.item * self._gathered(load),
+            "attention plan": float(load.table_bytes),
+            "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
+        }
+        if load.is_partitioned:
+            cache = zip(
+                (load.cached_keys, load.cached_states), (costs.key_bytes, costs.state_bytes), strict=True
+            )
+            sizes = zip(cache, CACHE_BYTES.values(), strict=True)
+            parts["gateway cache"] = sum(rows * size * factor for (rows, size), factor in sizes)
+        return parts
+
+    def _gathered(self, load: Load) -> int:
+        """Returns the number of parameters of a rank in the dtype of the computation."""
+        everything, layers = self.sharding.gathered(self.model), self._layers()
+        keeps = load.is_partitioned or not self.config.parallel.reshard_after_forward
+        if self.gpus == 1 or keeps:  # without FSDP2, all weights are cast once a step
+            return everything
+        return everything - sum(layers) + 2 * max(layers)
+
+    def _layers(self) -> list[int]:
+        return [self.sharding.gathered(layer) for layer in self.model.blocks]
+
+    def _gradients(self, load: Load) -> float:
+        """Returns the bytes of gradients once a pass is done, in fp32."""
+        sums_later = load.passes > 1 and self.config.parallel.reduce_gradients == "last"
+        if self.gpus == 1 or load.is_partitioned or sums_later:
+            return 4.0 * self.sharding.gathered(self.model)
+        return 4.0 * sum(self.sharding.shards(self.model))
+
+    def _reduced(self, parameters: int) -> float:
+        """Returns the bytes of gradients that ranks are summing.
+
+        They exist in the dtype of the computation and in fp32, beside those of the unit before.
+        """
+        return 0.0 if self.gpus == 1 else (self.item + 2 * 4) * parameters
+
+    def _activations(self, load: Load, imbalance: float) -> float:
+        kept, partition = self.layers.kept(self.config.training.activation_checkpoint), self.config.partition
+        running, chain = (kept.of(n, self.rows(n, imbalance)) for n in (load.tokens, load.chain_tokens))
+        if partition.activations in ("offload", "recompute"):
+            return running
+        if partition.activations == "auto" and partition.device_gb is not None:
+            return min(chain, max(running, 1e9 * partition.device_gb))
+        return chain
+
+    def _work(self, load: Load, imbalance: float) -> Parts:
+        """Returns what the backward pass of one layer needs besides what its forward pass kept."""
+        work = self.layers.work(self.config.training.activation_checkpoint)
+        rows = self.rows(load.tokens, imbalance)
+        parts = {"backward pass of a layer": work.of(load.tokens, 0)}
+        if rows:  # copies exist as they arrive and sorted, and so do their gradients
+            width = 2 * self.model.config.hidden_size * self.item
+            parts["rows of the exchange"] = rows * (work.per_row + width)
+        return parts
+
+    def _at_loss(self, load: Load, imbalance: float) -> Parts:
+        config, loss = self.model.config, self.config.loss
+        logits = load.edges * config.vocab_size
+        keeps = self.config.training.activation_checkpoint == "none" and not loss.entropy
+        # A block has logits in fp32, and probabilities and gradients in the dtype of the computation.
+        block = (4 + 2 * self.item) * min(logits, BLOCK_ELEMENTS)
+        return self._fixed(load) | {
+            "gradients": self._gradients(load) if load.passes > 1 else 0.0,
+            "activations": self._activations(load, imbalance),
+            "log-probs": self.item * logits * keeps + block + 4.0 * load.edges * config.hidden_size,
+        }
+
+    def _at_backward(self, load: Load, imbalance: float) -> Parts:
+        return (
+            self._fixed(load)
+            | {
+                "gradients": self._gradients(load) if load.passes > 1 else 0.0,
+                "gradients being summed": self._reduced(max(self._layers())),
+                "activations": self._activations(load, imbalance),
+            }
+            | self._work(load, imbalance)
+        )
+
+    def _at_end(self, load: Load, imbalance: float) -> Parts:
+        root = self.sharding.gathered(self.model) - sum(self._layers())
+        parts = {"gradients": self._gradients(load), "gradients being summed": self._reduced(root)}
+        return self._fixed(load) | parts | self._work(load, imbalance)

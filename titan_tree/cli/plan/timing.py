@@ -1,0 +1,204 @@
+"""The expected time of a step, part by part: operations divided by the rates of hardware.py.
+
+Kernels of one GPU run one after another. FSDP2 gathers weights and sums gradients beside them; only the rest
+that no kernel hides counts. The exchange of tokens for experts hides behind nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from titan_tree.cli.plan import hardware
+from titan_tree.cli.plan.hardware import Gpu, attention_seconds, bandwidth
+from titan_tree.cli.plan.memory import Sharding
+from titan_tree.cli.plan.workload import Pass, Step
+from titan_tree.config import Config
+from titan_tree.models.block import Block
+from titan_tree.models.costs import ModelCosts
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.gated_delta_net import GatedDeltaNet
+
+Seconds = dict[str, float]  # by part of a step
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """How often a pass runs each part forward: more than once if the backward pass recomputes it."""
+
+    matrices: float
+    attention: float
+    others: float
+    logits: float
+    exchanges: float  # all-to-all exchanges of a layer, backward ones included
+
+    @classmethod
+    def of(cls, activation_checkpoint: str) -> Forwards:
+        """Returns what the policy of activation checkpointing recomputes.
+
+        "selective" keeps every second matrix product, attention and the token copies that arrived.
+        """
+        return {
+            "none": Forwards(1, 1, 1, 1, 4),
+            "selective": Forwards(1.5, 1, 2, 2, 4),
+            "full": Forwards(2, 2, 2, 2, 6),
+        }[activation_checkpoint]
+
+    def recomputed(self) -> Forwards:
+        """Returns the same if all layers run forward once more."""
+        return replace(
+            self,
+            matrices=self.matrices + 1,
+            attention=self.attention + 1,
+            others=self.others + 1,
+            exchanges=self.exchanges + 2,
+        )
+
+
+class Timing:
+    """Computes the time of steps.
+
+    Args:
+        model: on the meta device.
+        config: of the run.
+        gpus: their number.
+        gpu: their kind.
+    """
+
+    def __init__(self, model: Decoder, config: Config, gpus: int, gpu: Gpu) -> None:
+        self.model, self.config, self.gpus, self.gpu = model, config, gpus, gpu
+        self.sharding = Sharding(gpus, config.parallel.expert_parallel)
+        self.item = 4 if config.training.dtype == "float32" else 2
+        self.costs = ModelCosts.of(model)
+        self.forwards = Forwards.of(config.training.activation_checkpoint)
+        self.slower = hardware.GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
+
+    def step(self, step: Step, imbalance: float = 1.0) -> Seconds:
+        """Returns the seconds of a step, by part.
+
+        Args:
+            imbalance: token copies of the busiest rank, relative to the mean.
+        """
+        parallel = self.config.parallel
+        ranks = [[self._micro_batch(m, imbalance) for m in rank.micro_batches] for rank in step]
+        is_partitioned = any(len(m) > 1 for rank in step for m in rank.micro_batches)
+        if is_partitioned and parallel.expert_parallel == 1:  # no rank waits before the end of the step
+            kernels = max(map(add, ranks), key=total)
+        else:
+            columns = zip_longest(*ranks, fillvalue={})
+            kernels = add([max(column, key=total) for column in columns])
+        gathers = 1 if is_partitioned else max(len(rank.micro_batches) for rank in step)
+        return kernels | {
+            "FSDP2, not hidden": self._fsdp(total(kernels), gathers),
+            "optimizer, casts": self._optimizer(gathers),
+        }
+
+    def _micro_batch(self, passes: Sequence[Pass], imbalance: float) -> Seconds:
+        seconds = add([self.of_pass(each, imbalance) for each in passes])
+        layer_passes = len(self.model.layers) * len(passes)
+        if len(passes) > 1:
+            seconds["partitions"] = hardware.PARTITION_SECONDS * layer_passes
+        waits = hardware.HOST_SECONDS * layer_passes - total(seconds)
+        return seconds | {"waiting for the host": max(0.0, waits)}
+
+    def of_pass(self, each: Pass, imbalance: float = 1.0) -> Seconds:
+        """Returns the seconds of one forward and backward pass, without communication of FSDP2."""
+        model, costs, forwards = self.model, self.costs, self.forwards
+        if each.is_suspended and self.config.partition.activations == "recompute":
+            forwards = forwards.recomputed()
+        active = model.experts.active_parameters if model.experts else 0
+        delta_nets = [layer.mixer for layer in model.blocks if isinstance(layer.mixer, GatedDeltaNet)]
+        delta_net = sum(mixer.flops(1, 0) for mixer in delta_nets)
+        projections = each.tokens * (costs.flops_per_token - 6 * active - delta_net)
+        logits = each.edges * model.config.vocab_size
+        seconds: Seconds = {
+            "projections": _passes(forwards.matrices) * projections / hardware.GEMM_FLOPS,
+            "attention": attention_seconds(
+                each.pairs * costs.flops_per_pair / 3, each.pairs / each.tokens, forwards.attention
+            ),
+            "vocabulary": _passes(forwards.logits)
+            * (
+                each.edges * costs.flops_per_edge / hardware.GEMM_FLOPS
+                + hardware.VOCABULARY_BYTES * logits / self.gpu.bandwidth
+            ),
+            "norms, RoPE, SwiGLU": _passes(forwards.others)
+            * (hardware.ELEMENTWISE_SECONDS * self.slower * each.tokens * len(model.layers)),
+        }
+        if delta_nets:
+            values = each.tokens * sum(mixer.config.value_dim for mixer in delta_nets)
+            seconds["DeltaNet"] = _passes(forwards.others) * hardware.DELTA_NET_SECONDS * values
+        if active:
+            flops = 6 * active * each.tokens * (imbalance if self.sharding.expert_parallel > 1 else 1)
+            seconds["experts"] = _passes(forwards.others) * flops / hardware.EXPERT_FLOPS
+            seconds["exchange"] = self._exchange(each.tokens, imbalance, forwards.exchanges)
+        return seconds
+
+    def _exchange(self, tokens: int, imbalance: float, exchanges: float) -> float:
+        """Returns the seconds of the exchanges of token copies in all layers."""
+        assert self.model.experts is not None
+        ranks, sizes = self.sharding.expert_parallel, self.model.experts.sizes
+        rows = tokens * sizes.top_k * imbalance * (ranks - 1) / ranks
+        size = rows * self.model.config.hidden_size * self.item
+        return exchanges * sizes.num_layers * size / bandwidth(hardware.ALL_TO_ALL, ranks)
+
+    def _fsdp(self, compute: float, micro_batches: int) -> float:
+        """Returns the seconds in which FSDP2 communicates and no kernel runs.
+
+        A layer's communication hides behind the kernels of a layer. That of the root, embedding and head,
+        hides behind nothing: it is the first and the last of a step.
+
+        Args:
+            compute: seconds of all kernels of the step.
+            micro_batches: how often weights are gathered.
+        """
+        if self.gpus == 1:
+            return 0.0
+        parallel, number = self.config.parallel, len(self.model.layers)
+        layers, everything = sum(map(self._moved, self.model.blocks)), self._moved(self.model)
+        gather = self.item * layers / number / bandwidth(hardware.ALL_GATHER, self.gpus)
+        reduce = 4 * layers / number / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
+        sums = micro_batches if parallel.reduce_gradients == "every" else 1
+        forward = compute / micro_batches / number / (self.forwards.matrices + 2)
+        backward = compute / micro_batches / number - forward
+        again = gather if parallel.reshard_after_forward else 0.0
+        per_layer = (
+            micro_batches * max(0.0, gather - forward)
+            + sums * max(0.0, again + reduce - backward)
+            + (micro_batches - sums) * max(0.0, again - backward)
+        )
+        root = everything - layers
+        at_root = micro_batches * self.item * root / bandwidth(hardware.ALL_GATHER, self.gpus)
+        at_root += sums * 4 * root / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
+        return number * per_layer + at_root
+
+    def _moved(self, module: Decoder | Block) -> int:
+        """Returns how many parameters a rank receives when it gathers a module."""
+        return self.sharding.gathered(module) - sum(self.sharding.shards(module))
+
+    def _optimizer(self, micro_batches: int) -> float:
+        """Returns the seconds of the optimizer, and of casting weights to the dtype of the computation."""
+        own = sum(self.sharding.shards(self.model))
+        casts = (4 + self.item) * own * (1 if self.gpus == 1 else micro_batches) / self.gpu.bandwidth
+        if self.config.optimizer.name == "adamw8bit":
+            return casts + hardware.ADAM_8BIT_SECONDS * own * self.slower
+        return casts + hardware.ADAM_BYTES * own / self.gpu.bandwidth
+
+
+def _passes(forwards: float) -> float:
+    """Returns the time of forward and backward passes, relative to one of each: a backward pass takes two."""
+    return (forwards + 2) / 3
+
+
+def add(parts: Iterable[Seconds]) -> Seconds:
+    """Returns the sums of all parts."""
+    sums: Seconds = {}
+    for seconds in parts:
+        for name, value in seconds.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def total(seconds: Seconds) -> float:
+    """Returns the sum over all parts."""
+    return sum(seconds.values())
