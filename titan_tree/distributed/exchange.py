@@ -33,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titan_tree.components.moe.experts import inverse_permutation
+
 
 class Exchange:
     """The ``Dispatcher`` of a layer whose experts are sharded over the ranks of ``group``."""
@@ -104,7 +106,7 @@ def dispatch(rows: list[Tensor], sizes: Tensor, order: Tensor, group: str) -> li
 def combine(rows: list[Tensor], sizes: Tensor, order: Tensor, num_copies: int, group: str) -> list[Tensor]:
     """Sends rows [max(R, 1), c] back to their senders. Returns [S, c] for each. Transpose of ``dispatch``."""
     sent, received = sizes.tolist()
-    inverse = order.argsort()[: sum(received)]
+    inverse = inverse_permutation(order)[: sum(received)]
     return [_all_to_all(x[inverse], received, sent, group) for x in rows]
 
 

@@ -72,7 +72,7 @@ def expert_mlps(
         UserError: in bf16 on a GPU, d or m is not a multiple of 8.
     """
     order = expert.flatten().argsort(stable=True)
-    inverse = order.argsort()
+    inverse = inverse_permutation(order)
     copies = _Spread.apply(x, order, inverse, expert.shape[1])
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
@@ -86,6 +86,11 @@ def expert_mlps(
     else:
         y = dispatcher(mlps, copies, scale, num_copies)
     return _Gather.apply(y, order, inverse, expert.shape[1])
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Returns [n] int64 with ``inverse[order] = arange(n)`` for a permutation [n] int64, without sorting."""
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Spread(torch.autograd.Function):
