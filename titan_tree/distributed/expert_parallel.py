@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_tree.components.moe import Experts
-from titan_tree.distributed.exchange import Exchange
+from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 
@@ -57,7 +57,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, num_ranks: int) -> DeviceMes
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, expert_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
-        experts.dispatcher = Exchange(group)
+        experts.dispatcher = ShardedExperts(group)
     assert model.experts is not None
     model.experts.group = group
     return expert_mesh

@@ -110,8 +110,8 @@ def _compile_blocks(model: Decoder, expert_mesh: DeviceMesh | None) -> None:
         # This pass orders operators by their sizes, which differ by rank. All ranks must exchange in one
         # order.
         torch._inductor.config.reorder_for_peak_memory = False
-        # The graph would check that at least one row arrives, which plan_exchange ensures. If a block is
-        # checkpointed selectively, the Inductor of torch 2.11 cannot pass that check to the backward graph.
+        # The graph would check that no number of rows is negative. If a block is checkpointed selectively,
+        # the Inductor of torch 2.11 cannot pass that check to the backward graph.
         torch._dynamo.config.do_not_emit_runtime_asserts = True
     for module in (*_blocks(model), model.get_submodule("norm")):
         module.compile(fullgraph=True, dynamic=True)

@@ -21,7 +21,7 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_tree.components import tree_attention  # noqa: F401  # registers titan_tree::tree_attention
-from titan_tree.distributed import exchange  # noqa: F401  # registers titan_tree::dispatch
+from titan_tree.distributed import exchange  # noqa: F401  # registers count_rows and dispatch
 
 __all__ = [
     "FullAC",
@@ -48,12 +48,12 @@ def peak_flops(device_name: str) -> float:
 class TreeSelectiveAC(SelectiveAC):
     """torchtitan's selective activation checkpointing, which also stores tree attention and exchanged tokens.
 
-    Neither the outputs of tree attention nor the token copies that arrive from other ranks are recomputed.
+    Neither the outputs of tree attention nor what arrives from other ranks is recomputed.
     """
 
     def get_save_ops(self) -> set:
         ops = torch.ops.titan_tree
-        saved = {ops.tree_attention.default, ops.plan_exchange.default, ops.dispatch.default}
+        saved = {ops.tree_attention.default, ops.count_rows.default, ops.dispatch.default}
         return super().get_save_ops() | saved
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
