@@ -13,7 +13,8 @@ embedding, norm and head.
 
 - Weights take 4 S bytes, gradients after their reduction 4 S, optimizer states depend on the optimizer.
 - Gathered weights take 2 bytes per parameter: of the root, a layer and the next one. With partitions of
-  trees they take 2 U, because everything stays gathered.
+  trees they take 2 U, because everything stays gathered. Weights that FSDP2 leaves out are cast once per
+  step and count as gathered: all of a single rank, and experts if each is on one rank only.
 - Gradients that accumulate until the last micro-batch or partition take 4 U instead of 4 S. The reduction
   frees them layer by layer.
 - While a layer's gradients are reduced, they exist in bf16 and in fp32. The fp32 gradients of the layer
@@ -82,15 +83,24 @@ class Sharding:
             shape[dim] = math.ceil(shape[dim] / ranks)
             yield math.prod(shape)
 
-    def gathered(self, module: nn.Module) -> int:
-        """Returns how many parameters of ``module`` a rank holds after FSDP2 has gathered it."""
+    def held(self, module: nn.Module) -> int:
+        """Returns how many parameters of ``module`` a rank holds if FSDP2 has gathered it."""
         total = sum(p.numel() for p in module.parameters())
-        in_experts = sum(p.numel() for experts in _experts(module) for p in experts.parameters())
-        return total - in_experts * (self.expert_parallel - 1) // self.expert_parallel
+        return total - _num_in_experts(module) + _num_in_experts(module) // self.expert_parallel
+
+    def cast_once(self, module: nn.Module) -> int:
+        """Returns how many parameters of ``module`` are cast once per step, because FSDP2 leaves them out."""
+        if self.ranks == 1:
+            return self.held(module)
+        return _num_in_experts(module) // self.ranks if self.expert_parallel == self.ranks else 0
 
 
 def _experts(module: nn.Module) -> list[Experts]:
     return [child for child in module.modules() if isinstance(child, Experts)]
+
+
+def _num_in_experts(module: nn.Module) -> int:
+    return sum(p.numel() for experts in _experts(module) for p in experts.parameters())
 
 
 def optimizer_bytes(shard: int, optimizer: str) -> float:
@@ -110,19 +120,18 @@ def budget(model: Decoder, sharding: Sharding, optimizer: str, gradients: str) -
         gradients: the value of parallel.reduce_gradients, or "partitions" for steps that cut trees.
     """
     shards = list(sharding.shards(model))
-    layers = [sharding.gathered(layer) for layer in model.get_submodule("layers").children()]
-    everything = sharding.gathered(model)
-    root = everything - sum(layers)
-    if sharding.ranks == 1:  # no FSDP2: all weights are cast once a step
-        gathered, reduced = 2 * everything, 0
-    else:
-        gathered = 2 * (everything if gradients == "partitions" else root + 2 * max(layers))
-        reduced = (2 + 2 * 4) * max(*layers, root)
+    layers = [
+        sharding.held(layer) - sharding.cast_once(layer) for layer in model.get_submodule("layers").children()
+    ]
+    everything, once = sharding.held(model), sharding.cast_once(model)
+    root = everything - once - sum(layers)
+    gathered = everything - once if gradients == "partitions" else root + 2 * max(layers)
+    reduced = (2 + 2 * 4) * max(*layers, root)
     return {
         "weights": 4 * sum(shards),
         "states": sum(optimizer_bytes(shard, optimizer) for shard in shards),
         "gradients": 4 * (sum(shards) if gradients == "every" else everything),
-        "gathered": gathered,
+        "gathered": 2 * (once + gathered),
         "reduced": reduced,
     }
 
@@ -213,7 +222,7 @@ def main() -> None:
                     f"--expert-parallel: expected divisors of the number of {name}, {number}, got "
                     f"{expert_parallel}"
                 )
-    in_experts = sum(p.numel() for experts in _experts(model) for p in experts.parameters())
+    in_experts = _num_in_experts(model)
     print(f"{args.model} {args.flavor}: {model.num_parameters():,} parameters, {in_experts:,} in experts.")
     print(f"GiB on each of {args.ranks} ranks:\n")
     print_sharded(model, args)

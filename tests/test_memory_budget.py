@@ -70,22 +70,24 @@ def test_weights_gradients_and_states_match_the_tensors_of_a_rank():
 
 
 def test_gathered_and_waiting_bytes_match_a_calculation_by_hand():
-    """The model is a Qwen3-MoE with two layers of 8 experts each, on 4 ranks."""
+    """The model is a Qwen3-MoE with three layers of 8 experts each, on 4 ranks."""
     experts = 8 * 3 * 96 * 128  # in one layer
     attention = 128 * (4 + 2 + 2 + 4) * 32 + 2 * 32
     rest = attention + 2 * 128 + 8 * 128  # attention, two norms, the router
     root = 512 * 128 + 128
-    for share in (1, 4):
+    for share in (1, 2, 4):
         layer = rest + experts // share
+        fsdp = rest if share == 4 else layer  # FSDP2 leaves out experts that only one rank holds
+        once = 3 * (layer - fsdp)
         for gradients, gathered, kept in (
-            ("every", root + 2 * layer, (root + 2 * (rest + experts)) / 4),
-            ("last", root + 2 * layer, root + 2 * layer),
-            ("partitions", root + 2 * layer, root + 2 * layer),  # two layers: both are gathered
+            ("every", once + root + 2 * fsdp, (root + 3 * (rest + experts)) / 4),
+            ("last", once + root + 2 * fsdp, root + 3 * layer),
+            ("partitions", root + 3 * layer, root + 3 * layer),
         ):
-            got = budget_of("qwen3_moe", {}, 4, "adamw", gradients, share)
+            got = budget_of("qwen3_moe", {"num_hidden_layers": 3}, 4, "adamw", gradients, share)
             assert got["gathered"] == 2 * gathered
             assert got["gradients"] == 4 * kept
-            assert got["reduced"] == 10 * max(layer, root)
+            assert got["reduced"] == 10 * max(fsdp, root)
     assert budget_of("qwen3_moe", {}, 1, "adamw")["gathered"] == 2 * (root + 2 * (rest + experts))
 
 

@@ -51,9 +51,10 @@ def parallelize(
     Args:
         model: on any device, also on "meta".
         mesh: one-dimensional, of all ranks.
-        dtype: of the computation. FSDP2 casts the weights that it gathers. A single rank does not use FSDP2
-            and casts them once per step (``gradient_sync.cast_weights``). FSDP2 would compute the same
-            numbers, but copy weights once and gradients twice (2 % of a step, docs/performance.md).
+        dtype: of the computation. FSDP2 casts the weights that it gathers. Weights that are not sharded by
+            FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single rank, and
+            experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights once and
+            gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
@@ -147,11 +148,18 @@ def _fully_shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotary tables keep the precision that the model chose
     )
+    ignored: set[nn.Parameter] = set()
     for block in _blocks(model):
         if expert_mesh is not None:
-            fully_shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+            ignored |= fully_shard_experts(block, expert_mesh["efsdp"], precision, reshard_after_forward)
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=ignored,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=ignored)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
