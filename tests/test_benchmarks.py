@@ -16,6 +16,10 @@ BENCHMARKS = {
     "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
     "gdn": ("--tree chain bushy --tokens 64 --rounds 1 --heads 1 2 --head-dim 16", "what"),
     "step": ("--flavor debug --tokens 64 --rounds 1 --warmup 0 --steps 1 --peer --no-compile", "step of"),
+    "experts": (
+        "--tokens 33 --hidden 32 --intermediate 16 --experts 8 --top-k 3 --rounds 1 --repeat 1 --no-compile",
+        "what",
+    ),
     "samples": ("demo --template chatml --rounds 1", "template"),
     "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
     "live": (

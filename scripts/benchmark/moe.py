@@ -151,13 +151,18 @@ def share_weights(titan_tree: MoE, transformers: nn.Module, torchtitan: nn.Modul
         parameter.copy_(value)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=32_768)
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the sizes of the layer and of its input."""
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens per GPU")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768, help="hidden size of one expert")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    add_sizes(parser)
     return parser.parse_args()
 
 

@@ -1,82 +1,260 @@
-"""A layer whose experts are sharded over ranks equals the layer with all experts on one rank."""
+"""Experts that are sharded over ranks equal a loop over the tokens and experts of one process."""
 
 import copy
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.moe import Experts, MoE
-from titan_tree.distributed.exchange import Exchange
+from titan_tree.distributed.exchange import Arrived, count_rows, dispatch, waits
+from titan_tree.distributed.sharded_experts import ShardedExperts
+from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("exchange")]
 
-NUM_EXPERTS, HIDDEN, INTERMEDIATE = 8, 6, 10
-# Number of tokens of each rank, and experts that all tokens choose.
-CASES: dict[str, tuple[list[int], list[int]]] = {
-    "different numbers of tokens": ([5, 17, 2, 40], []),
-    "experts of one rank": ([9, 3, 4, 7], [0, 1]),  # the other ranks receive nothing
-    "one token": ([1, 1, 1, 1], []),
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 16, 6, 10
+
+
+class Case(NamedTuple):
+    """Numbers of tokens by rank, experts of a token, and the experts that they choose from."""
+
+    num_tokens: tuple[int, ...] = (5, 17, 2, 40)
+    top_k: int = 2
+    choices: tuple[int, ...] = tuple(range(NUM_EXPERTS))
+
+
+CASES = {
+    "top 2": Case(),
+    "top 1": Case(top_k=1),
+    "top 8": Case(top_k=8),
+    "one expert": Case(top_k=1, choices=(6,)),  # most ranks receive nothing
+    "experts of the last rank": Case(top_k=3, choices=(12, 13, 14, 15)),
+    "one token": Case((1, 1, 1, 1)),  # the second half is empty
+    "ranks without tokens": Case((0, 3, 0, 1)),
 }
+POLICIES = {"no": None, "selective": TreeSelectiveAC, "full": FullAC}
+LAYERS = ["router", "replayed", "compiled", "recomputed"]
 
 
-def make_layer(favourites: list[int]) -> MoE:
+class Inputs(NamedTuple):
+    """What one rank passes to its experts, and the gradient of what it gets."""
+
+    x: Tensor
+    weight: Tensor
+    expert: Tensor
+    dy: Tensor
+
+
+def make_inputs(case: Case, rank: int) -> Inputs:
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens = case.num_tokens[rank]
+    x, dy = (torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    weight = torch.rand(num_tokens, case.top_k, generator=generator, dtype=torch.float64)
+    choices = torch.tensor(case.choices)
+    orders = torch.rand(num_tokens, len(choices), generator=generator).argsort(1)
+    return Inputs(x.requires_grad_(), weight.requires_grad_(), choices[orders[:, : case.top_k]], dy)
+
+
+def make_layer(top_k: int = 3) -> MoE:
     generator = torch.Generator().manual_seed(0)
-    layer = MoE(HIDDEN, INTERMEDIATE, NUM_EXPERTS, 2, norm_topk_prob=True).double()
+    layer = MoE(HIDDEN, INTERMEDIATE, NUM_EXPERTS, top_k, True, torch.nn.Linear(HIDDEN, HIDDEN)).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0, 0.5, generator=generator)
-        layer.gate.weight[favourites, 0] += 50  # the first feature of every token is 1
     return layer
 
 
-def run_layer(layer: torch.nn.Module, rank: int, num_tokens: int) -> list[Tensor]:
-    """Returns the output for a rank's tokens, then gradients of x, the router and the experts."""
-    generator = torch.Generator().manual_seed(rank)
-    x, dy = (torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
-    x[:, 0] = 1
-    y, *_ = layer(x.requires_grad_(), torch.ones(num_tokens))
+def token_by_token(inputs: Inputs, gate_up: Tensor, down: Tensor) -> Tensor:
+    rows = []
+    for x, weights, experts in zip(inputs.x, inputs.weight, inputs.expert.tolist(), strict=True):
+        row = torch.zeros_like(x)
+        for weight, expert in zip(weights, experts, strict=True):
+            gate, up = (gate_up[expert] @ x).chunk(2)
+            row = row + weight * (down[expert] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows) if rows else inputs.x
+
+
+def shard(layer: MoE, rank: int, num_ranks: int) -> MoE:
+    sharded = copy.deepcopy(layer)
+    sharded.experts = Experts(NUM_EXPERTS // num_ranks, HIDDEN, INTERMEDIATE)
+    sharded.experts.dispatcher = ShardedExperts(cast(dist.ProcessGroup, dist.group.WORLD))
+    for mine, every in zip(sharded.experts.parameters(), layer.experts.parameters(), strict=True):
+        mine.data = every.detach().chunk(num_ranks)[rank].clone()
+    return sharded
+
+
+def run_layer(layer: Any, rank: int, kind: str) -> list[Tensor]:
+    """Returns the output for a rank's tokens, then gradients of x, the other weights and the experts."""
+    x, _, expert, dy = make_inputs(Case(top_k=3), rank)
+    if kind == "compiled":
+        layer = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
+    forced = expert.to(torch.int16).where(torch.arange(len(expert))[:, None] % 2 == 0, -1)
+    arguments = (x, torch.ones(len(x)), None if kind == "router" else forced)
+    y, *_ = checkpoint(layer, *arguments, use_reentrant=False) if kind == "recomputed" else layer(*arguments)
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
 
-def run_all_cases(rank: int, ports: list[int], num_ranks: int, folder: Path) -> None:
-    """Saves the results of the eager and of the compiled layer for each case."""
-    found: dict[str, list[list[Tensor]]] = {}
+def run_experts(case: Case, rank: int, num_ranks: int) -> list[Tensor]:
+    """Returns the output, and gradients of x, the router weights and both weights of the experts."""
+    x, weight, expert, dy = make_inputs(case, rank)
+    weights = [w.detach().chunk(num_ranks)[rank].requires_grad_() for w in make_layer().experts.parameters()]
+    experts = ShardedExperts(cast(dist.ProcessGroup, dist.group.WORLD))
+    counted = experts.count(torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True))
+    y = experts(x, *weights, expert, weight, counted)
+    return [y.detach(), *torch.autograd.grad(y, [x, weight, *weights], dy)]
+
+
+def run_dispatch(case: Case, rank: int) -> Arrived:
+    """Returns what a rank knows after the first exchange."""
+    x, weight, expert, _ = make_inputs(case, rank)
+    group = cast(dist.ProcessGroup, dist.group.WORLD).group_name
+    is_chosen = torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True)
+    counted = count_rows(is_chosen, group)
+    arrived = Arrived(*dispatch(x.detach(), weight.detach(), expert, *counted, group))
+    for wait in waits(arrived.rows):
+        wait()
+    return arrived
+
+
+def count_exchanges(layer: MoE, rank: int, policy: type | None) -> tuple[int, int, list[Tensor]]:
+    """Returns how often a compiled layer exchanges tensors in each pass, and what ``run_layer`` returns."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([layer])
+    if policy is not None:
+        policy(policy.Config(preserve_rng_state=False)).apply(model)
+    block = torch.compile(model.layers[0], backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
+    x, _, _, dy = make_inputs(Case(top_k=3), rank)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        y, *_ = block(x, torch.ones(len(x)))
+        forward = exchange.call_count
+        found = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+        return forward, exchange.call_count - forward, [y.detach(), *found]
+
+
+def run_all(rank: int, ports: list[int], num_ranks: int, folder: Path) -> None:
+    found: dict[str, Any] = {}
     with process_group(rank, num_ranks, ports[0]):
-        for name, (num_tokens, favourites) in CASES.items():
-            whole = make_layer(favourites)
-            sharded = copy.deepcopy(whole)
-            sharded.experts = Experts(NUM_EXPERTS // num_ranks, HIDDEN, INTERMEDIATE)
-            sharded.experts.dispatcher = Exchange(cast(dist.ProcessGroup, dist.group.WORLD))
-            for mine, every in zip(sharded.experts.parameters(), whole.experts.parameters(), strict=True):
-                mine.data = every.detach().chunk(num_ranks)[rank].clone()
-            compiled = torch.compile(sharded, backend="aot_eager", fullgraph=True, dynamic=True)
-            found[name] = [run_layer(layer, rank, num_tokens[rank]) for layer in (sharded, compiled)]
+        for name, case in CASES.items():
+            found[name] = [run_experts(case, rank, num_ranks) for _ in range(2)]
+            found[f"dispatch {name}"] = tuple(run_dispatch(case, rank))
+        for kind in LAYERS:
+            found[kind] = run_layer(shard(make_layer(), rank, num_ranks), rank, kind)
+        for name, policy in POLICIES.items():
+            torch._dynamo.reset()
+            found[f"{name} checkpointing"] = count_exchanges(
+                shard(make_layer(), rank, num_ranks), rank, policy
+            )
+        frozen = shard(make_layer(), rank, num_ranks)
+        frozen.experts.requires_grad_(False)
+        x, *_, dy = make_inputs(CASES["top 2"], rank)
+        frozen(x, torch.ones(len(x)))[0].backward(dy)
+        found["frozen"] = [x.grad, frozen.experts.gate_up_proj.grad, frozen.experts.down_proj.grad]
     torch.save(found, folder / f"{num_ranks}_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Returns everything that ranks found, by number of ranks and by rank."""
     folder = tmp_path_factory.mktemp("exchange")
     for num_ranks in (2, 4):
-        run_ranks(run_all_cases, num_ranks, num_ranks, folder)
-    return folder
+        run_ranks(run_all, num_ranks, num_ranks, folder)
+    return {n: [torch.load(folder / f"{n}_{rank}.pt") for rank in range(n)] for n in (2, 4)}
+
+
+def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_sharded_layer_equals_the_whole_layer(results: Path, num_ranks: int, name: str) -> None:
-    """The output and all gradients are equal in float64, eager and compiled."""
-    num_tokens, favourites = CASES[name]
-    want = [run_layer(make_layer(favourites), rank, num_tokens[rank]) for rank in range(num_ranks)]
+def test_sharded_experts_equal_a_loop_over_tokens(results: Any, num_ranks: int, name: str) -> None:
+    """Outputs and all gradients are equal in float64. A second run has the same bits."""
+    weights = list(make_layer().experts.parameters())
+    totals = [torch.zeros_like(w) for w in weights]  # an expert's gradient sums over the tokens of all ranks
+    wanted = []
     for rank in range(num_ranks):
-        for got in torch.load(results / f"{num_ranks}_{rank}.pt")[name]:
-            for mine, other in zip(got[:3], want[rank][:3], strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
-            for i in (3, 4):  # the gradient of an expert sums over the tokens of all ranks
-                total = torch.stack([of_rank[i] for of_rank in want]).sum(0).chunk(num_ranks)[rank]
-                torch.testing.assert_close(got[i], total, rtol=1e-11, atol=1e-12)
+        inputs = make_inputs(CASES[name], rank)
+        y = token_by_token(inputs, *weights)
+        leaves = [inputs.x, inputs.weight, *weights]
+        found = torch.autograd.grad(y, leaves, inputs.dy, allow_unused=True, materialize_grads=True)
+        wanted.append([y.detach(), *found[:2]])
+        totals = [total + grad for total, grad in zip(totals, found[2:], strict=True)]
+    for rank, want in enumerate(wanted):
+        first, second = results[num_ranks][rank][name]
+        assert_equal(first[:3], want)
+        assert_equal(first[3:], [total.chunk(num_ranks)[rank] for total in totals])
+        assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_token_travels_once_to_each_rank_of_its_experts(results: Any, num_ranks: int, name: str) -> None:
+    """Rows, router weights and numbers of copies arrive by half, sender and token."""
+    inputs = [make_inputs(CASES[name], rank) for rank in range(num_ranks)]
+    per_rank = NUM_EXPERTS // num_ranks
+    for receiver in range(num_ranks):
+        arrived = Arrived(*results[num_ranks][receiver][f"dispatch {name}"])
+        rows, scale, ends = [], [], []
+        for half in range(2):
+            copies: list[list[Tensor]] = [[] for _ in range(per_rank)]
+            for x, weight, expert, _ in inputs:
+                length = (len(x) + 1) // 2
+                for token in range(half * length, min((half + 1) * length, len(x))):
+                    here = [j for j in range(expert.shape[1]) if expert[token, j] // per_rank == receiver]
+                    rows += [x[token]] * bool(here)
+                    for j in here:
+                        copies[expert[token, j] - receiver * per_rank].append(weight[token, j])
+            scale += [weight for of_expert in copies for weight in of_expert]
+            ends.append(torch.tensor([len(of_expert) for of_expert in copies]).cumsum(0))
+        assert arrived.rows.tolist() == [row.tolist() for row in rows]
+        assert arrived.scale.flatten().tolist() == [weight.item() for weight in scale]
+        assert torch.equal(arrived.ends, torch.stack(ends).int())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_sharded_layer_equals_the_whole_layer(results: Any, num_ranks: int, kind: str) -> None:
+    """The router chooses, or replayed experts replace its choice for every other token."""
+    mode = "router" if kind == "router" else "replayed"
+    want = [run_layer(make_layer(), rank, mode) for rank in range(num_ranks)]
+    names = [name for name, _ in make_layer().named_parameters()]
+    for rank, every in enumerate(results[num_ranks]):
+        got = dict(zip(("y", "x", *names), every[kind], strict=True))
+        for i, (name, mine) in enumerate(got.items()):
+            other = want[rank][i]
+            if name.startswith("experts."):
+                other = sum(of_rank[i] for of_rank in want).chunk(num_ranks)[rank]
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_frozen_experts_pass_gradients_on(results: Any) -> None:
+    for rank, found in enumerate(results[4]):
+        dx, *of_weights = found["frozen"]
+        x, *_, dy = make_inputs(CASES["top 2"], rank)
+        (want,) = torch.autograd.grad(make_layer()(x, torch.ones(len(x)))[0], x, dy)
+        torch.testing.assert_close(dx, want, rtol=1e-12, atol=1e-12)
+        assert of_weights == [None, None]
+
+
+@pytest.mark.parametrize(("policy", "backward"), [("no", 6), ("selective", 6), ("full", 11)])
+def test_checkpointing_stores_what_arrived(results: Any, policy: str, backward: int) -> None:
+    """One exchange sends counts, and in each half two send rows and slots, and one returns rows.
+
+    In the backward pass one sends gradients of rows, and two return gradients of rows and slots. Full
+    checkpointing repeats what sends rows, but does not compute experts and return results again.
+    """
+    for num_ranks in (2, 4):
+        for every in results[num_ranks]:
+            forward_calls, backward_calls, found = every[f"{policy} checkpointing"]
+            assert (forward_calls, backward_calls) == (1 + 2 * 3, backward)
+            assert_equal(found, every["router"])

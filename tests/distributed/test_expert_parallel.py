@@ -1,6 +1,9 @@
 """Training with experts sharded over ranks equals training on one process."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,15 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
 from titan_tree.build import build_parallel_model
+from titan_tree.components.moe import Experts
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
@@ -116,6 +123,28 @@ def run_frozen(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"frozen_{rank}.pt")
 
 
+def run_in_bf16(rank: int, folder: Path) -> None:
+    """Saves the fp32 gradients of experts for four micro-batches together, and for each of them alone."""
+    model = build_model("qwen3_moe", "debug")
+    model.init_weights(torch.Generator().manual_seed(0))
+    parallelize(model, init_device_mesh("cpu", (2,)), dtype=torch.bfloat16, expert_parallel=2)
+    weights = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    batches = [
+        [TokenTree.from_paths([TokenPath([*range(9), *range(i, 3 * i)]) for i in (n, n + 2)])]
+        for n in (3, 4, 5, 6)
+    ]
+    step = TreeStep(model, TreeLoss())
+    found = []
+    for chosen in (batches, *([batch] for batch in batches)):
+        inputs = step.prepare(chosen)
+        step.run(replace(inputs, counts=replace(inputs.counts, normalizer=6.0)))
+        grads = {name: cast(DTensor, weight.grad).to_local().clone() for name, weight in weights.items()}
+        found.append(grads)
+        model.zero_grad()
+    assert all(model.get_parameter(name) is weight for name, weight in weights.items())
+    torch.save(found, folder / f"bf16_{rank}.pt")
+
+
 def load_snapshot(rank: int, folder: Path) -> None:
     """Loads a snapshot into shards; rank 0 saves the gathered weights."""
     mesh = init_device_mesh("cpu", (4,))
@@ -148,6 +177,7 @@ def as_four_ranks(rank: int, ports: list[int], folder: Path) -> None:
 def as_two_ranks(rank: int, ports: list[int], folder: Path) -> None:
     with process_group(rank, 2, ports[-1]):
         run_frozen(rank, folder)
+        run_in_bf16(rank, folder)
     train_stages(rank, 2, ports[:-1], folder)
 
 
@@ -183,6 +213,46 @@ def test_parameters_may_be_frozen(sharded: Path, name: str) -> None:
         assert got.keys() == want.keys()
         for label, gradient in want.items():
             torch.testing.assert_close(got[label], gradient, rtol=1e-4, atol=5e-6, msg=label)
+
+
+def test_gradients_of_experts_on_one_rank_are_accumulated_in_fp32(sharded: Path) -> None:
+    """Each micro-batch's gradient is rounded to bf16; their sum is not rounded."""
+    for rank in range(2):
+        together, *alone = torch.load(sharded / f"bf16_{rank}.pt")
+        assert len(together) == 2 * 2  # layers and weights
+        for name, total in together.items():
+            parts = [part[name] for part in alone]
+            assert total.dtype == torch.float32
+            assert all(part.any() and torch.equal(part, part.bfloat16().float()) for part in parts)
+            torch.testing.assert_close(total, sum(parts), rtol=1e-6, atol=1e-9)
+            assert not torch.equal(total, total.bfloat16().float())
+
+
+@pytest.mark.parametrize(("num_ranks", "has_fsdp"), [(2, False), (4, True)])
+def test_fsdp_leaves_out_experts_that_one_rank_holds(num_ranks: int, has_fsdp: bool) -> None:
+    """Two ranks hold all experts together. With four ranks, two hold the same experts."""
+    with fake_group(num_ranks):
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        with torch.device("meta"):
+            model = build_model("qwen3_moe", "debug")
+        parallelize(model, mesh, expert_parallel=2)
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        assert [isinstance(experts, FSDPModule) for experts in layers] == [has_fsdp] * 2
+        with cast_weights(model):
+            dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    for name, dtype in dtypes.items():
+        is_cast = ".experts." in name and not has_fsdp
+        assert dtype == (torch.bfloat16 if is_cast else torch.float32), name
+
+
+@contextmanager
+def fake_group(num_ranks: int) -> Iterator[None]:
+    """Joins a group whose other ranks do not exist and whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_8_bit_states_keep_the_number_of_ranks_that_share_an_expert(sharded: Path) -> None:

@@ -58,7 +58,7 @@ def fail_in_step_3(rank: int, ports: list[int], folder: Path, fault: Callable[[]
 
 
 def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
-    send, forward = exchange._all_to_all, trainer.model.forward
+    send, forward = exchange.start_all_to_all, trainer.model.forward
 
     def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
         return call
 
     if trainer.model.experts:
-        exchange._all_to_all = faulty(send)
+        exchange.start_all_to_all = faulty(send)
     else:
         trainer.model.forward = faulty(forward)  # type: ignore[method-assign]
 

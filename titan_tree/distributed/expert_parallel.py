@@ -1,7 +1,7 @@
 """Expert parallelism (GShard, arXiv:2006.16668): each rank holds some of the experts of every layer.
 
 ``shard_experts`` keeps only the rank's own experts and makes the layers exchange tokens (exchange.py).
-``fully_shard_experts`` then applies FSDP2 to them.
+``fully_shard_experts`` then applies FSDP2 to them, if several ranks hold the same experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_tree.components.moe import Experts
-from titan_tree.distributed.exchange import Exchange
+from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 
@@ -35,7 +35,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
-        experts.dispatcher = Exchange(group)
+        experts.dispatcher = ShardedExperts(group)
     assert model.experts is not None
     model.experts.group = group
 
@@ -67,27 +67,38 @@ def _layers(model: nn.Module) -> list[Experts]:
 
 def fully_shard_experts(
     block: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool
-) -> None:
+) -> set[nn.Parameter]:
     """Applies FSDP2 over ``mesh`` to the experts of a block. Call it before FSDP2 is applied to the block.
 
-    A mesh of one rank gets FSDP2 too: casts and sums of gradients are then the same for any number of ranks.
+    On a mesh of one rank there is nothing to shard. FSDP2 would only copy the weights in each forward and
+    backward pass, so it is not applied; ``gradient_sync.cast_weights`` casts these weights once per step.
+
+    Returns:
+        The parameters that FSDP2 must ignore in the block and in the model.
     """
+    ignored: set[nn.Parameter] = set()
     for experts in block.modules():
-        if isinstance(experts, Experts):
-            # Shards the rows of each expert: a rank may have fewer experts than the mesh has ranks.
-            fully_shard(
-                experts,
-                mesh=mesh,
-                mp_policy=precision,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=lambda _: Shard(1),
-            )
-            # ``experts`` is never called as a module, and FSDP2's hooks would break the graph of the block.
-            # They therefore run around the block.
-            state = fully_shard.state(experts)  # type: ignore[attr-defined]
-            block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+        if not isinstance(experts, Experts):
+            continue
+        if mesh.size() == 1:
+            ignored.update(experts.parameters())
             block.register_forward_pre_hook(_TakeLocal(experts))
-            block.register_forward_hook(state._post_forward)
+            continue
+        # Shards the rows of each expert: a rank may have fewer experts than the mesh has ranks.
+        fully_shard(
+            experts,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=lambda _: Shard(1),
+        )
+        # ``experts`` is never called as a module, and FSDP2's hooks would break the graph of the block.
+        # They therefore run around the block.
+        state = fully_shard.state(experts)  # type: ignore[attr-defined]
+        block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+        block.register_forward_pre_hook(_TakeLocal(experts))
+        block.register_forward_hook(state._post_forward)
+    return ignored
 
 
 class _TakeLocal:

@@ -113,7 +113,8 @@ def _collective(error: BaseException) -> str:
     """Returns the name of the collective that raised ``error``, as far as the traceback shows it."""
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    waits = [frame.name for frame in frames if f"{os.sep}torch{os.sep}distributed" in frame.filename]
+    places = (os.path.join("torch", "distributed"), os.path.join("titan_tree", "distributed", "exchange"))
+    waits = [frame.name for frame in frames if any(place in frame.filename for place in places)]
     return calls[0] if calls else waits[-1] if waits else "a collective"
 
 

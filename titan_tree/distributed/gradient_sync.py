@@ -1,4 +1,4 @@
-"""Controls FSDP2's communication within an optimizer step, and casts the weights of a single rank.
+"""Controls FSDP2's communication within an optimizer step, and casts the weights that FSDP2 does not gather.
 
 FSDP2 gathers the weights of a block before each forward pass and sums gradients over ranks in each backward
 pass. That requires every rank to run the same sequence of passes. ``GradientSync`` makes FSDP2 communicate
@@ -9,7 +9,8 @@ less often in two cases:
   until the last backward pass, so that no pass in between communicates.
 
 A single rank trains a plain model without FSDP2. ``GradientSync`` then does nothing, and ``cast_weights``
-replaces FSDP2's mixed precision: it casts each weight once per step.
+replaces FSDP2's mixed precision: it casts each weight once per step. It does the same for experts that only
+one rank holds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_tree.components.moe import Experts
 from titan_tree.models.decoder import Decoder
 
 
@@ -72,23 +74,28 @@ def cast_weights(model: Decoder) -> Iterator[None]:
 
     Each weight is cast once per step instead of once per forward pass, and no autograd graph stores casts. As
     soon as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
-    Models under FSDP2 stay unchanged: FSDP2 does the same when it gathers weights.
+    Weights that FSDP2 shards stay unchanged: FSDP2 does the same when it gathers them.
     """
     dtype = model.compute_dtype
-    if dtype is None or isinstance(model, FSDPModule):
-        yield
-        return
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                if weight.dtype != dtype:
+                if dtype not in (None, weight.dtype) and not _is_managed_by_fsdp(model, module):
                     replaced.append((module, name, weight))
                     setattr(module, name, _copy(weight, dtype))
         yield
     finally:
         for module, name, weight in replaced:
             setattr(module, name, weight)
+
+
+def _is_managed_by_fsdp(model: Decoder, module: nn.Module) -> bool:
+    """Returns whether FSDP2 shards the weights of ``module`` itself. It ignores experts of a single rank."""
+    if not isinstance(model, FSDPModule):
+        return False
+    is_sharded = isinstance(module, Experts) and module.dispatcher is not None
+    return not is_sharded or isinstance(module, FSDPModule)
 
 
 def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -55,9 +55,10 @@ def parallelize(
     Args:
         model: on any device, also on "meta".
         mesh: one-dimensional, of all ranks.
-        dtype: of the computation. FSDP2 casts the weights that it gathers. A single rank does not use FSDP2
-            and casts them once per step (``gradient_sync.cast_weights``). FSDP2 would compute the same
-            numbers, but copy weights once and gradients twice (2 % of a step, docs/performance.md).
+        dtype: of the computation. FSDP2 casts the weights that it gathers. Weights that are not sharded by
+            FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single rank, and
+            experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights once and
+            gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
@@ -132,8 +133,8 @@ def _compile_blocks(model: Decoder) -> None:
         # This pass orders operators by their sizes, which differ by rank. All ranks must exchange in one
         # order.
         torch._inductor.config.reorder_for_peak_memory = False
-        # The graph would check that at least one row arrives, which plan_exchange ensures. If a block is
-        # checkpointed selectively, the Inductor of torch 2.11 cannot pass that check to the backward graph.
+        # The graph would check that no number of rows is negative. If a block is checkpointed selectively,
+        # the Inductor of torch 2.11 cannot pass that check to the backward graph.
         torch._dynamo.config.do_not_emit_runtime_asserts = True
     for module in (*_blocks(model), model.get_submodule("norm")):
         module.compile(fullgraph=True, dynamic=True)
@@ -163,12 +164,19 @@ def _fully_shard(model: Decoder, meshes: Meshes, dtype: torch.dtype, reshard_aft
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # rotary tables keep the precision that the model chose
     )
+    ignored: set[nn.Parameter] = set()
     for block in _blocks(model):
         if (experts := meshes.experts) is not None:
             sharing = experts[tuple(name for name in experts.mesh_dim_names or () if name != "ep")]
-            fully_shard_experts(block, sharing, precision, reshard_after_forward)
-        fully_shard(block, mesh=meshes.fsdp, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=meshes.fsdp, mp_policy=precision)
+            ignored |= fully_shard_experts(block, sharing, precision, reshard_after_forward)
+        fully_shard(
+            block,
+            mesh=meshes.fsdp,
+            mp_policy=precision,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=ignored,
+        )
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=precision, ignored_params=ignored)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

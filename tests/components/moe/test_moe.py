@@ -10,7 +10,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests.support.moe import moe_by_token, small_moe
 from titan_tree.components.moe import MoE, RouterLoss, Routing, router_metrics
 from titan_tree.components.moe import experts as module
-from titan_tree.components.moe.experts import grouped_linear, grouped_mm, linear_by_expert
+from titan_tree.components.moe.experts import (
+    grouped_linear,
+    grouped_mm,
+    inverse_permutation,
+    linear_by_expert,
+)
 from titan_tree.errors import UserError
 
 
@@ -30,6 +35,12 @@ def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
     ours = torch.autograd.grad((got * upstream).sum(), inputs)  # zeros for idle experts, not None
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
+
+
+def test_the_inverse_of_a_permutation():
+    order = torch.randperm(50)
+    assert torch.equal(inverse_permutation(order), order.argsort())
+    assert inverse_permutation(order[:0]).shape == (0,)
 
 
 def test_forced_experts_whose_probabilities_underflow_have_weights_and_gradients():

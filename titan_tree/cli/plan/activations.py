@@ -29,7 +29,7 @@ from titan_tree.components.tree_attention import TreeAttention, operator, plan
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.distributed import titan
-from titan_tree.distributed.exchange import Exchange
+from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
@@ -215,7 +215,7 @@ def _exchange(holder: nn.Module, num_ranks: int) -> Iterator[None]:
     try:
         assert dist.group.WORLD is not None
         for module in experts:
-            module.dispatcher = Exchange(dist.group.WORLD)
+            module.dispatcher = ShardedExperts(dist.group.WORLD)
         yield
     finally:
         dist.destroy_process_group()

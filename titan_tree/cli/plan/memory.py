@@ -140,10 +140,17 @@ class MemoryPlan:
         return name, moments[name]
 
     def rows(self, tokens: int, imbalance: float) -> float:
-        """Returns how many token copies arrive at the busiest rank; 0 without an exchange."""
-        if self.model.experts is None or self.sharding.expert_parallel == 1:
+        """Returns how many rows arrive at the busiest rank; 0 without an exchange.
+
+        A token is sent once to each rank that holds at least one of its experts. With E experts, k of a token
+        and P ranks, these are P (1 - C(E - E/P, k) / C(E, k)) ranks, if experts are chosen at random.
+        """
+        ranks = self.sharding.expert_parallel
+        if self.model.experts is None or ranks == 1:
             return 0
-        return tokens * self.model.experts.sizes.top_k * imbalance
+        _, top_k, num_experts = self.model.experts.sizes
+        elsewhere = math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k)
+        return tokens * ranks * (1 - elsewhere) * imbalance
 
     def _fixed(self, load: Load) -> Parts:
         """Returns what does not change during a step."""
@@ -170,7 +177,12 @@ class MemoryPlan:
         keeps = load.is_partitioned or not self.config.parallel.reshard_after_forward
         if self.gpus == 1 or keeps:  # without FSDP2, all weights are cast once a step
             return everything
-        return everything - sum(layers) + 2 * max(layers)
+        in_experts = 0
+        if self.sharding.expert_parallel == self.sharding.ranks:  # FSDP2 ignores experts of a single rank
+            sizes = [sum(p.numel() for p in e.parameters()) for e in _experts(self.model)]
+            in_experts = sum(sizes) // self.sharding.ranks
+            layers = [layer - size // self.sharding.ranks for layer, size in zip(layers, sizes, strict=True)]
+        return everything - sum(self._layers()) + in_experts + 2 * max(layers)
 
     def _layers(self) -> list[int]:
         return [self.sharding.gathered(layer) for layer in self.model.blocks]
@@ -202,10 +214,15 @@ class MemoryPlan:
         """Returns what the backward pass of one layer needs besides what its forward pass kept."""
         work = self.layers.work(self.config.training.activation_checkpoint)
         rows = self.rows(load.tokens, imbalance)
-        parts = {"backward pass of a layer": work.of(load.tokens, 0)}
-        if rows:  # copies exist as they arrive and sorted, and so do their gradients
-            width = 2 * self.model.config.hidden_size * self.item
-            parts["rows of the exchange"] = rows * (work.per_row + width)
+        parts = {"backward pass of a layer": work.of(load.tokens, rows)}
+        if rows:
+            assert self.model.experts is not None
+            experts, width = _experts(self.model)[0], self.model.config.hidden_size
+            # Rows and their gradients; then for half of the copies, one copy of each row per expert, its
+            # gradients before and after the experts, and the hidden units with their gradients.
+            half = load.tokens * self.model.experts.sizes.top_k * imbalance / 2
+            numbers = 2 * rows * width + half * 3 * (width + 2 * experts.down_proj.shape[2])
+            parts["rows of the exchange"] = self.item * numbers
         return parts
 
     def _at_loss(self, load: Load, imbalance: float) -> Parts:

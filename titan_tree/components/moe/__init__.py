@@ -6,6 +6,7 @@ path through it.
 
     __init__   MoE: router, routed experts and shared expert
     experts    the routed experts' matrix products
+    kernels    their SwiGLU and sums of rows, for experts that are sharded over ranks
     balance    Routing, and the router losses that balance experts
     bias       RouterBias, which balances experts without a loss
 
@@ -33,7 +34,7 @@ class Experts(nn.Module):
     """The weights of E SwiGLU networks without biases, by Hugging Face's names.
 
     Attributes:
-        dispatcher: with expert parallelism, exchanges token copies with the ranks that hold their experts.
+        dispatcher: with expert parallelism, computes the experts together with the ranks that hold them.
         local_weights: with expert parallelism, both weights of this rank's experts as plain tensors.
     """
 
@@ -107,27 +108,15 @@ class MoE(nn.Module):
         expert = choice.topk(self.top_k, dim=-1).indices
         if forced_experts is not None:
             expert = torch.where(forced_experts >= 0, forced_experts.to(expert.dtype), expert)
+        is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
+        dispatcher = self.experts.dispatcher
+        counted = None if dispatcher is None else dispatcher.count(is_chosen)
+
+        # All of this runs while ranks exchange the counts.
         if self.norm_topk_prob:  # a softmax over the chosen, because all their probabilities may underflow
             weight = logits.gather(1, expert).softmax(-1)
         else:
             weight = probability.gather(1, expert)
-        is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(1, expert, True)
-
-        experts = self.experts
-        gate_up, down = experts.local_weights or (experts.gate_up_proj, experts.down_proj)
-        out = expert_mlps(
-            x,
-            gate_up.to(x.dtype),
-            down.to(x.dtype),
-            expert,
-            weight,
-            is_chosen.sum(0),
-            experts.dispatcher,
-        )
-        if self.shared_expert is not None:
-            gate = F.linear(x, self.shared_expert_gate.weight.to(x.dtype))
-            out = out + torch.sigmoid(gate) * self.shared_expert(x)
-
         paths = num_paths[:, None].to(wide)
         routing = Routing(
             tokens=(is_chosen & (paths > 0)).sum(0).to(wide),
@@ -135,6 +124,18 @@ class MoE(nn.Module):
             probability=(probability * paths).sum(0),
             squared_lse=(logits.logsumexp(-1).square() * paths[:, 0]).sum(),
         )
+        shared = None
+        if self.shared_expert is not None:
+            gate = F.linear(x, self.shared_expert_gate.weight.to(x.dtype))
+            shared = torch.sigmoid(gate) * self.shared_expert(x)
+
+        weights = self.experts.local_weights or (self.experts.gate_up_proj, self.experts.down_proj)
+        gate_up, down = (w.to(x.dtype) for w in weights)
+        if dispatcher is None or counted is None:
+            out = expert_mlps(x, gate_up, down, expert, weight, is_chosen.sum(0))
+        else:
+            out = dispatcher(x, gate_up, down, expert, weight, counted)
+        out = out if shared is None else out + shared
         return MoEOutput(out, routing, expert.to(torch.int16))
 
     @property

@@ -2,14 +2,13 @@
 
 Routing makes S = N k copies of N tokens and sorts them by expert. Making copies and summing them are each
 other's transpose, so neither direction needs atomic additions. Both passes are deterministic and drop no
-copy. In bf16 on a GPU, the host never waits for the device, unless ranks exchange copies.
+copy. In bf16 on a GPU, the host never waits for the device.
 
 N tokens, k experts of a token, S = N k copies, E experts, d hidden size, m intermediate size of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -22,26 +21,32 @@ from titan_tree.errors import UserError
 
 
 class Dispatcher(Protocol):
-    """Sends token copies to the ranks that hold their experts, and returns the results.
+    """Computes experts that are sharded over ranks. All ranks make the same calls in the same order.
 
-    distributed/exchange.py implements it, so that this package does not depend on ranks.
+    distributed/sharded_experts.py implements it, so that this package does not depend on ranks.
     """
+
+    def count(self, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts to tell other ranks how many rows to expect. Call it as soon as the choice is known.
+
+        Args:
+            is_chosen: [N, E] bool, the experts of each token.
+        """
 
     def __call__(
         self,
-        mlps: Callable[[Tensor, Tensor, Tensor], Tensor],
-        copies: Tensor,
-        scale: Tensor,
-        num_copies: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        counted: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Returns [S, d], the outputs of the experts for all copies.
+        """Returns what ``expert_mlps`` returns. ``gate_up`` and ``down`` hold only this rank's experts.
 
         Args:
-            mlps: computes this rank's e experts on the copies that it received. Its arguments are copies and
-                scale, sorted by expert, and the exclusive end [e] of each expert's rows.
-            copies: [S, d], sorted by expert.
-            scale: [S, 1], the weight of each copy.
-            num_copies: [E], copies per expert.
+            weight: [N, k] fp32 or wider.
+            counted: from ``count``.
         """
 
 
@@ -52,7 +57,6 @@ def expert_mlps(
     expert: Tensor,
     weight: Tensor,
     num_copies: Tensor,
-    dispatcher: Dispatcher | None = None,
 ) -> Tensor:
     """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
 
@@ -66,26 +70,23 @@ def expert_mlps(
         expert: [N, k] int64, different experts in each row.
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
-        dispatcher: with expert parallelism, sends copies to other ranks; ``gate_up`` and ``down`` then hold
-            only this rank's experts.
     Raises:
         UserError: in bf16 on a GPU, d or m is not a multiple of 8.
     """
     order = expert.flatten().argsort(stable=True)
-    inverse = order.argsort()
+    inverse = inverse_permutation(order)
     copies = _Spread.apply(x, order, inverse, expert.shape[1])
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
-    def mlps(copies: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
-        hidden = (F.silu(gate) * up * scale).to(x.dtype)
-        return grouped_linear(hidden, down, ends)
+    ends = num_copies.cumsum(0).to(torch.int32)
+    gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
+    hidden = (F.silu(gate) * up * scale).to(x.dtype)
+    return _Gather.apply(grouped_linear(hidden, down, ends), order, inverse, expert.shape[1])
 
-    if dispatcher is None:
-        y = mlps(copies, scale, num_copies.cumsum(0).to(torch.int32))
-    else:
-        y = dispatcher(mlps, copies, scale, num_copies)
-    return _Gather.apply(y, order, inverse, expert.shape[1])
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Returns [n] int64 with ``inverse[order] = arange(n)`` for a permutation [n] int64, without sorting."""
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
 class _Spread(torch.autograd.Function):
@@ -151,6 +152,19 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return linear_by_expert(x, weight, ends)
 
 
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Returns [E, n, c]: the gradient of ``grouped_linear`` for weight.
+
+    Args:
+        left: [S, n], the gradient of the result.
+        right: [S, c], the first argument of ``grouped_linear``.
+        ends: see ``grouped_linear``.
+    """
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        return F.grouped_mm(left.t(), right, offs=ends)
+    return outer_by_expert(left, right, ends)
+
+
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Computes ``grouped_linear`` in one kernel, which needs rows of a multiple of 16 bytes."""
     if x.shape[1] % 8 or weight.shape[1] % 8:
@@ -172,13 +186,12 @@ def linear_by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("titan_tree::linear_by_expert_backward", mutates_args=())
-def linear_by_expert_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+@torch.library.custom_op("titan_tree::outer_by_expert", mutates_args=())
+def outer_by_expert(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     for e, rows in _rows(ends):
-        dx[rows] = grad[rows] @ weight[e]
-        dweight[e] = grad[rows].t() @ x[rows]
-    return dx, dweight
+        out[e] = left[rows].t() @ right[rows]
+    return out
 
 
 def _rows(ends: Tensor) -> list[tuple[int, slice]]:
@@ -190,9 +203,9 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@linear_by_expert_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+@outer_by_expert.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -200,7 +213,9 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *linear_by_expert_backward(grad, *ctx.saved_tensors), None
+    x, weight, ends = ctx.saved_tensors
+    dx = linear_by_expert(grad, weight.transpose(1, 2), ends)
+    return dx, outer_by_expert(grad, x, ends), None
 
 
 linear_by_expert.register_autograd(_autograd, setup_context=_setup_context)

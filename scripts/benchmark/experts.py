@@ -1,0 +1,234 @@
+"""Times a layer whose experts are sharded over all GPUs, beside layers that have all experts on each GPU.
+
+    torchrun --nproc-per-node 2 scripts/benchmark/experts.py --csv experts.csv
+
+The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Every GPU
+has its own tokens. All contenders have the same weights, are compiled, run in bf16, and take turns in one
+process. Only the first one is sharded and communicates. The others compute all experts on each GPU.
+
+With "random" routing, the router has random weights and uses experts unevenly. With "balanced" routing, all
+experts are chosen equally often, by random tokens. Milliseconds are medians on the slowest GPU; TFLOP/s are
+those of one GPU. "exposed_ms" is the time of a forward and backward pass in which a GPU only communicates.
+"rows_sent" is the number of rows that leave a GPU per token in each exchange. "difference" is the relative
+difference of outputs to the first row's; it includes tokens that rounding sends to other experts.
+
+Without a GPU, the numbers mean nothing, but show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import moe
+import torch
+import torch.distributed as dist
+from common import (
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    environment,
+    print_table,
+    process_group,
+    run_rounds,
+    synchronize,
+    wall_s,
+)
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from titan_tree.components.moe import Experts, MoE
+from titan_tree.distributed.sharded_experts import ShardedExperts
+
+TIMES = ["forward_ms", "forward_backward_ms", "tflops", "exposed_ms"]
+COLUMNS = ["what", "routing", *TIMES, "rows_sent", "difference"]
+
+
+def main() -> None:
+    args = parse_args()
+    with process_group() as (mesh, device):
+        setting = environment(device, "transformers", "torchtitan") if dist.get_rank() == 0 else {}
+        setting |= {
+            "gpus": mesh.size(),
+            "experts": f"{args.top_k} of {args.experts}",
+            "hidden": f"{args.hidden} x {args.intermediate}",
+            "tokens": args.tokens,
+        }
+        layers = make_layers(args, device)
+        rows = [setting | row for routing in args.routing for row in benchmark(args, layers, routing, device)]
+    if rows[0].get("device"):
+        print_table(rows, COLUMNS)
+        append_csv(args.csv, rows)
+
+
+def make_layers(args: argparse.Namespace, device: torch.device) -> dict[str, nn.Module]:
+    """Returns all contenders with the same weights on every rank. The first one is sharded."""
+    torch.manual_seed(0)
+    made = {
+        "titan_tree": moe.ours,
+        "transformers": moe.transformers_layer,
+        "torchtitan": moe.torchtitan_layer,
+    }
+    whole = {name: make(args).to(device, torch.bfloat16) for name, make in made.items()}
+    moe.share_weights(**whole)
+    return {
+        f"titan_tree, sharded over {dist.get_world_size()}": shard(cast(MoE, whole["titan_tree"])),
+        **whole,
+    }
+
+
+def shard(layer: MoE) -> MoE:
+    """Returns a layer with this rank's experts."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    experts = layer.experts
+    num_experts, hidden, intermediate = experts.down_proj.shape
+    layer.experts = Experts(num_experts // num_ranks, hidden, intermediate)  # do not copy all experts
+    sharded = copy.deepcopy(layer)
+    layer.experts = experts
+    sharded.experts.dispatcher = ShardedExperts(cast(dist.ProcessGroup, dist.group.WORLD))
+    for mine, every in zip(sharded.experts.parameters(), experts.parameters(), strict=True):
+        mine.data = every.detach().chunk(num_ranks)[rank].clone()
+    return sharded
+
+
+def benchmark(
+    args: argparse.Namespace, layers: dict[str, nn.Module], routing: str, device: torch.device
+) -> list[Row]:
+    """Returns one row per layer."""
+    torch.manual_seed(1 + dist.get_rank())
+    x, dy = (torch.randn(args.tokens, args.hidden, device=device).bfloat16() for _ in range(2))
+    expert = route(x, layers, routing, args)
+    x.requires_grad_()
+    num_paths = torch.ones(args.tokens, device=device)
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for name, layer in layers.items():
+        compiled = torch.compile(layer, disable=args.no_compile)
+        runs[name] = partial(forward, compiled, x, num_paths if isinstance(layer, MoE) else None)
+
+    def step(name: str) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(runs[name](), [x, *layers[name].parameters()], dy)
+
+    outputs = {name: run().detach().float() for name, run in runs.items()}
+
+    def measure(name: str) -> list[dict[str, float]]:
+        with torch.no_grad():
+            forward_ms = time_ms(runs[name], args.repeat)
+        return [{"forward": forward_ms, "both": time_ms(partial(step, name), args.repeat)}]
+
+    contenders = [Contender(name, partial(measure, name)) for name in layers]
+    run_rounds(contenders, args.rounds)
+    flops = 3 * 2 * args.tokens * args.top_k * 3 * args.hidden * args.intermediate
+    want = next(iter(outputs.values()))
+    rows: list[Row] = []
+    for i, contender in enumerate(contenders):
+        got, both = outputs[contender.name], slowest(contender.median("both"))
+        exposed = 0.0 if i else slowest(exposed_ms(partial(step, contender.name), args.repeat))
+        rows.append({
+            "what": contender.name,
+            "routing": routing,
+            "forward_ms": round(slowest(contender.median("forward")), 3),
+            "forward_backward_ms": round(both, 3),
+            "tflops": round(flops / both / 1e9, 1),
+            "exposed_ms": round(exposed, 3),
+            "rows_sent": 0 if i else round(rows_sent(expert, args.experts), 2),
+            "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
+        })  # fmt: skip
+    return rows
+
+
+def forward(layer: Callable[..., tuple[Tensor, ...]], x: Tensor, num_paths: Tensor | None) -> Tensor:
+    """Returns the output [N, d] of a layer: titan_tree's need numbers of paths, the others a batch."""
+    return layer(x[None])[0] if num_paths is None else layer(x, num_paths)[0]
+
+
+@torch.no_grad()
+def route(x: Tensor, layers: dict[str, nn.Module], routing: str, args: argparse.Namespace) -> Tensor:
+    """Sets the weights of all routers, and for balanced routing x, in place. Returns the experts [N, k].
+
+    With balanced routing, the first E features of x are the logits.
+    """
+    gates = [layer.router.gate if hasattr(layer, "router") else layer.gate for layer in layers.values()]
+    generator = torch.Generator(x.device).manual_seed(0)
+    weight = torch.randn(args.experts, args.hidden, device=x.device, generator=generator) * 0.02
+    if routing == "balanced":
+        weight = torch.eye(args.experts, args.hidden, device=x.device)
+        per_order = args.experts // args.top_k  # tokens that together choose each expert once
+        orders = torch.rand(-(-args.tokens // per_order), args.experts, device=x.device).argsort(1)
+        chosen = orders[:, : per_order * args.top_k].reshape(-1, args.top_k)[: args.tokens]
+        x[:, : args.experts] = torch.rand(args.tokens, args.experts, device=x.device)
+        x[:, : args.experts] += 4 * torch.zeros_like(x[:, : args.experts]).scatter(1, chosen, 1)
+    for gate in gates:
+        gate.weight.copy_(weight)
+    return (x.float() @ gates[0].weight.float().t()).topk(args.top_k).indices
+
+
+def rows_sent(expert: Tensor, num_experts: int) -> float:
+    """Returns how many rows leave this rank per token: one to each other rank of the token's experts."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    ranks = expert // (num_experts // num_ranks)
+    return sum((ranks == other).any(1).float().mean().item() for other in range(num_ranks) if other != rank)
+
+
+def time_ms(function: Callable[[], object], repeat: int) -> float:
+    """Returns the milliseconds of a call, the mean of ``repeat`` calls. All ranks make the same calls."""
+    function()
+    dist.barrier()
+
+    def calls() -> None:
+        for _ in range(repeat):
+            function()
+
+    return 1e3 * wall_s(calls) / repeat
+
+
+def exposed_ms(function: Callable[[], object], repeat: int) -> float:
+    """Returns the milliseconds of a call in which the GPU runs NCCL's kernels and no others."""
+    if not torch.cuda.is_available():
+        return 0.0
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in range(repeat):
+            function()
+        synchronize()
+    kernels = [event for event in run.events() or [] if event.device_type == DeviceType.CUDA]
+    spans = [(e.time_range.start, e.time_range.end, "nccl" in e.name.lower()) for e in kernels]
+    busy = covered([(start, end) for start, end, _ in spans])
+    computing = covered([(start, end) for start, end, is_nccl in spans if not is_nccl])
+    return (busy - computing) / 1e3 / repeat
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Returns the length of the union of intervals."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def slowest(value: float) -> float:
+    """Returns the maximum of a number over ranks."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.item()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    moe.add_sizes(parser)
+    parser.add_argument(
+        "--routing", nargs="+", default=["random", "balanced"], choices=["random", "balanced"]
+    )
+    parser.add_argument("--repeat", type=int, default=10, help="calls per measurement")
+    parser.add_argument("--no-compile", action="store_true", help="run all layers in eager mode")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
