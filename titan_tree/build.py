@@ -39,6 +39,7 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.balancing import Balancing
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -226,6 +227,21 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
         steps = dataset.num_steps(sizes)
     check_warmup(config.lr_scheduler.warmup_steps, steps)
     return steps
+
+
+def build_balancing(
+    config: Config, model: Decoder, mesh: DeviceMesh, device: torch.device
+) -> Balancing | None:
+    """Returns what balances trees over ranks, or None if there is one rank or the configuration says no."""
+    if mesh.size() == 1 or not config.parallel.balance:
+        return None
+    return Balancing(
+        model,
+        device,
+        config.data.max_tokens,
+        expert_parallel=config.parallel.expert_parallel > 1,
+        fixed=config.training.deterministic,
+    )
 
 
 def num_workers(setting: int | str, device: torch.device) -> int:

@@ -49,7 +49,7 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
     fields = {
         name: _encode(name, [getattr(path, name) for path in tree.paths], arrays) for name in PATH_FIELDS
     }
-    counts = []
+    counts: list[int] = []
     if tree.records is not None:
         arrays["records"], *counts = tree.records
     places, offset = {}, 0
@@ -68,8 +68,8 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     """Returns the tree that ``tree_to_bytes`` has encoded. Its arrays are views of ``content``."""
     (length,) = struct.unpack_from("<Q", content)
     description = json.loads(bytes(content[8 : 8 + length]))
-    content = content[aligned(8 + length) :]
-    arrays = {name: _array(content, place) for name, place in description["arrays"].items()}
+    values = memoryview(content)[aligned(8 + length) :]
+    arrays = {name: _array(values, place) for name, place in description["arrays"].items()}
     tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
     if counts := description.get("records"):
         tree["records"] = Records(arrays.pop("records"), *counts)

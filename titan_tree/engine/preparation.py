@@ -67,4 +67,8 @@ class StepPreparer:
             tuple(tuple(path.id or "?" for path in tree.paths) for tree in trees) for trees in micro_batches
         )
         newest = int(max(versions, default=-1))
-        return StepInput(batches, unpartitioned, counts, chain_peak, newest, path_ids)
+        sizes = tuple(
+            (*map(sum, zip(*map(self.costs.sizes, partitions), strict=True)), len(partitions))
+            for partitions in batches
+        )
+        return StepInput(batches, unpartitioned, counts, chain_peak, newest, path_ids, sizes)

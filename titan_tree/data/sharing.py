@@ -1,0 +1,152 @@
+"""TreeSharing: ranks read different groups of a step, plan together, and send each tree to its owner.
+
+    read own groups -> all ranks exchange sizes -> same assignment everywhere -> trees travel as bytes
+
+The processes that make inputs do all of this, ahead of training. Worker w of every rank makes the same steps,
+so the workers w of all ranks form a group of their own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import Protocol
+
+import numpy as np
+
+from titan_tree.data.balance import Assignment, assign_freely, assign_in_step
+from titan_tree.data.packing import MicroBatches
+from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
+from titan_tree.data.tree_costs import SIZES, TreeCosts, tree_sizes
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+def cost_version(step: int, refit_steps: int | None) -> int:
+    """Returns which fit of the costs decides the assignment of the step after ``step`` steps.
+
+    Version k is known after k * ``refit_steps`` steps. It is used at least ``refit_steps`` steps later,
+    because inputs are made ahead of training. It does not depend on how far ahead, so a resumed run makes the
+    same assignments. Version 0 is known at the start, and is the only one if ``refit_steps`` is None.
+    """
+    return 0 if refit_steps is None else max(0, step // refit_steps - 1)
+
+
+class RankGroup(Protocol):
+    """The processes, one per rank, that make the same steps. ``DataGroup`` is one."""
+
+    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
+        """Calls ``make`` on every rank and returns the results of all, by rank. All raise its UserErrors."""
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Sends ``parts[r]`` to rank r, and returns what each rank has sent to this one."""
+
+    def costs(self, version: int) -> Sequence[float]:
+        """Returns the coefficients of a version as soon as training has published them."""
+
+
+@dataclass
+class TreeSharing:
+    """Shares the trees of steps among ranks, balanced by their costs. It can be pickled until ``join``.
+
+    Args:
+        connect: makes the group of the workers with a number.
+        rank: this rank.
+        num_ranks: number of ranks.
+        max_tokens: of a micro-batch.
+        first_step: steps of the run that are done.
+        always_in_step: whether ranks run in step even if trees are partitioned (expert parallelism).
+        refit_steps: steps after which training publishes new costs, see ``cost_version``.
+        ranks_per_owner: adjacent ranks that train on the same trees; it divides ``num_ranks``.
+    """
+
+    connect: Callable[[int], RankGroup]
+    rank: int
+    num_ranks: int
+    max_tokens: int
+    first_step: int = 0
+    always_in_step: bool = False
+    refit_steps: int | None = None
+    ranks_per_owner: int = 1
+    _group: RankGroup | None = field(default=None, init=False)
+
+    def join(self, worker: int) -> None:
+        """Joins the group of the workers with this number. Waits until those of all ranks have joined."""
+        self._group = self.connect(worker)
+
+    def leave(self) -> None:
+        """Leaves the group. Workers of other ranks that still wait for this one get an error."""
+        self._group = None
+
+    def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
+        """Returns this rank's micro-batches of a step whose trees are on different ranks.
+
+        Args:
+            step: number of the step, from 0 at ``first_step``.
+            read: returns the trees that this rank reads. If it raises a UserError, all ranks raise it.
+        """
+        assert self._group is not None
+        trees: list[TokenTree] = []
+
+        def sizes() -> bytes:
+            trees.extend(read())
+            return tree_sizes(trees).tobytes()
+
+        by_rank = [
+            np.frombuffer(part, np.int64).reshape(-1, len(SIZES)) for part in self._group.gather(sizes)
+        ]
+        assignment = self._assign(step, np.concatenate(by_rank))
+        owner_of = {
+            tree: owner
+            for owner, micro_batches in enumerate(assignment)
+            for tree in chain.from_iterable(micro_batches)
+        }
+        first = sum(map(len, by_rank[: self.rank]))  # the number of this rank's first tree
+        own = dict(enumerate(trees, start=first))
+        is_alone = self.ranks_per_owner == 1
+        leaving = {i: tree_to_bytes(own[i]) for i in own if not (is_alone and owner_of[i] == self._owner)}
+        parts: list[dict[int, bytes]] = [{} for _ in range(self.num_ranks)]
+        for i, content in leaving.items():
+            begin = owner_of[i] * self.ranks_per_owner
+            for rank in range(begin, begin + self.ranks_per_owner):
+                if rank != self.rank:
+                    parts[rank][i] = content
+        for part in self._group.exchange(list(map(pickle.dumps, parts))):
+            own |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
+        return self._pick(assignment, own)
+
+    def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
+        """Returns the paths of all groups of a step, in the order of the groups.
+
+        Args:
+            read: returns the paths of this rank's groups: groups ``rank``, ``rank + num_ranks``, ...
+        """
+        assert self._group is not None
+
+        def groups() -> bytes:
+            return pickle.dumps([tree_to_bytes(TokenTree.from_paths(p)) if p else b"" for p in read()])
+
+        by_rank = map(pickle.loads, self._group.gather(groups))
+        in_order = chain.from_iterable(zip_longest(*by_rank, fillvalue=b""))
+        return [path for content in in_order if content for path in tree_from_bytes(content).paths]
+
+    def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
+        """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
+        return self._pick(self._assign(step, tree_sizes(trees)), dict(enumerate(trees)))
+
+    def _assign(self, step: int, sizes: np.ndarray) -> Assignment:
+        assert self._group is not None
+        version = cost_version(self.first_step + step, self.refit_steps)
+        costs = TreeCosts(*self._group.costs(version))
+        is_partitioned = bool((sizes[:, 0] > self.max_tokens).any())
+        assign = assign_freely if is_partitioned and not self.always_in_step else assign_in_step
+        return assign(sizes, costs, self.num_ranks // self.ranks_per_owner, self.max_tokens)
+
+    @property
+    def _owner(self) -> int:
+        return self.rank // self.ranks_per_owner
+
+    def _pick(self, assignment: Assignment, trees: dict[int, TokenTree]) -> MicroBatches:
+        return [[trees[i] for i in chosen] for chosen in assignment[self._owner]]

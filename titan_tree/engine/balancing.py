@@ -1,0 +1,157 @@
+"""Balancing: the costs that distribute trees over ranks, refined by measured times while a run trains.
+
+    sizes and seconds of every rank's passes -> CostFit -> every REFIT_STEPS steps: new costs -> TreeSharing
+
+All ranks hold the same costs, and a checkpoint contains them. See ``cost_version`` for when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_tree.data.balance import idle_share
+from titan_tree.data.sharing import TreeSharing
+from titan_tree.data.tree_costs import CostFit, TreeCosts, finite_array
+from titan_tree.distributed.collectives import on_rank_0
+from titan_tree.distributed.data_group import DataAddress
+from titan_tree.engine.records import GlobalSizes, StepInput
+from titan_tree.engine.work_timer import WorkTimer
+from titan_tree.models.costs import ModelCosts
+from titan_tree.models.decoder import Decoder
+
+# Operations per second of one H200 (docs/performance.md): matrix products, those of experts, attention.
+DENSE, EXPERTS, ATTENTION = 560e12, 330e12, 430e12
+CHUNK_S = 3.5e-3 / 512  # of a DeltaNet layer, whose forward and backward pass take 3.5 ms for 512 chunks
+REFIT_STEPS = 64  # steps between fits of the costs
+LAYER_S = 4e-3  # to launch the kernels of a layer's forward and backward pass
+
+
+def start_costs(model: Decoder) -> TreeCosts:
+    """Returns estimated costs of a model, from its sizes and the rates of one H200."""
+    costs = ModelCosts.of(model)
+    return TreeCosts(
+        token=costs.flops_per_token / (EXPERTS if model.experts else DENSE),
+        pair=costs.flops_per_pair / ATTENTION,
+        edge=costs.flops_per_edge / DENSE,
+        chunk=costs.num_recurrent_layers * CHUNK_S,
+        forward=costs.num_layers * LAYER_S,
+    )
+
+
+class Balancing:
+    """Measures the steps of a run on several ranks, and shares their trees. Collective.
+
+    Args:
+        model: parallelized.
+        device: where it is.
+        max_tokens: of a micro-batch.
+        expert_parallel: whether ranks exchange tokens in every pass. Their work cannot be measured alone.
+        fixed: keep the start costs. Measured times vary, and the order of sums varies with them.
+    """
+
+    def __init__(
+        self, model: Decoder, device: torch.device, max_tokens: int, *, expert_parallel: bool, fixed: bool
+    ) -> None:
+        self.max_tokens, self.expert_parallel = max_tokens, expert_parallel
+        self.timer = None if expert_parallel else WorkTimer(model, device)
+        self.refit_steps = None if fixed or expert_parallel else REFIT_STEPS
+        costs = start_costs(model)
+        self.fit = CostFit(costs)
+        self.costs = [costs, costs]  # of the current step, and of the steps after the next fit
+        self._address: DataAddress | None = None
+        self._is_first_step = True
+
+    def sharing(self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int) -> TreeSharing:
+        """Returns what shares the trees of the steps after ``step`` steps.
+
+        Args:
+            start_timeout_s, timeout_s, start_steps: see ``DataAddress``.
+        """
+        self._address = DataAddress.new(start_timeout_s, timeout_s, start_steps)
+        self._is_first_step = True
+        newest = step // self.refit_steps if self.refit_steps else 0
+        for version, costs in ((newest - 1, self.costs[0]), (newest, self.costs[1])):
+            self._publish(version, costs)
+        return TreeSharing(
+            self._address,
+            dist.get_rank(),
+            dist.get_world_size(),
+            self.max_tokens,
+            first_step=step,
+            always_in_step=self.expert_parallel,
+            refit_steps=self.refit_steps,
+        )
+
+    def start_step(self) -> None:
+        """Starts to measure a step."""
+        if self.timer:
+            self.timer.start()
+
+    def finish_step(
+        self, step: int, step_input: StepInput, sizes: GlobalSizes, is_good: bool
+    ) -> dict[str, float]:
+        """Measures a step, and fits the costs if it is time to. The device must have finished the step.
+
+        Args:
+            step: number of the step, from 1.
+            is_good: whether the step has changed the weights. Otherwise it is not measured.
+        Returns:
+            The idle shares of the step: as planned, and as measured.
+        """
+        seconds = self.timer.stop() if self.timer else []
+        values = {}
+        if is_good:
+            work = self._gather(step_input, sizes, seconds)  # [ranks, rows, 6]
+            values["planned_idle_share"] = idle_share(self.costs[0].seconds(work[..., 1:]))
+            if self.timer:
+                values["idle_share"] = idle_share(work[..., 0])
+            if self.refit_steps and not self._is_first_step:  # which compiles and allocates
+                for row in work.reshape(-1, work.shape[-1]):
+                    if row[-1]:
+                        self.fit.add(row[1:], row[0])
+            self._is_first_step = False
+        if self.refit_steps and step % self.refit_steps == 0:
+            fitted = self.fit.solve()
+            self.costs = [self.costs[1], TreeCosts(*on_rank_0(lambda: fitted))]
+            self._publish(step // self.refit_steps, self.costs[1])
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the costs and the sums of the fit as JSON values."""
+        return {"costs": [list(costs) for costs in self.costs], "fit": self.fit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
+        costs = finite_array("costs", state.get("costs"), np.shape(self.costs))
+        self.costs = [TreeCosts(*row) for row in costs.tolist()]
+        self.fit.load_state_dict(state.get("fit") or {})
+
+    def _gather(self, step_input: StepInput, sizes: GlobalSizes, seconds: list[float]) -> np.ndarray:
+        """Returns [ranks, rows, 6]: seconds of work, four sizes and the number of passes of each row.
+
+        A row is a micro-batch. If ranks run freely, the whole step is one row.
+
+        Args:
+            seconds: of each pass of this rank; empty if they are not measured.
+        """
+        is_free = sizes.is_partitioned and not self.expert_parallel
+        work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
+        for i, own in enumerate(step_input.sizes):
+            work[0 if is_free else i, 1:] += torch.tensor(own)
+        for i, time in enumerate(
+            seconds
+        ):  # count passes of all micro-batches may come before the train passes
+            work[i % len(work), 0] += time
+        by_rank = [torch.empty_like(work) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, work)
+        return torch.stack(by_rank).numpy()
+
+    def _publish(self, version: int, costs: TreeCosts) -> None:
+        assert self._address is not None
+        if dist.get_rank() == 0:
+            self._address.publish_costs(version, costs)
