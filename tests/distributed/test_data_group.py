@@ -21,7 +21,7 @@ from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.data.balance import Assignment, assign_freely, assign_in_step
 from titan_tree.data.packing import MicroBatches
-from titan_tree.data.sharing import TreeSharing, cost_version
+from titan_tree.data.sharing import TreeSharing
 from titan_tree.data.tree_costs import TreeCosts, tree_sizes
 from titan_tree.distributed.data_group import DataAddress
 from titan_tree.errors import LostRankError, UserError
@@ -111,13 +111,6 @@ def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> N
         group.gather(bytes)  # the other rank may still be connecting
 
     on_ranks(store, 2, run)
-
-
-def test_costs_are_known_long_before_they_are_used() -> None:
-    versions = [cost_version(step, 10) for step in range(60)]
-    assert versions == [0] * 20 + [1] * 10 + [2] * 10 + [3] * 10 + [4] * 10
-    assert all(10 * version <= step - 10 for step, version in enumerate(versions) if version)
-    assert {cost_version(step, None) for step in range(60)} == {0}
 
 
 def shared_steps(

@@ -44,9 +44,12 @@ class TreeDataset:
 
     ``config.merge`` decides which paths share a tree:
 
-    - "group": one tree per group. Group j of a global batch goes to rank j % world_size.
-    - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt. Every
-      rank reads the whole global batch and builds the same trees; they are balanced over ranks by tokens.
+    - "group": one tree per group.
+    - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
+
+    A ``TreeSharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
+    group j of a global batch goes to rank j % world_size, or every rank builds all trees of a merged batch,
+    which are balanced by tokens.
 
     Args:
         config: the table [data] of the configuration.

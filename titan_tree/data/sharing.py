@@ -24,16 +24,6 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
-def cost_version(step: int, refit_steps: int | None) -> int:
-    """Returns which fit of the costs decides the assignment of the step after ``step`` steps.
-
-    Version k is known after k * ``refit_steps`` steps. It is used at least ``refit_steps`` steps later,
-    because inputs are made ahead of training. It does not depend on how far ahead, so a resumed run makes the
-    same assignments. Version 0 is known at the start, and is the only one if ``refit_steps`` is None.
-    """
-    return 0 if refit_steps is None else max(0, step // refit_steps - 1)
-
-
 class RankGroup(Protocol):
     """The processes, one per rank, that make the same steps. ``DataGroup`` is one."""
 
@@ -56,9 +46,9 @@ class TreeSharing:
         rank: this rank.
         num_ranks: number of ranks.
         max_tokens: of a micro-batch.
-        first_step: steps of the run that are done.
         always_in_step: whether ranks run in step even if trees are partitioned (expert parallelism).
-        refit_steps: steps after which training publishes new costs, see ``cost_version``.
+        fitted_from: number of the first step that uses the fitted costs, version 1, instead of version 0.
+            None: no step does. The steps of a dataset are numbered from 0.
         ranks_per_owner: adjacent ranks that train on the same trees; it divides ``num_ranks``.
     """
 
@@ -66,9 +56,8 @@ class TreeSharing:
     rank: int
     num_ranks: int
     max_tokens: int
-    first_step: int = 0
     always_in_step: bool = False
-    refit_steps: int | None = None
+    fitted_from: int | None = None
     ranks_per_owner: int = 1
     _group: RankGroup | None = field(default=None, init=False)
 
@@ -84,7 +73,7 @@ class TreeSharing:
         """Returns this rank's micro-batches of a step whose trees are on different ranks.
 
         Args:
-            step: number of the step, from 0 at ``first_step``.
+            step: number of the step, from 0.
             read: returns the trees that this rank reads. If it raises a UserError, all ranks raise it.
         """
         assert self._group is not None
@@ -138,8 +127,8 @@ class TreeSharing:
 
     def _assign(self, step: int, sizes: np.ndarray) -> Assignment:
         assert self._group is not None
-        version = cost_version(self.first_step + step, self.refit_steps)
-        costs = TreeCosts(*self._group.costs(version))
+        is_fitted = self.fitted_from is not None and step >= self.fitted_from
+        costs = TreeCosts(*self._group.costs(version=int(is_fitted)))
         is_partitioned = bool((sizes[:, 0] > self.max_tokens).any())
         assign = assign_freely if is_partitioned and not self.always_in_step else assign_in_step
         return assign(sizes, costs, self.num_ranks // self.ranks_per_owner, self.max_tokens)

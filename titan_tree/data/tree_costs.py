@@ -70,8 +70,8 @@ def _sizes(tree: TokenTree) -> tuple[int, ...]:
 class CostFit:
     """Fits TreeCosts to measured seconds by least squares.
 
-    Measurements count half as much after every fit. All sums are made element by element, so that every rank
-    gets the same bits. Only ``solve`` may round differently on another CPU.
+    All sums are made element by element, so that every rank gets the same bits. Only ``solve`` may round
+    differently on another CPU.
 
     Args:
         start: the coefficients without measurements. A coefficient of 0 stays 0.
@@ -91,7 +91,6 @@ class CostFit:
     def solve(self) -> TreeCosts:
         """Returns the fitted coefficients, or ``start`` without measurements."""
         products, moments = self._products, self._moments
-        self._products, self._moments = products / 2, moments / 2
         total = products.sum()
         if total <= 0 or moments.sum() <= 0:
             return self.start

@@ -1,8 +1,12 @@
-"""Balancing: the costs that distribute trees over ranks, refined by measured times while a run trains.
+"""Balancing: the costs that distribute trees over ranks, first estimated and then fitted to measured times.
 
-    sizes and seconds of every rank's passes -> CostFit -> every REFIT_STEPS steps: new costs -> TreeSharing
+    steps 1 to 64      measured: sizes and seconds of every rank's passes -> CostFit -> fitted costs
+    steps 1 to 128     use the estimated costs
+    steps 129 and on   use the fitted costs, on all ranks
 
-All ranks hold the same costs, and a checkpoint contains them. See ``cost_version`` for when they are used.
+Inputs are made ahead of training, so fitted costs are used only FIT_STEPS steps after they are known. A
+checkpoint contains the costs, and a resumed run makes the same assignments with any number of workers. The
+costs are fitted once, because times vary from run to run, and the order of sums varies with the assignments.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from titan_tree.models.decoder import Decoder
 # Operations per second of one H200 (docs/performance.md): matrix products, those of experts, attention.
 DENSE, EXPERTS, ATTENTION = 560e12, 330e12, 430e12
 CHUNK_S = 3.5e-3 / 512  # of a DeltaNet layer, whose forward and backward pass take 3.5 ms for 512 chunks
-REFIT_STEPS = 64  # steps between fits of the costs
+FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of training
 LAYER_S = 4e-3  # to launch the kernels of a layer's forward and backward pass
 
 
@@ -51,7 +55,7 @@ class Balancing:
         device: where it is.
         max_tokens: of a micro-batch.
         expert_parallel: whether ranks exchange tokens in every pass. Their work cannot be measured alone.
-        fixed: keep the start costs. Measured times vary, and the order of sums varies with them.
+        fixed: keep the estimated costs, so that equal runs get equal results.
     """
 
     def __init__(
@@ -59,10 +63,11 @@ class Balancing:
     ) -> None:
         self.max_tokens, self.expert_parallel = max_tokens, expert_parallel
         self.timer = None if expert_parallel else WorkTimer(model, device)
-        self.refit_steps = None if fixed or expert_parallel else REFIT_STEPS
+        self.is_fixed = fixed or expert_parallel
         costs = start_costs(model)
+        self.costs = [costs]  # estimated, and fitted if known
         self.fit = CostFit(costs)
-        self.costs = [costs, costs]  # of the current step, and of the steps after the next fit
+        self.fit_step: int | None = None  # the last measured step, if steps are measured
         self._address: DataAddress | None = None
         self._is_first_step = True
 
@@ -74,17 +79,17 @@ class Balancing:
         """
         self._address = DataAddress.new(start_timeout_s, timeout_s, start_steps)
         self._is_first_step = True
-        newest = step // self.refit_steps if self.refit_steps else 0
-        for version, costs in ((newest - 1, self.costs[0]), (newest, self.costs[1])):
+        if not self.is_fixed and len(self.costs) == 1 and (self.fit_step or 0) <= step:
+            self.fit_step = step + FIT_STEPS
+        for version, costs in enumerate(self.costs):
             self._publish(version, costs)
         return TreeSharing(
             self._address,
             dist.get_rank(),
             dist.get_world_size(),
             self.max_tokens,
-            first_step=step,
             always_in_step=self.expert_parallel,
-            refit_steps=self.refit_steps,
+            fitted_from=None if self.fit_step is None else self.fit_step + FIT_STEPS - step,
         )
 
     def start_step(self) -> None:
@@ -107,28 +112,33 @@ class Balancing:
         values = {}
         if is_good:
             work = self._gather(step_input, sizes, seconds)  # [ranks, rows, 6]
-            values["planned_idle_share"] = idle_share(self.costs[0].seconds(work[..., 1:]))
+            is_fitted = self.fit_step is not None and step > self.fit_step + FIT_STEPS
+            values["planned_idle_share"] = idle_share(self.costs[is_fitted].seconds(work[..., 1:]))
             if self.timer:
                 values["idle_share"] = idle_share(work[..., 0])
-            if self.refit_steps and not self._is_first_step:  # which compiles and allocates
-                for row in work.reshape(-1, work.shape[-1]):
-                    if row[-1]:
-                        self.fit.add(row[1:], row[0])
+            if not self._is_first_step:  # which compiles and allocates
+                self._add(work)
             self._is_first_step = False
-        if self.refit_steps and step % self.refit_steps == 0:
+        if step == self.fit_step:
             fitted = self.fit.solve()
-            self.costs = [self.costs[1], TreeCosts(*on_rank_0(lambda: fitted))]
-            self._publish(step // self.refit_steps, self.costs[1])
+            self.costs.append(TreeCosts(*on_rank_0(lambda: fitted)))
+            self._publish(1, self.costs[1])
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the costs and the sums of the fit as JSON values."""
-        return {"costs": [list(costs) for costs in self.costs], "fit": self.fit.state_dict()}
+        """Returns the costs and the measurements as JSON values."""
+        costs = [list(costs) for costs in self.costs]
+        return {"costs": costs, "fit_step": self.fit_step, "fit": self.fit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
-        costs = finite_array("costs", state.get("costs"), np.shape(self.costs))
-        self.costs = [TreeCosts(*row) for row in costs.tolist()]
+        given, fit_step = state.get("costs"), state.get("fit_step")
+        shape = (2 if isinstance(given, list) and len(given) == 2 else 1, len(self.costs[0]))
+        costs = [TreeCosts(*row) for row in finite_array("costs", given, shape).tolist()]
+        if self.is_fixed or fit_step is None:
+            self.costs = costs[-1:]
+            return
+        self.costs, self.fit_step = costs, int(finite_array("fit_step", fit_step, ()))
         self.fit.load_state_dict(state.get("fit") or {})
 
     def _gather(self, step_input: StepInput, sizes: GlobalSizes, seconds: list[float]) -> np.ndarray:
@@ -143,13 +153,19 @@ class Balancing:
         work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
         for i, own in enumerate(step_input.sizes):
             work[0 if is_free else i, 1:] += torch.tensor(own)
-        for i, time in enumerate(
-            seconds
-        ):  # count passes of all micro-batches may come before the train passes
+        for i, time in enumerate(seconds):  # the count passes of all micro-batches may come first
             work[i % len(work), 0] += time
         by_rank = [torch.empty_like(work) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, work)
         return torch.stack(by_rank).numpy()
+
+    def _add(self, work: np.ndarray) -> None:
+        """Adds the measurements of a step, see ``_gather``, until the costs are fitted."""
+        if self.fit_step is None or len(self.costs) > 1:
+            return
+        for seconds, *sizes in work.reshape(-1, work.shape[-1]):
+            if sizes[-1]:  # the rank had trees
+                self.fit.add(np.array(sizes), seconds)
 
     def _publish(self, version: int, costs: TreeCosts) -> None:
         assert self._address is not None

@@ -1,8 +1,8 @@
 """WorkTimer: how long the forward passes of a rank take without the waits for other ranks.
 
-FSDP2 gathers the weights of a block before the block runs. The device then waits for the slowest rank. Hooks
-around that moment measure the wait, and the timer subtracts it. The backward pass is not measured: its waits
-are inside autograd. Its work is nearly proportional to that of the forward pass.
+Before a block runs, FSDP2 gathers its weights. The device then waits for the slowest rank. The timer measures
+and subtracts these waits. The backward pass is not measured: its work is nearly proportional to that of the
+forward pass.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 Mark = torch.cuda.Event | float  # a moment: on the device, or of the host's clock in seconds
 
@@ -20,21 +21,33 @@ class WorkTimer:
     """Measures forward passes between ``start`` and ``stop``.
 
     Args:
-        model: sharded by FSDP2, whose hooks must be in place. Its ``layers`` are the units of sharding.
+        model: sharded by FSDP2. Its ``layers`` are the units of sharding.
         device: where the model is. Moments on a GPU are CUDA events, so that nothing waits for the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._is_on = False
+        self._is_on = self._is_in_pass = False
         # For each pass: its start, the start and the end of each wait, and its end.
         self._passes: list[list[Mark]] = []
-        # FSDP2's hooks come first in the model, so its own weights are there when the pass starts.
+        # FSDP2's hooks of the model come first, so the model's own weights are there when the pass starts.
         model.register_forward_pre_hook(lambda *_: self._begin())
-        model.register_forward_hook(lambda *_: self._mark())
+        model.register_forward_hook(lambda *_: self._end())
         for block in model.get_submodule("layers").children():
-            block.register_forward_pre_hook(lambda *_: self._mark(), prepend=True)
-            block.register_forward_pre_hook(lambda *_: self._mark())
+            assert isinstance(block, FSDPModule)
+            self._measure_waits(block)
+
+    def _measure_waits(self, block: FSDPModule) -> None:
+        # Hooks of the block itself would be compiled into its graph.
+        weights: Any = block._get_fsdp_state()._fsdp_param_group
+        wait = weights.wait_for_unshard
+
+        def timed_wait() -> None:
+            self._mark()
+            wait()
+            self._mark()
+
+        weights.wait_for_unshard = timed_wait
 
     def start(self) -> None:
         """Measures all forward passes from now on. Forgets those before."""
@@ -47,11 +60,16 @@ class WorkTimer:
 
     def _begin(self) -> None:
         if self._is_on:
+            self._is_in_pass = True
             self._passes.append([])
             self._mark()
 
+    def _end(self) -> None:
+        self._mark()
+        self._is_in_pass = False
+
     def _mark(self) -> None:
-        if not self._is_on:
+        if not self._is_in_pass:  # FSDP2 gathers weights in the backward pass, too
             return
         mark: Any = time.perf_counter()
         if self._is_cuda:
