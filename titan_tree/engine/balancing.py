@@ -108,10 +108,11 @@ class Balancing:
         Returns:
             The idle shares of the step: as planned, and as measured.
         """
-        seconds = self.timer.stop() if self.timer else []
         values = {}
+        if self.timer:
+            self.timer.stop()
         if is_good:
-            work = self._gather(step_input, sizes, seconds)  # [ranks, rows, 6]
+            work = self._gather(step_input, sizes)  # [ranks, rows, 6]
             is_fitted = self.fit_step is not None and step > self.fit_step + FIT_STEPS
             values["planned_idle_share"] = idle_share(self.costs[is_fitted].seconds(work[..., 1:]))
             if self.timer:
@@ -141,20 +142,18 @@ class Balancing:
         self.costs, self.fit_step = costs, int(finite_array("fit_step", fit_step, ()))
         self.fit.load_state_dict(state.get("fit") or {})
 
-    def _gather(self, step_input: StepInput, sizes: GlobalSizes, seconds: list[float]) -> np.ndarray:
+    def _gather(self, step_input: StepInput, sizes: GlobalSizes) -> np.ndarray:
         """Returns [ranks, rows, 6]: seconds of work, four sizes and the number of passes of each row.
 
         A row is a micro-batch. If ranks run freely, the whole step is one row.
-
-        Args:
-            seconds: of each pass of this rank; empty if they are not measured.
         """
         is_free = sizes.is_partitioned and not self.expert_parallel
         work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
         for i, own in enumerate(step_input.sizes):
             work[0 if is_free else i, 1:] += torch.tensor(own)
-        for i, time in enumerate(seconds):  # the count passes of all micro-batches may come first
-            work[i % len(work), 0] += time
+        # The count passes of all micro-batches may come before the train passes.
+        for i, seconds in enumerate(self.timer.seconds() if self.timer else []):
+            work[i % len(work), 0] += seconds
         by_rank = [torch.empty_like(work) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, work)
         return torch.stack(by_rank).numpy()

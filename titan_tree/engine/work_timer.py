@@ -53,9 +53,12 @@ class WorkTimer:
         """Measures all forward passes from now on. Forgets those before."""
         self._passes, self._is_on = [], True
 
-    def stop(self) -> list[float]:
-        """Returns the seconds of work of each pass since ``start``. On a GPU all of them must have ended."""
+    def stop(self) -> None:
+        """Measures no further passes."""
         self._is_on = False
+
+    def seconds(self) -> list[float]:
+        """Returns the work of each measured pass. The device must have finished them."""
         return [self._seconds(marks) for marks in self._passes]
 
     def _begin(self) -> None:
