@@ -182,6 +182,21 @@ def test_owners_train_on_all_trees_of_a_step(
         assert max(loads[0]) == pytest.approx(max(loads[1]), rel=0.15)  # equal but for the order of trees
 
 
+@pytest.mark.parametrize("merge", ["group", "batch"])
+def test_unused_records_do_not_travel(store: dist.TCPStore, tmp_path: Path, merge: str) -> None:
+    """They may be of different models."""
+    file = tmp_path / "x.jsonl"
+    lines = [
+        {"group_id": i // 2, "tokens": [1, i + 2], "routed_experts": [[[0]] * (1 + i % 2)] * 2}
+        for i in range(8)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"global_batch_groups": 4, "max_tokens": 3, "merge": merge}
+    results = on_ranks(store, 4, lambda address: shared_steps(address, file, 1, options))
+    paths = [path for steps, _ in results for trees in steps[0] for tree in trees for path in tree.paths]
+    assert sorted(path.tokens.tolist() for path in paths) == [[1, i + 2] for i in range(8)]
+
+
 def test_a_bad_line_of_one_rank_is_the_error_of_all(store: dist.TCPStore, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     lines = [{"tokens": [1, 2]}, {"tokens": [1, "x"]}, {"tokens": [1, 3]}]

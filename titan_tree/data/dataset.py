@@ -183,6 +183,8 @@ class TreeDataset:
             by_group = [self._paths(group) for group in batch[self.rank :: self.world_size]]
             for paths in by_group:
                 self._check_path_sizes(paths)
+                for path in paths if self.config.replay == "off" else ():
+                    path.routed_experts = None  # nobody reads them
             return by_group
 
         if self.config.merge == "group":

@@ -94,13 +94,14 @@ class TreeSharing:
         }
         first = sum(map(len, by_rank[: self.rank]))  # the number of this rank's first tree
         own = dict(enumerate(trees, start=first))
-        is_alone = self.ranks_per_owner == 1
-        leaving = {i: tree_to_bytes(own[i]) for i in own if not (is_alone and owner_of[i] == self._owner)}
         parts: list[dict[int, bytes]] = [{} for _ in range(self.num_ranks)]
-        for i, content in leaving.items():
+        for i, tree in own.items():
             begin = owner_of[i] * self.ranks_per_owner
-            for rank in range(begin, begin + self.ranks_per_owner):
-                if rank != self.rank:
+            if others := set(range(begin, begin + self.ranks_per_owner)) - {self.rank}:
+                for path in tree.paths:
+                    path.routed_experts = None  # the tree has what it needs of them
+                content = tree_to_bytes(tree)
+                for rank in others:
                     parts[rank][i] = content
         for part in self._group.exchange(list(map(pickle.dumps, parts))):
             own |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
