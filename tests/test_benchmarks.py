@@ -27,6 +27,7 @@ BENCHMARKS = {
         "--warmup 1 --steps 1 --repeat 1",
         "config",
     ),
+    "balance": ("demo --trees 4 --ranks 2 --max-tokens 1024 --rounds 2", "trees"),
     "checkpoint": ("--gigabytes 0.001 --rounds 1 --folder outputs/benchmark/checkpoint", "GB"),
     "partitions": (
         "--flavor debug --tokens 256 --longest 64 --fits 128 --max-tokens 32 --wider 80 --steps 1 "

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree import leaving, signals, trainer
 from titan_tree.checkpoint.storage import CheckpointWriter
-from titan_tree.data.loader import StepLoader
+from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.bad_steps import BadStepError, BadSteps
 from titan_tree.engine.update import Update
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics.csv_file import CsvLogger
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.trainer import Trainer
+from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[1]
 
@@ -217,7 +219,7 @@ def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:
             if name == "signal" and rank == 1:
                 act_after_step(patch, 2, lambda trainer: os.kill(os.getpid(), signal.SIGUSR1))
             if name == "error" and rank == 1:
-                patch.setattr(StepLoader, "_in_this_process", fail_after_two_steps)
+                patch.setattr(TreeDataset, "_own_trees", fail_after_two_steps(TreeDataset._own_trees))
             config = tiny_config(folder / name, checkpoint__interval=100)
             with pytest.raises((AgreedError, Interrupted)) as left:
                 train(config)
@@ -228,10 +230,15 @@ def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:
             assert checkpoints(folder / name) == ["step-2"]
 
 
-def fail_after_two_steps(loader: StepLoader[Any]) -> Iterator[Any]:
-    for micro_batches in loader.dataset.steps(2):
-        yield loader.prepare(micro_batches), loader.dataset.position()
-    raise UserError("line 7 is wrong")
+def fail_after_two_steps(read: Callable[..., list[TokenTree]]) -> Callable[..., list[TokenTree]]:
+    steps = count()
+
+    def read_or_fail(*args: Any) -> list[TokenTree]:
+        if next(steps) == 2:
+            raise UserError("line 7 is wrong")
+        return read(*args)
+
+    return read_or_fail
 
 
 @pytest.mark.distributed

@@ -37,6 +37,7 @@ from titan_tree.distributed.collectives import agreed
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.balancing import Balancing
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -163,16 +164,23 @@ def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Dec
     return SampleReader(config, tokenizer, limits)
 
 
-def build_dataset(reader: SampleReader, config: Config, epochs: int | None, mesh: DeviceMesh) -> TreeDataset:
-    """Returns this rank's share of the data. Ranks that share the tokens of trees read the same."""
-    sequence_parallel = config.parallel.sequence_parallel
+def build_dataset(
+    reader: SampleReader, config: Config, epochs: int | None, mesh: DeviceMesh, *, is_balanced: bool = False
+) -> TreeDataset:
+    """Returns this rank's share of the data.
+
+    Args:
+        is_balanced: each rank reads groups of its own, and trees travel to the ranks that train on them.
+            Otherwise, ranks that share the tokens of trees read the same groups.
+    """
+    readers = 1 if is_balanced else config.parallel.sequence_parallel  # of the same groups
     return TreeDataset(
         reader.config,
         reader,
         allow_larger=config.partition.strategy != "none",
         epochs=epochs,
-        rank=mesh.get_rank() // sequence_parallel,
-        world_size=mesh.size() // sequence_parallel,
+        rank=mesh.get_rank() // readers,
+        world_size=mesh.size() // readers,
     )
 
 
@@ -198,6 +206,22 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
         steps = dataset.num_steps(sizes)
     check_warmup(config.lr_scheduler.warmup_steps, steps)
     return steps
+
+
+def build_balancing(
+    config: Config, model: Decoder, mesh: DeviceMesh, device: torch.device
+) -> Balancing | None:
+    """Returns what balances trees over ranks, or None if there is one rank or the configuration says no."""
+    if mesh.size() == 1 or not config.parallel.balance:
+        return None
+    return Balancing(
+        model,
+        device,
+        config.data.max_tokens,
+        sequence_parallel=config.parallel.sequence_parallel,
+        expert_parallel=config.parallel.expert_parallel > 1,
+        fixed=config.training.deterministic,
+    )
 
 
 def num_workers(setting: int | str, device: torch.device) -> int:

@@ -20,6 +20,10 @@ class AgreedError(UserError):
     """A UserError that all ranks raise between the same two steps, so they can still write a checkpoint."""
 
 
+class LostRankError(UserError):
+    """Another rank has ended or hangs. If that rank has an error of its own, it says more than this one."""
+
+
 def printable(text: str) -> str:
     r"""Returns ``text`` as one line without control characters, which could change what a terminal shows.
 

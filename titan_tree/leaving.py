@@ -28,7 +28,7 @@ from titan_tree.config import Config
 from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.faults import check_equal, failures_named, set_timeout, start_timeout
 from titan_tree.engine.records import GlobalSizes, StepInput, all_reduce_counts
-from titan_tree.errors import AgreedError, UserError
+from titan_tree.errors import AgreedError, LostRankError, UserError
 from titan_tree.signals import Interrupted, Signals
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,13 @@ class Leaving:
 
 
 def _first_message(error: UserError | None) -> str:
-    """Returns the error message of the first rank that has one. Collective."""
-    messages: list[str | None] = [None] * world_size()
-    dist.all_gather_object(messages, None if error is None else str(error))
-    return next(message for message in messages if message is not None)
+    """Returns the error message of the first rank that has one. Collective.
+
+    A rank that has only lost another one comes last.
+    """
+    messages: list[tuple[bool, str] | None] = [None] * world_size()
+    dist.all_gather_object(
+        messages, None if error is None else (isinstance(error, LostRankError), str(error))
+    )
+    given = [message for message in messages if message is not None]
+    return min(given, key=lambda message: message[0])[1]

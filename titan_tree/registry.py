@@ -169,6 +169,7 @@ METRICS: Registry[Any] = Registry(
         "tree": "titan_tree.metrics.step_metrics:tree_metrics",
         "partitions": "titan_tree.metrics.step_metrics:partition_metrics",
         "speed": "titan_tree.metrics.step_metrics:speed_metrics",
+        "balance": "titan_tree.metrics.step_metrics:balance_metrics",
         "replay": "titan_tree.metrics.step_metrics:replay_metrics",
         "gpu": "titan_tree.metrics.step_metrics:gpu_metrics",
     },

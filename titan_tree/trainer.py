@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.build import (
+    build_balancing,
     build_dataset,
     build_loss,
     build_parallel_model,
@@ -42,9 +43,10 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
-from titan_tree.data.loader import StepLoader
+from titan_tree.data.loader import PREFETCH, StepLoader
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
+from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -54,6 +56,7 @@ from titan_tree.distributed.optimizers import (
 )
 from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.bad_steps import BadStepError, BadSteps
+from titan_tree.engine.balancing import Balancing
 from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.update import update_weights
@@ -102,6 +105,7 @@ class Trainer:
     lr_schedulers: titan.LRSchedulersContainer
     tree_step: TreeStep
     router_bias: RouterBias | None
+    balancing: Balancing | None  # None on one rank
 
     # on what
     tokenizer: TreeTokenizer | None
@@ -146,10 +150,13 @@ class Trainer:
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, self.device)
+        self.balancing = build_balancing(config, self.model, self.mesh, self.device)
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
         reader = build_reader(config.data, self.tokenizer, self.model)
-        self.dataset = build_dataset(reader, config, config.training.epochs, self.mesh)
+        self.dataset = build_dataset(
+            reader, config, config.training.epochs, self.mesh, is_balanced=self.balancing is not None
+        )
         held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
         self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
         count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
@@ -173,6 +180,8 @@ class Trainer:
         self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
             resume_data(self.dataset, self.progress.data, config.checkpoint.allow_changes)
+        if self.balancing and "balance" in self.progress.data:
+            self.balancing.load_state_dict(self.progress.data["balance"])
         self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
 
@@ -238,8 +247,15 @@ class Trainer:
         """
         num_steps = self.num_steps - self.progress.step
         workers = num_workers(self.config.data.workers, self.device)
-        on_gpu = self.device.type == "cuda"
-        loader = StepLoader(self.dataset, self.tree_step.preparer(), num_steps, workers, pin=on_gpu)
+        on_gpu, sharing = self.device.type == "cuda", None
+        if self.balancing:
+            # Hosts may have different numbers of cores, but every worker needs one of each other rank.
+            workers = -int(all_reduce_max(torch.tensor(-workers)))
+            timeout_s = self.config.parallel.timeout_s
+            start = start_timeout(timeout_s)
+            sharing = self.balancing.sharing(self.progress.step, start, timeout_s, PREFETCH + 2)
+        prepare = self.tree_step.preparer()
+        loader = StepLoader(self.dataset, prepare, num_steps, workers, pin=on_gpu, sharing=sharing)
         return self.leaving.agree(iter(loader))
 
     def train_step(self, inputs: Iterator[AgreedInput]) -> None:
@@ -251,6 +267,9 @@ class Trainer:
         torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
 
         max_grad_norm, update = self.config.optimizer.max_grad_norm, None
+        balance: dict[str, float] = {}
+        if self.balancing:
+            self.balancing.start_step()
         try:
             update = update_weights(
                 self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
@@ -263,6 +282,9 @@ class Trainer:
         lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.lr_schedulers.step()
         self.progress.step, self.progress.data = step, self._data_state() | position
+        if self.balancing:
+            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
+            self.progress.data["balance"] = self.balancing.state_dict()
 
         seconds = time.perf_counter() - started
         validation = self._validate(step)
@@ -283,6 +305,7 @@ class Trainer:
                     lr,
                     position["epoch"],
                     validation,
+                    balance,
                 )
                 self.loggers.log(step, step_values(report))
 

@@ -38,9 +38,9 @@ def main() -> None:
             print(table_row(strategy, max_tokens, results), flush=True)
 
 
-def read_trees(files: list[str], tokenizer: str) -> list[TokenTree]:
+def read_trees(files: list[str], tokenizer: str, template: str | None = None) -> list[TokenTree]:
     """Returns one tree per group of samples in the files."""
-    reader = SampleReader(DataConfig(files=files), TreeTokenizer.load(tokenizer))
+    reader = SampleReader(DataConfig(files=files), TreeTokenizer.load(tokenizer, template))
     return [TokenTree.from_paths(reader.paths(group)) for group in reader.groups()]
 
 

@@ -126,7 +126,7 @@ def run_frozen(rank: int, folder: Path) -> None:
 def run_in_bf16(rank: int, folder: Path) -> None:
     """Saves the fp32 gradients of experts for four micro-batches together, and for each of them alone."""
     model = build_model("qwen3_moe", "debug")
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     parallelize(model, init_device_mesh("cpu", (2,)), dtype=torch.bfloat16, expert_parallel=2)
     weights = {name: p for name, p in model.named_parameters() if ".experts." in name}
     batches = [

@@ -107,7 +107,7 @@ EXACT: dict[str, tuple[str, str, dict[str, int]]] = {
 
 def exact_model(name: str) -> Decoder:
     model = build_model(EXACT[name][0], "debug", vocab_size=64)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     return model.double()
 
 

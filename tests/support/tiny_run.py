@@ -21,8 +21,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model__name": "qwen3_moe"},
     "qwen3_5_moe": {"model__name": "qwen3_5_moe", **HYBRID},
 }
-# Columns that differ between equal runs. The last two exist only on a GPU.
-MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "mfu", "peak_memory_gib")
+# Columns that differ between equal runs. "idle_share" exists only on several ranks, the last two on a GPU.
+MEASURED = (
+    *("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "idle_share"),
+    *("mfu", "peak_memory_gib"),
+)
 
 
 def write_groups(path: Path, num_groups: int = 9, seed: int = 0) -> Path:

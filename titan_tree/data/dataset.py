@@ -19,6 +19,7 @@ from titan_tree.data.files import DataSizes
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.sharing import TreeSharing
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.replay import has_records
@@ -43,9 +44,12 @@ class TreeDataset:
 
     ``config.merge`` decides which paths share a tree:
 
-    - "group": one tree per group. Group j of a global batch goes to rank j % world_size.
-    - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt. Every
-      rank reads the whole global batch and builds the same trees; they are balanced over ranks by tokens.
+    - "group": one tree per group.
+    - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
+
+    A ``TreeSharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
+    group j of a global batch goes to rank j % world_size, or every rank builds all trees of a merged batch,
+    which are balanced by tokens.
 
     Args:
         config: the table [data] of the configuration.
@@ -83,13 +87,16 @@ class TreeDataset:
         """Yields the steps from the current position on. ``state_dict`` moves with each item."""
         return self.steps()
 
-    def steps(self, number: int | None = None, first: int = 0, stride: int = 1) -> Iterator[MicroBatches]:
+    def steps(
+        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: TreeSharing | None = None
+    ) -> Iterator[MicroBatches]:
         """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
 
         It reads the groups of the steps in between without tokenizing them.
 
         Args:
             number: steps from the current position on; None: all that are left.
+            sharing: balances the trees of each step over ranks. None: see the class.
         """
         stream = self._stream(self.epoch, self.group)
         for step in count() if number is None else range(number):
@@ -97,7 +104,11 @@ class TreeDataset:
                 return
             self.epoch, self.group, _ = batch[-1]
             if step % stride == first:
-                yield pack(self._trees([group for *_, group in batch]), self.config.max_tokens)
+                groups = [group for *_, group in batch]
+                if sharing is None:
+                    yield pack(self._trees(groups), self.config.max_tokens)
+                else:
+                    yield self._shared(step, groups, sharing)
 
     def first_group(self) -> Group:
         """Returns the group at the current position."""
@@ -160,15 +171,35 @@ class TreeDataset:
     def _trees(self, batch: Sequence[Group]) -> list[TokenTree]:
         """Returns this rank's trees of a global batch."""
         if self.config.merge == "group":
-            mine = batch[self.rank :: self.world_size]
-            return [tree for group in mine for tree in self._group_trees(group)]
+            return self._own_trees(batch)
         paths = [path for group in batch for path in self._paths(group)]
         self._check_path_sizes(paths)
+        return balanced(self._merged(paths), self.world_size)[self.rank]
+
+    def _shared(self, step: int, batch: Sequence[Group], sharing: TreeSharing) -> MicroBatches:
+        """Returns this rank's micro-batches of a global batch. It reads every world_size-th group."""
+
+        def own_paths() -> list[list[TokenPath]]:
+            by_group = [self._paths(group) for group in batch[self.rank :: self.world_size]]
+            for paths in by_group:
+                self._check_path_sizes(paths)
+                for path in paths if self.config.replay == "off" else ():
+                    path.routed_experts = None  # nobody reads them
+            return by_group
+
+        if self.config.merge == "group":
+            return sharing.own_micro_batches(step, lambda: self._own_trees(batch))
+        return sharing.choose(step, self._merged(sharing.all_paths(own_paths)))
+
+    def _own_trees(self, batch: Sequence[Group]) -> list[TokenTree]:
+        """Returns the trees of the groups that this rank reads."""
+        return [tree for group in batch[self.rank :: self.world_size] for tree in self._group_trees(group)]
+
+    def _merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
+        """Returns the trees of all paths of a global batch."""
         if self.config.layout == "flat":
-            trees = flat_trees(paths, self.config.replay)
-        else:
-            trees = merged_trees(paths, self.config.max_tokens, self.config.replay)
-        return balanced(trees, self.world_size)[self.rank]
+            return flat_trees(paths, self.config.replay)
+        return merged_trees(paths, self.config.max_tokens, self.config.replay)
 
     def _group_trees(self, group: Group) -> list[TokenTree]:
         """Returns the tree of a group, or one tree per path."""

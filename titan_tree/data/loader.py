@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.serialization import Packed, from_bytes, to_bytes
+from titan_tree.data.sharing import TreeSharing
 from titan_tree.errors import UserError
 from titan_tree.signals import SIGNALS
 
@@ -47,15 +48,23 @@ class StepLoader(Generic[T]):
         num_steps: steps to make.
         workers: number of processes; 0 uses a thread.
         pin: makes the inputs in page-locked memory, from which a GPU copies without waiting.
+        sharing: balances trees over ranks, all of which must use the same ``num_steps`` and ``workers``.
+            None: the dataset distributes the groups.
 
     Raises:
         UserError: bad data, also if a worker found it; or a worker died.
     """
 
     def __init__(
-        self, dataset: TreeDataset, prepare: Prepare[T], num_steps: int, workers: int = 0, pin: bool = False
+        self,
+        dataset: TreeDataset,
+        prepare: Prepare[T],
+        num_steps: int,
+        workers: int = 0,
+        pin: bool = False,
+        sharing: TreeSharing | None = None,
     ) -> None:
-        self.dataset, self.prepare = dataset, prepare
+        self.dataset, self.prepare, self.sharing = dataset, prepare, sharing
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
 
     def __iter__(self) -> Iterator[tuple[T, Position]]:
@@ -74,15 +83,21 @@ class StepLoader(Generic[T]):
                 yield item
 
     def _in_this_process(self) -> Iterator[tuple[T, Position]]:
-        for micro_batches in self.dataset.steps(self.num_steps):
-            step: Any = self.prepare(micro_batches)
-            yield (step.pin_memory() if self.pin else step), self.dataset.position()
+        try:
+            if self.sharing:
+                self.sharing.join(0)
+            for micro_batches in self.dataset.steps(self.num_steps, sharing=self.sharing):
+                step: Any = self.prepare(micro_batches)
+                yield (step.pin_memory() if self.pin else step), self.dataset.position()
+        finally:
+            if self.sharing:
+                self.sharing.leave()
 
     def _from_workers(self) -> Iterator[tuple[T, Position]]:
         resource_tracker.ensure_running()  # if the first worker started it, it would unblock some signals
         _block_signals()
         steps = DataLoader(
-            _WorkerSteps(self.dataset, self.prepare, self.num_steps),
+            _WorkerSteps(self.dataset, self.prepare, self.num_steps, self.sharing),
             batch_size=None,
             num_workers=self.workers,
             collate_fn=_unchanged,
@@ -97,8 +112,8 @@ class StepLoader(Generic[T]):
                     if warning not in logged:  # every worker gives it
                         logged.add(warning)
                         logging.getLogger(record.name).handle(record)
-                if isinstance(packed, str):
-                    raise UserError(packed)
+                if isinstance(packed, UserError):
+                    raise packed
                 yield from_bytes(packed, self.pin), position
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
@@ -117,27 +132,31 @@ class _WorkerSteps(IterableDataset):
     64 KiB, so the training process would wait for each worker to start before it starts the next one.
     """
 
-    def __init__(self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int) -> None:
-        pickled = bytearray(pickle.dumps((dataset, prepare, num_steps)))
+    def __init__(
+        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: TreeSharing | None = None
+    ) -> None:
+        pickled = bytearray(pickle.dumps((dataset, prepare, num_steps, sharing)))
         self.pickled = torch.frombuffer(pickled, dtype=torch.uint8).share_memory_()
 
-    def __iter__(self) -> Iterator[tuple[Packed | str, Position, list[logging.LogRecord]]]:
-        """Yields (packed step or error message, position after it, log records) of each step."""
+    def __iter__(self) -> Iterator[tuple[Packed | UserError, Position, list[logging.LogRecord]]]:
+        """Yields (packed step or error, position after it, log records) of each step."""
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         threading.Thread(target=_exit_if_terminated, daemon=True).start()
         worker = get_worker_info()
         assert worker is not None
-        dataset, prepare, num_steps = pickle.loads(self.pickled.numpy())
+        dataset, prepare, num_steps, sharing = pickle.loads(self.pickled.numpy())
         collected = _Collector()
         package = logging.getLogger("titan_tree")
         package.addHandler(collected)
         package.propagate = False
         try:
-            for micro_batches in dataset.steps(num_steps, worker.id, worker.num_workers):
+            if sharing:
+                sharing.join(worker.id)
+            for micro_batches in dataset.steps(num_steps, worker.id, worker.num_workers, sharing):
                 packed = to_bytes(prepare(micro_batches))
                 yield packed, dataset.position(), collected.take()
         except UserError as error:
-            yield str(error), {}, collected.take()
+            yield error, {}, collected.take()
 
 
 class _Collector(QueueHandler):

@@ -77,18 +77,23 @@ def balanced(trees: Sequence[TokenTree], num_parts: int) -> list[list[TokenTree]
 
 
 def pack(trees: Sequence[TokenTree], max_tokens: int) -> MicroBatches:
-    """Packs trees into micro-batches of at most ``max_tokens`` tokens, by first-fit decreasing.
+    """Packs trees into micro-batches of at most ``max_tokens`` tokens, see ``first_fit``."""
+    return [[trees[i] for i in chosen] for chosen in first_fit(list(map(len, trees)), max_tokens)]
 
-    A tree of more than ``max_tokens`` tokens is a micro-batch of its own.
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs items into bins by first-fit decreasing, and returns the item numbers of each bin.
+
+    An item that is larger than ``capacity`` gets a bin of its own.
     """
-    micro_batches: MicroBatches = []
-    free: list[int] = []  # tokens that still fit, per micro-batch
-    for tree in sorted(trees, key=len, reverse=True):
-        slot = next((i for i, room in enumerate(free) if room >= len(tree)), None)
+    bins: list[list[int]] = []
+    free: list[int] = []  # what still fits, per bin
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        slot = next((i for i, room in enumerate(free) if room >= sizes[item]), None)
         if slot is None:
             slot = len(free)
-            micro_batches.append([])
-            free.append(max_tokens)
-        micro_batches[slot].append(tree)
-        free[slot] -= len(tree)
-    return micro_batches
+            bins.append([])
+            free.append(capacity)
+        bins[slot].append(item)
+        free[slot] -= sizes[item]
+    return bins

@@ -86,11 +86,9 @@ def failures_named(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        text = str(error).partition("This is typically")[0].splitlines()[0]
-        reason = re.sub(r"^\[\S+\] ", "", text).strip(". ")  # without the line of torch's source
         raise UserError(
-            f"rank {_rank()}: {_collective(error)} failed in {what()}: {reason}; another rank has "
-            f"ended or hangs, see its messages; {_dump()}{advice()}"
+            f"rank {_rank()}: {_collective(error)} failed in {what()}: {lost_rank_reason(error)}; another "
+            f"rank has ended or hangs, see its messages; {_dump()}{advice()}"
         ) from None
     finally:
         timer.cancel()
@@ -99,6 +97,12 @@ def failures_named(
 def is_lost_rank(error: BaseException) -> bool:
     """Returns whether a collective failed because another rank has ended or did not come in time."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def lost_rank_reason(error: BaseException) -> str:
+    """Returns torch's reason for an error of ``is_lost_rank``, without its advice and its line of source."""
+    text = str(error).partition("This is typically")[0].splitlines()[0]
+    return re.sub(r"^\[\S+\] ", "", text).strip(". ")
 
 
 def _report_delay(thread: int, what: Callable[[], str], timeout_s: float) -> None:

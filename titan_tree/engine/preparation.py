@@ -71,8 +71,12 @@ class StepPreparer:
             tuple(tuple(path.id or "?" for path in tree.paths) for tree in trees) for trees in micro_batches
         )
         newest = int(max(versions, default=-1))
+        sizes = tuple(
+            (*map(sum, zip(*map(self.costs.sizes, partitions), strict=True)), len(partitions))
+            for partitions in batches
+        )
         own = [[self.share.of(batch) for batch in partitions] for partitions in batches]
         chain_peak = -(-chain_peak // self.share.num_ranks)
         if self.share.rank:  # the first of the ranks that share these trees counts them
             counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
-        return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids)
+        return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids, sizes)

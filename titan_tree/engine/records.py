@@ -72,6 +72,8 @@ class StepInput:
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
     # For each tree of each micro-batch, the ids of its paths; "?" for a path without an id.
     path_ids: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    # For each micro-batch, ``ModelCosts.sizes`` of its batches together, and the number of its batches.
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def nothing(cls) -> StepInput:

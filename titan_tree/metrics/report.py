@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from titan_tree.errors import UserError
@@ -28,6 +28,7 @@ class StepReport:
     lr: float  # learning rate of the step
     epoch: int  # epochs completed after the step
     validation: Mapping[str, float]  # see engine/evaluation.py; empty unless this step validated
+    balance: Mapping[str, float] = field(default_factory=dict)  # see engine/balancing.py; empty on one rank
 
 
 def step_values(report: StepReport) -> dict[str, float]:

@@ -45,6 +45,11 @@ def speed_metrics(report: StepReport) -> dict[str, float]:
     }
 
 
+def balance_metrics(report: StepReport) -> dict[str, float]:
+    """Returns the share of time that ranks wait for slower ones. Returns nothing on one rank."""
+    return dict(report.balance)
+
+
 def replay_metrics(report: StepReport) -> dict[str, float]:
     """Returns the number of rows (a token in a layer) with recorded experts, and the share that disagrees.
 

@@ -22,6 +22,8 @@ class ModelCosts:
     flops_per_token: int  # of a forward and backward pass, without recomputation
     flops_per_pair: int  # per pair of a token and a token that it sees, itself included
     flops_per_edge: int
+    num_recurrent_layers: int
+    num_layers: int
     key_bytes: int  # keys and values of one token, in all layers
     state_bytes: int  # recurrent states after one token, in all layers
 
@@ -41,6 +43,8 @@ class ModelCosts:
             flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in model.blocks),
             flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in model.blocks),
             flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
+            num_recurrent_layers=sum("states" in layer.mixer.cache_streams for layer in model.blocks),
+            num_layers=len(model.layers),
             key_bytes=row_bytes["keys"],
             state_bytes=row_bytes["states"],
         )
@@ -52,11 +56,17 @@ class ModelCosts:
         token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
         mixes tokens. The batch must be on the CPU.
         """
-        return (
-            self.flops_per_token * len(batch)
-            + self.flops_per_pair * num_pairs(batch)
-            + self.flops_per_edge * len(batch.edge_label)
-        )
+        tokens, pairs, edges, _ = self.sizes(batch)
+        return self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_edge * edges
+
+    @staticmethod
+    def sizes(batch: TreeBatch) -> tuple[int, int, int, int]:
+        """Returns the batch's tokens, visible pairs, edges, and chunks of the recurrence.
+
+        The batch must be on the CPU.
+        """
+        chunks = 0 if batch.layout.chunks is None else len(batch.layout.chunks.before)
+        return len(batch), num_pairs(batch), len(batch.edge_label), chunks
 
     def gateway_bytes(self, batch: TreeBatch) -> int:
         """Returns how many bytes the batch's partition reads from the partitions above it."""

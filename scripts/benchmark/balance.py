@@ -1,0 +1,96 @@
+"""Shows how long ranks wait for each other if trees are balanced, and if each rank trains on what it read.
+
+    python scripts/benchmark/balance.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
+    python scripts/benchmark/balance.py demo --trees 4 --ranks 2 --max-tokens 1024
+
+The table is computed, not measured: the costs of trees are those with which a run of the model starts. Steps
+are drawn at random from the trees of all files. Ranks run freely if trees are partitioned, and otherwise in
+step (data/balance.py). Both are shown for the same trees. "idle" is the share of the ranks' time in which
+they wait, and "x faster" is the ratio of the seconds of the steps.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from common import append_csv, argument_parser, default_device, environment, print_table
+from partition_table import read_trees
+
+from titan_tree import build_model
+from titan_tree.data.balance import Assignment, assign_freely, assign_in_step, idle_share, planned_work
+from titan_tree.data.packing import first_fit
+from titan_tree.data.tree_costs import TreeCosts, tree_sizes
+from titan_tree.engine.balancing import start_costs
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--template")
+    parser.add_argument("--model", nargs=2, default=["qwen3", "8B"], metavar=("NAME", "FLAVOR"))
+    parser.add_argument("--trees", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="of a step")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--max-tokens", type=int, default=32_768)
+    parser.set_defaults(rounds=40)
+    args = parser.parse_args()
+    versions = environment(default_device())
+    with torch.device("meta"):
+        costs = start_costs(build_model(*args.model))
+    sizes = tree_sizes(read_trees(args.files, args.tokenizer, args.template))
+    print(f"{len(sizes)} trees of {np.median(sizes[:, 0]):,.0f} (median) to {sizes[:, 0].max():,} tokens")
+    rows = []
+    for ranks in args.ranks:
+        for trees in args.trees:
+            steps = draw_steps(len(sizes), trees, args.rounds)
+            compared = compare(sizes, steps, ranks, costs, args.max_tokens)
+            rows.append({"ranks": ranks, "trees": trees, **compared})
+    print_table(rows)
+    append_csv(args.csv, [{**versions, "files": " ".join(args.files), **row} for row in rows])
+
+
+def draw_steps(num_trees: int, per_step: int, rounds: int) -> list[list[int]]:
+    """Returns the trees of each step: of a stream of epochs, each shuffled anew."""
+    draw, stream = random.Random(0), list[int]()
+    while len(stream) < per_step * rounds:
+        stream += draw.sample(range(num_trees), num_trees)
+    return [stream[i * per_step : (i + 1) * per_step] for i in range(rounds)]
+
+
+def compare(
+    sizes: np.ndarray, steps: list[list[int]], ranks: int, costs: TreeCosts, max_tokens: int
+) -> dict[str, str]:
+    """Returns the mean idle shares of the steps, and how much faster balanced ranks are."""
+    row = {}
+    for name, in_step, assign in (("in step", True, assign_in_step), ("freely", False, assign_freely)):
+        idle, seconds = [], []
+        for trees in steps:
+            own = sizes[trees]
+            assignments = as_read(own, ranks, max_tokens), assign(own, costs, ranks, max_tokens)
+            work = [planned_work(assignment, own, costs, in_step) for assignment in assignments]
+            idle.append([idle_share(each) for each in work])
+            seconds.append([each.max(0).sum() for each in work])
+        before, after = np.mean(idle, 0)
+        faster = np.divide(*np.sum(seconds, 0))
+        row |= {
+            f"{name}: idle": f"{before:.0%}",
+            f"{name}: balanced": f"{after:.0%}",
+            f"{name}: x faster": f"{faster:.2f}",
+        }
+    return row
+
+
+def as_read(sizes: np.ndarray, ranks: int, max_tokens: int) -> Assignment:
+    """Returns the assignment in which rank r trains on trees r, r + ranks, ..."""
+    tokens = sizes[:, 0].tolist()
+    own = [list(range(rank, len(tokens), ranks)) for rank in range(ranks)]
+    return [
+        [[trees[i] for i in chosen] for chosen in first_fit([tokens[tree] for tree in trees], max_tokens)]
+        for trees in own
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Trees that ranks send to each other keep everything, also their recorded experts."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.data.test_token_store import assert_same_tree
+from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.replay import Replay
+from titan_tree.tree.token_tree import TokenTree
+
+
+@pytest.mark.parametrize("replay", ["off", "first", "majority", "split"])
+def test_a_tree_keeps_its_records(replay: Replay) -> None:
+    draw = random.Random(0)
+    paths = [
+        TokenPath(
+            [1, 2, *(draw.randrange(2) for _ in range(number))],
+            routed_experts=[[[draw.randrange(3)]] for _ in range(number + 1)],
+            policy_version=number,
+            rollout_tokens=99.0,
+            id=str(number),
+        )
+        for number in range(9)
+    ]
+    tree = TokenTree.from_paths(paths, replay)
+    copy = tree_from_bytes(tree_to_bytes(tree))
+    assert (copy.records is None) == (tree.records is None) == (replay == "off")
+    if copy.records is not None and tree.records is not None:
+        np.testing.assert_array_equal(copy.records.experts, tree.records.experts)
+        assert copy.records[1:] == tree.records[1:]
+        assert tree.records.num_disagreeing
+    assert_same_tree(copy, tree)
