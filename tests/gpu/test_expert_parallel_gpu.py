@@ -95,7 +95,7 @@ def run_layer(rank: int, ports: list[int], num_ranks: int, folder: Path) -> None
     torch.save(found, folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_sharded_layer_equals_the_whole_layer(num_ranks: int, tmp_path: Path) -> None:
     """Up to rounding, and every run gives the same bits. Only numbers of rows make the host wait."""
     launch(num_ranks, tmp_path, function=run_layer)

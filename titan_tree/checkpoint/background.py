@@ -37,7 +37,7 @@ class BackgroundWriter:
         self._group = dist.new_group(backend="gloo")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # CUDA's current device belongs to a thread.
-        enter = partial(torch.cuda.set_device, device) if self._stream else None
+        enter = partial(torch.cuda.set_device, self._stream.device) if self._stream else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=enter)
         self._copied: Future[Tensors] | None = None
         self._host: dict[str, Tensor] = {}

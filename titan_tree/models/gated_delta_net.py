@@ -100,7 +100,8 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         c, wide = self.config, at_least_fp32(x)
         states, tails = gateway or (None, None)
-        qkv, b, a = self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)
+        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x).unflatten(-1, (-1, c.linear_value_head_dim))
+        b, a = self.in_proj_b(x), self.in_proj_a(x)
         num_key_heads = c.linear_num_key_heads
         conv, A_log, dt_bias = self.conv1d.weight[:, 0], self.A_log.to(wide), self.dt_bias.to(wide)
         if self.exchange is not None:
@@ -116,7 +117,6 @@ class GatedDeltaNet(Mixer):
         out, new_states = self.gdn(q, k, v, g, torch.sigmoid(b), layout, states)
         if self.exchange is not None:
             out = self.exchange.to_tokens(out, x.shape[0])
-        z = self.in_proj_z(x).unflatten(-1, (-1, c.linear_value_head_dim))
         gated = (self.norm(out) * F.silu(z.to(wide))).to(x.dtype)
         out = self.out_proj(gated.flatten(-2))
         if new_states is None or new_tails is None:
