@@ -22,6 +22,7 @@ from titan_tree.components.tree_attention.plan import KEYS, PIECE, QUERIES
 from titan_tree.config import Config
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
+from titan_tree.tree.paths import ExpertSizes
 
 Parts = dict[str, float]  # bytes by name
 
@@ -103,6 +104,16 @@ class Load:
         )
 
 
+def ranks_of_token(sizes: ExpertSizes, num_ranks: int) -> float:
+    """Returns the mean number of ranks that hold at least one of a token's experts, if they are random.
+
+    These are P (1 - C(E - E/P, k) / C(E, k)) for E experts, k of them for a token, and P ranks.
+    """
+    _, top_k, num_experts = sizes
+    nowhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(num_experts, top_k)
+    return num_ranks * (1 - nowhere)
+
+
 def plan_bytes(queries: int, keys: int) -> int:
     """Returns the bytes of the two large tables of attention's plan, in int32."""
     blocks = math.ceil(queries / QUERIES)
@@ -140,17 +151,11 @@ class MemoryPlan:
         return name, moments[name]
 
     def rows(self, tokens: int, imbalance: float) -> float:
-        """Returns how many rows arrive at the busiest rank; 0 without an exchange.
-
-        A token is sent once to each rank that holds at least one of its experts. With E experts, k of a token
-        and P ranks, these are P (1 - C(E - E/P, k) / C(E, k)) ranks, if experts are chosen at random.
-        """
+        """Returns how many rows arrive at the busiest rank; 0 without an exchange."""
         ranks = self.sharding.expert_parallel
         if self.model.experts is None or ranks == 1:
             return 0
-        _, top_k, num_experts = self.model.experts.sizes
-        elsewhere = math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k)
-        return tokens * ranks * (1 - elsewhere) * imbalance
+        return tokens * ranks_of_token(self.model.experts.sizes, ranks) * imbalance
 
     def _fixed(self, load: Load) -> Parts:
         """Returns what does not change during a step."""

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from titan_tree.cli.plan import hardware
 from titan_tree.cli.plan.hardware import Gpu, attention_seconds, bandwidth
-from titan_tree.cli.plan.memory import Sharding
+from titan_tree.cli.plan.memory import Sharding, ranks_of_token
 from titan_tree.cli.plan.workload import Pass, Step
 from titan_tree.config import Config
 from titan_tree.models.block import Block
@@ -138,7 +138,7 @@ class Timing:
         """Returns the seconds of the exchanges of token copies in all layers."""
         assert self.model.experts is not None
         ranks, sizes = self.sharding.expert_parallel, self.model.experts.sizes
-        rows = tokens * sizes.top_k * imbalance * (ranks - 1) / ranks
+        rows = tokens * ranks_of_token(sizes, ranks) * imbalance * (ranks - 1) / ranks
         size = rows * self.model.config.hidden_size * self.item
         return exchanges * sizes.num_layers * size / bandwidth(hardware.ALL_TO_ALL, ranks)
 
