@@ -31,7 +31,7 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "titan_tree.engine.lockstep.dataclasses.replace", lambda batch, parent: (batch, parent)
     )
-    monkeypatch.setattr("titan_tree.engine.lockstep.dummy_batch", lambda: "dummy")
+    monkeypatch.setattr("titan_tree.engine.lockstep.dummy_batch", lambda share: "dummy")
     group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
     for batches in own:
         schedule = in_lockstep(batches, 3, group)
