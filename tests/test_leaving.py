@@ -57,7 +57,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint(
     handlers = [signal.getsignal(each) for each in SIGNALS]
     config = tiny_config(tmp_path, checkpoint__interval=100)
     with monkeypatch.context() as patch:
-        act_after_step(patch, 2, lambda trainer: os.kill(os.getpid(), number))
+        act_after_step(patch, 2, lambda trainer: signal.raise_signal(number))
         with pytest.raises(Interrupted) as left:
             train(config)
     assert left.value.code == 128 + number
@@ -95,7 +95,7 @@ def test_what_is_told_is_true(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    act_after_step(monkeypatch, 2, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+    act_after_step(monkeypatch, 2, lambda trainer: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Interrupted):
         train(tiny_config(tmp_path, **{f"checkpoint__{key}": value for key, value in options.items()}))
     assert told in caplog.messages[-1]
@@ -217,7 +217,7 @@ def refuse_one_step(rank: int, ports: list[int], folder: Path) -> None:
     for port, name in zip(ports, ("error", "signal"), strict=True):
         with as_rank(rank, 2, port), pytest.MonkeyPatch.context() as patch:
             if name == "signal" and rank == 1:
-                act_after_step(patch, 2, lambda trainer: os.kill(os.getpid(), signal.SIGUSR1))
+                act_after_step(patch, 2, lambda trainer: signal.raise_signal(signal.SIGUSR1))
             if name == "error" and rank == 1:
                 patch.setattr(TreeDataset, "_own_trees", fail_after_two_steps(TreeDataset._own_trees))
             config = tiny_config(folder / name, checkpoint__interval=100)
