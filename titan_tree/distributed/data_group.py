@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_tree.distributed.collectives import on_rank_0
 from titan_tree.distributed.faults import is_lost_rank, lost_rank_reason
 from titan_tree.errors import LostRankError, UserError
-
-_numbers = count()  # every rank creates the same addresses in the same order
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,11 @@ class DataAddress:
 
     @staticmethod
     def new(start_timeout_s: float, timeout_s: float, start_steps: int) -> DataAddress:
-        """Returns a new address at the store of this run, the same on every rank."""
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        """Returns a new address at the store of this run, the same on every rank. Collective."""
         return DataAddress(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
-            f"data {restart} {next(_numbers)}",
+            f"data {on_rank_0(lambda: secrets.token_hex(8))}",  # the store may know earlier starts
             dist.get_rank(),
             dist.get_world_size(),
             start_timeout_s,
