@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group
 
 ROOT = Path(__file__).parents[2]
 NUM_MACHINES = 2
-OPTIONS: dict[str, Any] = {"training__steps": 5, "checkpoint__interval": 2}
+OPTIONS: dict[str, Any] = {"optimizer__eps": 1e-3, "training__steps": 5, "checkpoint__interval": 2}
 
 # The training command. One fault happens after step 3, unless the file "happened" exists.
 SCRIPT = """
