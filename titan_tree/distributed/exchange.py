@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+
+from titan_tree.distributed.collectives import named_group
 
 NUM_HALVES = 2
 Wait = Callable[[], object]
@@ -97,18 +98,13 @@ def start_all_to_all(
     Without numbers of rows, all ranks exchange equal shares. Returns a function that makes the current stream
     wait for the end; on a CPU, the host waits.
     """
-    work = dist.all_to_all_single(out, x, received, sent, group=_group(group), async_op=True)
+    work = dist.all_to_all_single(out, x, received, sent, group=named_group(group), async_op=True)
 
     def all_to_all() -> None:  # distributed/faults.py prints this name if it fails
         assert work is not None
         work.wait()
 
     return all_to_all
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    """Returns the group called ``name``: an operator's arguments cannot be process groups."""
-    return _resolve_process_group(cast(Any, name))
 
 
 @torch.library.custom_op("titan_tree::count_rows", mutates_args=())
@@ -123,7 +119,7 @@ def count_rows(is_chosen: Tensor, group: str) -> tuple[Tensor, Tensor]:
         sizes [2, 2 P + 1] int64 on the host: in each half, rows sent to each rank, rows received from each
         rank, and all copies. Both are still being filled; only ``dispatch`` may read them first.
     """
-    (num_tokens, num_experts), num_ranks = is_chosen.shape, _group(group).size()
+    (num_tokens, num_experts), num_ranks = is_chosen.shape, named_group(group).size()
     length = -(-num_tokens // NUM_HALVES)
     padded = F.pad(is_chosen, (0, 0, 0, NUM_HALVES * length - num_tokens))
     chosen = padded.view(NUM_HALVES, length, num_ranks, num_experts // num_ranks)
@@ -155,7 +151,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @count_rows.register_fake
 def _(is_chosen: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    num_ranks, (_, num_experts) = _group(group).size(), is_chosen.shape
+    num_ranks, (_, num_experts) = named_group(group).size(), is_chosen.shape
     return (
         is_chosen.new_empty(num_ranks, NUM_HALVES, 1 + num_experts // num_ranks, dtype=torch.int64),
         torch.empty(NUM_HALVES, 2 * num_ranks + 1, dtype=torch.int64, device="cpu"),
