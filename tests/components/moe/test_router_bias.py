@@ -84,7 +84,7 @@ def test_wrong_options_are_refused(arguments, message):
 
 @pytest.mark.parametrize("counts", ["paths", "tokens"])
 def test_biases_balance_a_router(counts):
-    """A fresh router gives some expert nearly twice the mean load. Only the biases change."""
+    """A fresh router gives some expert more than half again the mean load. Only the biases change."""
     torch.manual_seed(0)
     model = build_model("qwen3_moe", "debug")
     model.experts.add_router_biases()
@@ -99,7 +99,7 @@ def test_biases_balance_a_router(counts):
         if counts == "tokens":
             assert result.router_metrics["expert_load"].item() == loads[-1]
         bias.update(model.experts.router_biases().values(), result.routing)
-    assert loads[0] > 1.7
+    assert loads[0] > 1.5
     assert max(loads[-5:]) < 1.15
 
 
