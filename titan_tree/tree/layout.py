@@ -94,3 +94,15 @@ class TreeLayout:
         key = torch.arange(len(self.subtree_end), device=self.subtree_end.device)
         query = self.key_index[:, None]
         return (key <= query) & (query < self.subtree_end)
+
+    def in_window(self, window: int) -> Tensor:
+        """Returns [N, M] bool: whether a key is one of the ``window`` last tokens on the query's path.
+
+        This holds for keys that ``dense_mask`` shows to the query. Other entries mean nothing.
+        """
+        # All ancestors of a key are keys. So its depth is the number of keys before it, without those whose
+        # subtrees have ended.
+        num_keys = len(self.subtree_end)
+        ended = torch.bincount(self.subtree_end, minlength=num_keys + 1)[:num_keys].cumsum(0)
+        depth = torch.arange(num_keys, device=ended.device) - ended
+        return depth[self.key_index][:, None] - depth < window

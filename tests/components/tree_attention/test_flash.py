@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.layouts import make_layout, random_qkv
-from titan_tree.components.tree_attention import flash
+from titan_tree.components.tree_attention import Scoring, flash
 from titan_tree.errors import UserError
 
 
@@ -33,4 +33,4 @@ def test_flash_needs_its_package(monkeypatch):
 )
 def test_flash_gives_the_reason_for_a_refusal(dim, dtype, deterministic, reason):
     q, *_ = random_qkv(5, 5, (2, 1), dim, dtype=dtype)
-    assert flash.refusal(q, deterministic) == reason
+    assert flash.refusal(q, q, Scoring(), deterministic) == reason

@@ -17,7 +17,7 @@ from tests.support.layouts import (
     random_nodes,
     random_qkv,
 )
-from titan_tree.components.tree_attention import TreeAttention, context, operator, triton_kernels
+from titan_tree.components.tree_attention import Scoring, TreeAttention, context, operator, triton_kernels
 from titan_tree.components.tree_attention.plan import (
     JOBS,
     KEYS,
@@ -72,6 +72,56 @@ def test_triton_equals_definition(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_reference_equals_definition(name):
     assert_exact(SMALL[name], backend="reference", dtype=torch.float64, tolerance=1e-14)
+
+
+OPTIONS = {
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "soft cap": {"softcap": 0.7},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "all": {"window": 5, "softcap": 2.0, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+}
+
+
+@pytest.mark.parametrize("kind", ["all queries", "between"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_windows_soft_caps_sinks_and_wide_values_equal_definition(options, kind):
+    """The window is the last columns that a query sees: ancestors precede their descendants in DFS order."""
+    nodes = random_nodes(3, 12, 1, 6)
+    total = sum(length for _, length in nodes)
+    queries = None if kind == "all queries" else context_queries(total, kind)
+    layout, mask = make_layout(nodes, queries), ancestor_mask(nodes, queries)
+    q, k, *_ = random_qkv(*mask.shape, (4, 2), 8, dtype=torch.float64)
+    v = torch.randn(len(k), 2, 6, dtype=torch.float64, requires_grad=True)
+    inputs, scoring = [q, k, v], Scoring(**options)
+    if scoring.sinks is not None:
+        inputs.append(scoring.sinks.double().requires_grad_())
+        scoring = scoring._replace(sinks=inputs[-1])
+    out = TreeAttention("reference")(q, k, v, layout, scale=0.5, scoring=scoring)
+
+    rows = []
+    for query, visible in zip(q, mask, strict=True):
+        seen = visible.nonzero()[:, 0][-(scoring.window or total) :]
+        keys, values = (x[seen].repeat_interleave(2, dim=1) for x in (k, v))
+        scores = 0.5 * torch.einsum("hd,khd->hk", query, keys)
+        if scoring.softcap:
+            scores = scoring.softcap * (scores / scoring.softcap).tanh()
+        total_weight = scores.exp().sum(-1) + (0 if scoring.sinks is None else scoring.sinks.exp())
+        rows.append(torch.einsum("hk,khd->hd", scores.exp(), values) / total_weight[:, None])
+    want = torch.stack(rows)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    do = torch.randn_like(out)
+    gradients, wanted = (torch.autograd.grad(x, inputs, do) for x in (out, want))
+    for got, expected in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_kernels_refuse_options_that_they_lack():
+    layout, (q, k, v) = make_layout(SMALL["chain of 5"]), small_qkv()
+    with pytest.raises(UserError, match="'triton' has no window and sinks; use 'reference'"):
+        TreeAttention("triton")(q, k, v, layout, scoring=Scoring(window=2, sinks=torch.zeros(1)))
+    with pytest.raises(UserError, match="'triton' expected values as wide as queries, 16, got 8"):
+        TreeAttention("triton")(q, k, v[..., :8], layout)
 
 
 def test_grouped_query_heads_equal_definition():
@@ -296,7 +346,7 @@ def test_inputs_that_do_not_fit_are_refused():
     q, k, v = small_qkv()
     wrong = (small_qkv(m=6), (q, k.repeat(1, 3, 1), v.repeat(1, 3, 1)), (q, k[:, :0], v[:, :0]), (q[0], k, v))
     for inputs in wrong:
-        with pytest.raises(UserError, match=r"expected q \[5, H, D\] and k, v \[5, Hkv, D\]"):
+        with pytest.raises(UserError, match=r"expected q \[5, H, D\], k \[5, Hkv, D\] and v \[5, Hkv, Dv\]"):
             attention(*inputs, layout)
     with pytest.raises(UserError, match=r"expected q, k, v and context of one dtype"):
         attention(q.half(), k, v, layout)
@@ -339,10 +389,10 @@ def test_a_registered_backend_needs_no_other_change(monkeypatch):
     """ "auto" chooses the new entry as soon as it is automatic and no earlier entry is."""
     mine = types.ModuleType("mine")
     mine.is_automatic = lambda device: True
-    mine.refusal = lambda q, deterministic: "is not deterministic" if deterministic else None
+    mine.refusal = lambda q, v, scoring, deterministic: "is not deterministic" if deterministic else None
     mine.prepare = lambda layout: "my plan"
 
-    def attention(q, k, v, context, layout, plan, deterministic):
+    def attention(q, k, v, context, layout, plan, scoring, deterministic):
         assert plan == "my plan"
         return 2 * q
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
 from titan_tree.components.backends import AUTO, resolve
+from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
@@ -44,7 +45,7 @@ def backends(subject: Subject) -> Iterator[Finding]:
     """Shows which backends "auto" chooses on this device, and why it skips others."""
     device, dtype = training_device()
     x = torch.empty(1, 1, HEAD_DIM, device=device, dtype=dtype)
-    yield from _backends("attention", ATTENTION_BACKENDS, device, x, False)
+    yield from _backends("attention", ATTENTION_BACKENDS, device, x, x, Scoring(), False)
     yield from _backends("gdn", GDN_BACKENDS, device, x, x, x)
 
 

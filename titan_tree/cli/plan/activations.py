@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
+from titan_tree.components.tree_attention.backend import PLAIN, Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.distributed import titan
@@ -100,7 +101,14 @@ class _Attention(TreeAttention):
         return layout.with_plan(plan.prepare(layout))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: TreeLayout,
+        context: Tensor | None = None,
+        scale: float | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         return operator.attention(BACKEND, q, k, v, context, layout, layout.attention_plan, False)
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from titan_tree.components.backends import AUTO, automatic_backends, import_backends, resolve
 from titan_tree.components.tree_attention import operator  # noqa: F401  # registers the operator
-from titan_tree.components.tree_attention.backend import AttentionBackend
+from titan_tree.components.tree_attention.backend import PLAIN, AttentionBackend, Scoring
 from titan_tree.errors import UserError
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout
 
-__all__ = ["AttentionBackend", "TreeAttention"]
+__all__ = ["AttentionBackend", "Scoring", "TreeAttention"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +80,32 @@ class TreeAttention(nn.Module):
             return layout.with_plan(ATTENTION_BACKENDS[names[0]].prepare(layout))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: TreeLayout,
+        context: Tensor | None = None,
+        scale: float | None = None,
+        scoring: Scoring = PLAIN,
     ) -> Tensor:
         """Computes attention for N queries on M keys.
 
         Args:
             q: [N, Hq, D].
-            k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention); v likewise. With ``context``
-                only the partition's own tokens: [N, Hkv, D].
+            k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention). With ``context`` only the
+                partition's own tokens: [N, Hkv, D].
+            v: like k, but its heads may have another size Dv.
             layout: of N queries and M keys, from ``prepare``. A layout without a plan is prepared here, in
                 every call. The layout's tensors must not change after ``prepare``.
             context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
                 "hopper" and "triton" keep no copy of these keys and values for the backward pass.
+            scale: factor of the scores instead of 1 / sqrt(D).
+            scoring: a sliding window, a soft cap or sinks, which only "reference" computes.
 
         Returns:
-            [N, Hq, D] in q's dtype.
+            [N, Hq, Dv] in q's dtype.
 
         Raises:
             UserError: shapes or dtypes do not fit, the backend refuses the tensors, or the layout was
@@ -103,11 +113,15 @@ class TreeAttention(nn.Module):
         """
         _check(q, k, v, layout, context)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        name = resolve("TreeAttention", ATTENTION_BACKENDS, self.backend, q.device, q, deterministic)
+        name = resolve(
+            "TreeAttention", ATTENTION_BACKENDS, self.backend, q.device, q, v, scoring, deterministic
+        )
         if layout.attention_plan is None:
             layout = self.prepare(layout)
+        if scale is not None and scale != q.shape[-1] ** -0.5:
+            q = q * (scale * q.shape[-1] ** 0.5)
         backend = ATTENTION_BACKENDS[name]
-        return backend.attention(q, k, v, context, layout, layout.attention_plan, deterministic)
+        return backend.attention(q, k, v, context, layout, layout.attention_plan, scoring, deterministic)
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}, deterministic={self.deterministic}"
@@ -122,11 +136,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor 
                 f"key_source, got context {list(context.shape)} with k {list(k.shape)}"
             )
         m = n
-    fits = q.ndim == k.ndim == v.ndim == 3 and q.shape[0] == n and k.shape[0] == m and k.shape == v.shape
+    fits = q.ndim == k.ndim == v.ndim == 3 and len(q) == n and len(k) == m and k.shape[:2] == v.shape[:2]
     if not fits or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise UserError(
-            f"TreeAttention: expected q [{n}, H, D] and k, v [{m}, Hkv, D] with Hkv dividing H, got {shapes}"
+            f"TreeAttention: expected q [{n}, H, D], k [{m}, Hkv, D] and v [{m}, Hkv, Dv] with "
+            f"Hkv dividing H, got {shapes}"
         )
     dtypes = [x.dtype for x in (q, k, v, context) if x is not None]
     if len(set(dtypes)) > 1:

@@ -6,13 +6,25 @@ To add a backend, write a module with the functions of ``AttentionBackend`` and 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titan_tree.components.tree_attention.plan import Plan
 from titan_tree.tree.layout import TreeLayout
+
+
+class Scoring(NamedTuple):
+    """Where a layer differs from softmax(q k^T / sqrt(D)) over all keys on the path."""
+
+    window: int | None = None  # a query sees the last ``window`` tokens of its path only, itself included
+    softcap: float | None = None  # c tanh(s / c) replaces each score s (Gemma 2, arXiv:2408.00118)
+    # [H]: an extra score in each head's softmax, for a key without a value (gpt-oss, arXiv:2508.10925)
+    sinks: Tensor | None = None
+
+
+PLAIN = Scoring()
 
 
 class AttentionBackend(Protocol):
@@ -25,8 +37,8 @@ class AttentionBackend(Protocol):
         therefore share their ``prepare``.
         """
 
-    def refusal(self, q: Tensor, deterministic: bool) -> str | None:
-        """Returns the reason why this backend cannot compute queries like q [N, H, D], or None if it can.
+    def refusal(self, q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
+        """Returns the reason why this backend cannot compute tensors like these, or None if it can.
 
         The reason completes the sentence "backend 'name' ..." in one line: what the backend expects, what it
         got, and which backend to use instead. torch.compile traces this function, so it must not read values.
@@ -47,14 +59,16 @@ class AttentionBackend(Protocol):
         context: Tensor | None,
         layout: TreeLayout,
         plan: Any,
+        scoring: Scoring,
         deterministic: bool,
     ) -> Tensor:
-        """Returns the output [N, H, D]. It is differentiable in q, k, v and context.
+        """Returns the output [N, H, Dv]. It is differentiable in q, k, v, context and sinks.
 
         Other arguments are those of ``TreeAttention.forward``.
 
         Args:
             plan: the result of ``prepare(layout)``.
+            scoring: options of the layer that ``refusal`` has accepted.
             deterministic: whether equal inputs must give equal gradients, bit for bit.
         """
 
@@ -93,3 +107,12 @@ class KernelBackend(AttentionBackend, Protocol):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk and dv, in the dtypes of q, k and v, from the gradient do [N, H, D] of o."""
+
+
+def plain_only(q: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    """Returns a reason to refuse everything but plain softmax over heads of one size, or None."""
+    if given := [name for name, value in scoring._asdict().items() if value is not None]:
+        return f"has no {' and '.join(given)}; use 'reference'"
+    if v.shape[-1] != q.shape[-1]:
+        return f"expected values as wide as queries, {q.shape[-1]}, got {v.shape[-1]}; use 'reference'"
+    return None

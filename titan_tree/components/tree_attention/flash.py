@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
+from titan_tree.components.tree_attention.backend import Scoring, plain_only
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
@@ -23,7 +24,7 @@ def is_automatic(device: torch.device) -> bool:
     return False
 
 
-def refusal(q: Tensor, deterministic: bool) -> str | None:
+def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
     if deterministic:
         return flex.NOT_DETERMINISTIC
@@ -31,7 +32,7 @@ def refusal(q: Tensor, deterministic: bool) -> str | None:
         return f"expected bfloat16 or float16, got {q.dtype}; use 'auto'"
     if q.shape[-1] not in (64, 128):  # wider heads need another block size in the forward or backward pass
         return f"expected head dim 64 or 128, got {q.shape[-1]}; use 'auto'"
-    return None
+    return plain_only(q, v, scoring)
 
 
 def available(device: torch.device) -> bool:
@@ -57,10 +58,10 @@ def prepare(layout: TreeLayout) -> BlockMask:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
-    deterministic: bool,
+    scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return flex.attention(q, k, v, context, layout, plan, deterministic, kernels="FLASH")
+    return flex.attention(q, k, v, context, layout, plan, scoring, deterministic, kernels="FLASH")
 
 
 def _is_installed() -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from titan_tree.components.tree_attention.backend import Scoring, plain_only
 from titan_tree.components.tree_attention.context import join
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
@@ -34,9 +35,9 @@ def is_automatic(device: torch.device) -> bool:
     return False
 
 
-def refusal(q: Tensor, deterministic: bool) -> str | None:
+def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
-    return NOT_DETERMINISTIC if deterministic else None
+    return NOT_DETERMINISTIC if deterministic else plain_only(q, v, scoring)
 
 
 def prepare(layout: TreeLayout) -> BlockMask:
@@ -61,7 +62,7 @@ def prepare(layout: TreeLayout) -> BlockMask:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
-    deterministic: bool, kernels: Literal["AUTO", "FLASH"] = "AUTO",
+    scoring: Scoring, deterministic: bool, kernels: Literal["AUTO", "FLASH"] = "AUTO",
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``. kernels: FlexAttention's own option ``BACKEND``."""
     k, v = join(k, v, context, layout.key_source)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_tree.components.tree_attention.backend import Scoring
 from titan_tree.components.tree_attention.context import join
 from titan_tree.tree.layout import TreeLayout
 
@@ -18,7 +19,7 @@ def is_automatic(device: torch.device) -> bool:
     return device.type != "cuda"
 
 
-def refusal(q: Tensor, deterministic: bool) -> str | None:
+def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """Returns None: it computes all inputs."""
     return None
 
@@ -30,12 +31,28 @@ def prepare(layout: TreeLayout) -> Tensor:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Tensor,
-    deterministic: bool,
+    scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
     k, v = join(k, v, context, layout.key_source)
+    mask = plan if scoring.window is None else plan & layout.in_window(scoring.window)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan)
-    return out.squeeze(0).transpose(0, 1)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, N or M, D]
+    if scoring.softcap is None and scoring.sinks is None:
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+    else:
+        out = _weights(q, k, mask, scoring).to(v.dtype) @ v
+    return out.transpose(0, 1)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Returns the weight [H, N, M] of each key, in fp32 or wider."""
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    if (cap := scoring.softcap) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import operator, triton_kernels
+from titan_tree.components.tree_attention.backend import Scoring, plain_only
 from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
 from titan_tree.components.tree_attention.plan import Plan, prepare
@@ -32,10 +33,10 @@ def is_automatic(device: torch.device) -> bool:
     return is_hopper(device)
 
 
-def refusal(q: Tensor, deterministic: bool) -> str | None:
+def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
     if is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in SLOTS:
-        return None
+        return plain_only(q, v, scoring)
     return (
         "needs a GPU of compute capability 9.0, bfloat16 or float16, and head dim "
         f"{', '.join(map(str, SLOTS))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
@@ -44,7 +45,7 @@ def refusal(q: Tensor, deterministic: bool) -> str | None:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
-    deterministic: bool,
+    scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
     return operator.attention("hopper", q, k, v, context, layout, plan, deterministic)

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_tree.components.tree_attention import operator
+from titan_tree.components.tree_attention.backend import Scoring, plain_only
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, empty_lse, prepare
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
@@ -30,7 +31,7 @@ def is_automatic(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def refusal(q: Tensor, deterministic: bool) -> str | None:
+def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
     if q.device.type != "cuda" and not INTERPRET:
         return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
@@ -38,12 +39,12 @@ def refusal(q: Tensor, deterministic: bool) -> str | None:
         return f"expected bfloat16, float16 or float32, got {q.dtype}; use 'reference' for other dtypes"
     if q.shape[-1] not in (16, 32, 64, 128, 256):
         return f"expected head dim 16, 32, 64, 128 or 256, got {q.shape[-1]}; use 'flex' or 'reference'"
-    return None
+    return plain_only(q, v, scoring)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
-    deterministic: bool,
+    scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
     return operator.attention("triton", q, k, v, context, layout, plan, deterministic)
