@@ -1,6 +1,7 @@
 """Ranks that share tokens, experts and weights in any combination train as one process."""
 
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -105,6 +106,9 @@ EXACT: dict[str, tuple[str, str, dict[str, int]]] = {
 }
 
 
+MAX_TOKENS = (None, 24)  # of a partition
+
+
 def exact_model(name: str) -> Decoder:
     model = build_model(EXACT[name][0], "debug", vocab_size=64)
     model.init_weights(0)
@@ -135,42 +139,66 @@ def exact_result(
     return result
 
 
-def train_ranks(rank: int, ports: list[int], folder: Path, name: str) -> None:
-    num_ranks, parallel, _ = CASES[name]
-    with as_rank(rank, num_ranks, ports[0]):
-        train(config(folder, name, **parallel))
+def train_cases(rank: int, ports: list[int], folder: Path, names: list[str]) -> None:
+    for name, port in zip(names, ports, strict=True):
+        num_ranks, parallel, _ = CASES[name]
+        with as_rank(rank, num_ranks, port):
+            train(config(folder, name, **parallel))
 
 
-def save_exact_result(rank: int, ports: list[int], path: Path, name: str, max_tokens: int | None) -> None:
-    parallel = EXACT[name][2]
-    with process_group(rank, 4, ports[0]):
-        mesh = init_device_mesh("cpu", (4,))
-        model = parallelize(exact_model(name), mesh, dtype=torch.float64, **parallel)
-        first = 2 * (rank // parallel["sequence_parallel"])  # a second group of ranks has the last tree
-        result = exact_result(
-            model,
-            name,
-            trees(3)[first : first + (3 if parallel["sequence_parallel"] == 4 else 2)],
-            max_tokens,
-        )
-        if rank == 3:
-            torch.save(result, path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of all cases, trained by several processes.
+
+    The same processes train the cases with the same meshes. torch's caches of DTensors cannot tell the groups
+    of one run from those of another with other meshes.
+    """
+    folder = tmp_path_factory.mktemp("many")
+    alike: dict[str, list[str]] = {}
+    for name, (num_ranks, parallel, _) in CASES.items():
+        config(folder, name)  # writes the data before several ranks read it
+        alike.setdefault(f"{num_ranks} {parallel}", []).append(name)
+    for names in alike.values():
+        run_ranks(train_cases, CASES[names[0]][0], folder, names, num_groups=len(names))
+    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
+def test_ranks_train_as_one_process(trained: Path, tmp_path: Path, name: str) -> None:
     """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
-    many = config(tmp_path / "many", name)  # writes the data before several ranks read it
-    run_ranks(train_ranks, CASES[name][0], tmp_path / "many", name)
-    assert_same_run(many, train(config(tmp_path / "one", name)))
+    assert_same_run(config(trained, name), train(config(tmp_path, name)))
 
 
-@pytest.mark.parametrize("max_tokens", [None, 24])
+def save_exact_results(rank: int, ports: list[int], path: Path) -> None:
+    results = {}
+    with process_group(rank, 4, ports[0]):
+        mesh = init_device_mesh("cpu", (4,))
+        for (name, (_, _, parallel)), max_tokens in product(EXACT.items(), MAX_TOKENS):
+            model = parallelize(exact_model(name), mesh, dtype=torch.float64, **parallel)
+            first = 2 * (rank // parallel["sequence_parallel"])  # a second group of ranks has the last tree
+            own = trees(3)[first : first + (3 if parallel["sequence_parallel"] == 4 else 2)]
+            results[name, max_tokens] = exact_result(model, name, own, max_tokens)
+    if rank == 3:
+        torch.save(results, path)
+
+
+@pytest.fixture(scope="module")
+def exact_results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, int | None], dict[str, Tensor]]:
+    """Returns the results of four processes by family and largest number of tokens."""
+    path = tmp_path_factory.mktemp("exact") / "results.pt"
+    run_ranks(save_exact_results, 4, path)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("max_tokens", MAX_TOKENS)
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_are_exact(tmp_path: Path, name: str, max_tokens: int | None) -> None:
+def test_gradients_are_exact(
+    exact_results: dict[tuple[str, int | None], dict[str, Tensor]], name: str, max_tokens: int | None
+) -> None:
     """Compares with one process in float64: the loss, gradients, log-probs and experts."""
-    run_ranks(save_exact_result, 4, tmp_path / "result.pt", name, max_tokens)
-    got = torch.load(tmp_path / "result.pt")
+    got = exact_results[name, max_tokens]
     want = exact_result(exact_model(name), name, trees(3), max_tokens)
     assert got.keys() == want.keys()
     for label, value in want.items():
