@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from titan_tree.engine.scoring import tree_logprobs as tree_logprobs
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError
-    from titan_tree.models.hf import load_pretrained as load_pretrained
-    from titan_tree.models.hf import save_pretrained as save_pretrained
+    from titan_tree.models.pretrained import load_pretrained as load_pretrained
+    from titan_tree.models.pretrained import save_pretrained as save_pretrained
     from titan_tree.models.registry import build_model as build_model
     from titan_tree.trainer import Trainer as Trainer
     from titan_tree.tree.batch import PathPairs as PathPairs

@@ -41,8 +41,9 @@ from titan_tree.engine.balancing import Balancing
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf import fill_shards, load_router_biases, model_from_config, read_weights
-from titan_tree.models.registry import build_model, family
+from titan_tree.models.pretrained import load_weights, model_from_config
+from titan_tree.models.registry import build_model
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.paths import ModelLimits
 
@@ -51,7 +52,7 @@ DEFAULT_STEPS = 1000  # of a run that sets neither training.steps nor training.e
 
 def build_parallel_model(
     model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
-) -> Decoder:
+) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
     No rank ever holds the whole model. The model is created on the meta device and sharded; then each rank
@@ -73,23 +74,21 @@ def build_parallel_model(
     )
     if model.hf_path:
         # Each rank checks only the values that it reads, so it must tell the others about an error.
-        agreed(partial(_load_snapshot, built, model.hf_path, mesh.device_type))
+        agreed(partial(load_weights, built, model.hf_path, mesh.device_type, weight_shards))
     else:
+        assert isinstance(built, Decoder)
         built.to_empty(device=mesh.device_type)
         built.init_weights(training.seed, weight_shards(built))
     return built
 
 
-def _load_snapshot(model: Decoder, folder: str, device: str) -> None:
-    """Moves a model from the meta device to ``device``, with the weights of a snapshot."""
-    parts = read_weights(folder, model, weight_shards(model))
-    model.to_empty(device=device)
-    fill_shards(weight_shards(model), parts)
-    load_router_biases(model, folder)
-
-
-def build_model_without_weights(model: ModelConfig) -> Decoder:
+def build_model_without_weights(model: ModelConfig) -> TreeModel:
     if not model.hf_path:
+        if model.implementation == "transformers":
+            raise UserError(
+                'model.implementation: expected "auto" or "native" with model.flavor, got "transformers"; '
+                "set model.hf_path to a snapshot"
+            )
         assert model.flavor is not None
         return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
     if model.overrides:
@@ -97,12 +96,12 @@ def build_model_without_weights(model: ModelConfig) -> Decoder:
             "model.overrides: expected none with model.hf_path, because the snapshot sets all sizes; "
             "remove them, or set model.flavor instead of model.hf_path"
         )
-    return model_from_config(model.hf_path, model.attention, model.gdn)
+    return model_from_config(model.hf_path, torch.float32, model.attention, model.gdn, model.implementation)
 
 
-def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> dict[str, Any]:
+def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
-    described = {"name": family(model), "optimizer": config.optimizer.name, **vars(model.config)}
+    described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
     if model.experts is not None and model.experts.router_biases():
         described["router_bias"] = True
     # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
@@ -114,7 +113,7 @@ def describe_architecture(config: Config, model: Decoder, mesh: DeviceMesh) -> d
     return described
 
 
-def build_tree_step(config: Config, model: Decoder, loss: TreeLoss, device: torch.device) -> TreeStep:
+def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: torch.device) -> TreeStep:
     """Returns the TreeStep of the configuration, which partitions trees that are too large."""
     partition, router = config.partition, config.router_loss
     partitioner = None
@@ -140,7 +139,7 @@ def build_loss(config: LossConfig) -> TreeLoss:
     return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
 
 
-def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | None:
+def build_router_bias(config: RouterBiasConfig, model: TreeModel) -> RouterBias | None:
     """Returns the RouterBias that updates router biases, and adds biases to layers without them.
 
     Returns None if no rate is configured; biases of the model then stay unchanged.
@@ -156,7 +155,7 @@ def build_router_bias(config: RouterBiasConfig, model: Decoder) -> RouterBias | 
     return RouterBias(config.rate, config.counts)
 
 
-def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Decoder) -> SampleReader:
+def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: TreeModel) -> SampleReader:
     if config.replay != "off" and model.experts is None:
         raise UserError(f"data.replay: expected 'off' for a model without experts, got {config.replay!r}")
     experts = model.experts.sizes if model.experts else None
@@ -185,7 +184,7 @@ def build_dataset(
 
 
 def build_validation(
-    config: Config, tokenizer: TreeTokenizer | None, model: Decoder, mesh: DeviceMesh
+    config: Config, tokenizer: TreeTokenizer | None, model: TreeModel, mesh: DeviceMesh
 ) -> TreeDataset | None:
     """Returns one epoch of the validation files in their own order, or None if there are none."""
     if config.validation.files is None:
@@ -209,7 +208,7 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
 
 
 def build_balancing(
-    config: Config, model: Decoder, mesh: DeviceMesh, device: torch.device
+    config: Config, model: TreeModel, mesh: DeviceMesh, device: torch.device
 ) -> Balancing | None:
     """Returns what balances trees over ranks, or None if there is one rank or the configuration says no."""
     if mesh.size() == 1 or not config.parallel.balance:

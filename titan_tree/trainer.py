@@ -65,7 +65,7 @@ from titan_tree.folder import RunFolder
 from titan_tree.leaving import AgreedInput, Leaving
 from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS, OPTIMIZERS
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Trainer:
     device: torch.device
 
     # what is trained, and how
-    model: Decoder
+    model: TreeModel
     optimizers: Optimizers
     lr_schedulers: titan.LRSchedulersContainer
     tree_step: TreeStep

@@ -24,8 +24,8 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.decoder import ModelOutput
 from titan_tree.models.registry import build_model
+from titan_tree.models.tree_model import ModelOutput
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.paths import TokenPath

@@ -68,6 +68,23 @@ def test_values_and_gradients_equal_those_of_log_softmax(E, V, columns, dtype, t
         assert relative(got, want) < tolerance
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_capped_logits_equal_those_of_log_softmax(entropy, device):
+    """Each edge has a cap of its own, as temperatures need."""
+    inputs = case(5, 300, 24, torch.float32, device)
+    cap = torch.tensor([0.5, 1.0, 2.0, 30.0, 1e6], device=device)
+    got = results(lambda h, w, y: edge_logprobs(h, w, y, entropy, False, 5 * 128, cap), *inputs)
+
+    def capped(hidden, weight, label):
+        logits = cap.double()[:, None] * (hidden @ weight.t() / cap.double()[:, None]).tanh()
+        log_p = logits.log_softmax(-1)
+        return [log_p.gather(1, label[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)][: 1 + entropy]
+
+    exact = [x.detach().double().requires_grad_() for x in inputs[:2]]
+    for ours, want in zip(got, results(capped, *exact, *inputs[2:]), strict=True):
+        assert relative(ours, want) < 2e-6
+
+
 def test_no_block_exceeds_the_budget(monkeypatch):
     seen = []
     matmul = module._matmul

@@ -12,7 +12,8 @@ from tests.support.oracle import hf_model
 from tests.support.snapshots import assert_scores_like, edit_config, same_weights
 from titan_tree.errors import UserError
 from titan_tree.models.hf import load as module
-from titan_tree.models.hf import load_pretrained, model_from_config, read_weights, save_pretrained
+from titan_tree.models.hf import model_from_config, read_weights
+from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.models.shards import whole_weights
 
 

@@ -48,6 +48,7 @@ def edge_logprobs(
     entropy: bool = False,
     recompute: bool = True,
     block_elements: int = BLOCK_ELEMENTS,
+    cap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log-probability of each edge's label, and on request the entropy, in nats.
 
@@ -64,11 +65,13 @@ def edge_logprobs(
         recompute: recompute the logits in the backward pass instead of keeping [E, V] probabilities. With
             ``entropy`` they are always recomputed, because its gradient needs unrounded probabilities.
         block_elements: upper bound of E * B; a block has at least ``COLUMN_MULTIPLE`` columns.
+        cap: [E]; c tanh(s / c) replaces each logit s of an edge with the cap c (Gemma 2, arXiv:2408.00118),
+            and logits are always recomputed. None: logits stay.
     Returns:
         (logprobs [E], entropy [E] or None).
     """
-    keep = torch.is_grad_enabled() and not recompute and not entropy
-    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements)
+    keep = torch.is_grad_enabled() and not recompute and not entropy and cap is None
+    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap)
 
 
 @torch.no_grad()
@@ -100,6 +103,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         entropy: bool,
         keep: bool,
         block_elements: int,
+        cap: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
         keep = keep and any(ctx.needs_input_grad[:2])
@@ -108,9 +112,11 @@ class _EdgeLogprobs(torch.autograd.Function):
         entropies = torch.zeros_like(lse) if entropy else None
         kept = []
         for start, end in _blocks(weight, len(hidden), block_elements):
+            logits = _logits(hidden, weight[start:end], cap)
             p, block_lse, block_entropy = _softmax(
-                hidden, weight[start:end], label - start, label_logit, hidden.dtype if keep else None, entropy
+                logits, label - start, label_logit, hidden.dtype if keep else None, entropy
             )
+            del logits
             new_lse = torch.logaddexp(lse, block_lse)
             if entropies is not None and block_entropy is not None:
                 # Two parts with probability mass a and b and entropies H_a and H_b combine to
@@ -122,7 +128,7 @@ class _EdgeLogprobs(torch.autograd.Function):
                 kept += [p, block_lse]
         logprobs = label_logit - lse
         ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
-        ctx.block_elements = block_elements
+        ctx.block_elements, ctx.cap = block_elements, cap
         ctx.set_materialize_grads(False)  # the gradient of an unused output is None
         return logprobs, entropies
 
@@ -138,12 +144,17 @@ class _EdgeLogprobs(torch.autograd.Function):
         # The gradient of a sum has stride 0; the kernel needs it contiguous.
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs.contiguous()
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-        dtype = hidden.dtype if grad_entropy is None else lse.dtype  # of the probabilities
+        # Of the probabilities. With a cap, the gradient is multiplied before it is rounded.
+        dtype = hidden.dtype if grad_entropy is None and ctx.cap is None else lse.dtype
         for i, (start, end) in enumerate(_blocks(weight, len(hidden), ctx.block_elements)):
             if kept:
                 p, block_lse = kept[2 * i : 2 * i + 2]
             else:
-                p, block_lse, _ = _softmax(hidden, weight[start:end], label - start, None, dtype, False)
+                logits = _logits(hidden, weight[start:end], ctx.cap)
+                p, block_lse, _ = _softmax(logits, label - start, None, dtype, False)
+                if ctx.cap is not None:
+                    slope = 1 - (logits / ctx.cap[:, None]).square_()
+                del logits
             grad = _logit_gradient(
                 p,
                 label - start,
@@ -152,8 +163,10 @@ class _EdgeLogprobs(torch.autograd.Function):
                 entropies,
                 grad_logprobs,
                 grad_entropy,
-                hidden.dtype,
+                hidden.dtype if ctx.cap is None else lse.dtype,
             )
+            if ctx.cap is not None:
+                grad = (grad * slope).to(hidden.dtype)
             if grad_weight is not None:
                 torch.mm(grad.t(), hidden, out=grad_weight[start:end])
             if grad_hidden is not None:
@@ -161,7 +174,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             del p, grad  # before the next block allocates
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -195,12 +208,17 @@ def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def _logits(hidden: Tensor, weight: Tensor, cap: Tensor | None) -> Tensor:
+    """Returns the logits [E, B] of a block, in fp32 or wider."""
+    logits = _matmul(hidden, weight.t())
+    return logits if cap is None else logits.div_(cap[:, None]).tanh_().mul_(cap[:, None])
+
+
 # Softmax of one block: one read of the logits, one write of the probabilities.
 
 
 def _softmax(
-    hidden: Tensor,
-    weight: Tensor,
+    logits: Tensor,
     column: Tensor,
     label_logit: Tensor | None,
     dtype: torch.dtype | None,
@@ -209,12 +227,12 @@ def _softmax(
     """Returns a block's (probabilities [E, B], log-sum-exp [E], entropy [E]).
 
     Args:
+        logits: [E, B].
         column: [E], the label's column in this block; outside 0 .. B-1 if the label is in another block.
         label_logit: [E], overwritten in place for labels in this block; or None.
         dtype: of the probabilities; None: return None instead of them.
         entropy: if False, return None instead of the entropy.
     """
-    logits = _matmul(hidden, weight.t())
     if not _use_kernels(logits):
         return _softmax_reference(logits, column, label_logit, dtype, entropy)
     p = torch.empty_like(logits, dtype=dtype) if dtype else None

@@ -54,6 +54,9 @@ class ModelConfig(Checked, table="model"):
     name: str = setting("qwen3", one_of(MODELS))  # model family; a snapshot overrides it
     flavor: str | None = None  # a published size such as "0.6B", or "debug"; random weights
     hf_path: str | None = None  # local Hugging Face snapshot: sizes and initial weights
+    # Of a snapshot: "native", titan_tree's own model; "transformers", the layers of that library; "auto":
+    # native if there is such a model.
+    implementation: Literal["auto", "native", "transformers"] = "auto"
     attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # backend of TreeAttention
     gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # backend of TreeGDN, in models that have it
     overrides: dict[str, Any] = setting({})  # sizes that replace those of the flavor

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.moe import Experts
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import TreeModel
 
 
 class GradientSync:
@@ -35,7 +35,7 @@ class GradientSync:
             are not held; the argument of ``parallelize``.
     """
 
-    def __init__(self, model: Decoder, reshard_after_forward: bool) -> None:
+    def __init__(self, model: TreeModel, reshard_after_forward: bool) -> None:
         self.model, self.reshard_after_forward = model, reshard_after_forward
 
     def sum_in_backward(self, enabled: bool) -> None:
@@ -69,7 +69,7 @@ class GradientSync:
 
 
 @contextmanager
-def cast_weights(model: Decoder) -> Iterator[None]:
+def cast_weights(model: TreeModel) -> Iterator[None]:
     """Replaces weights by copies in the dtype of the computation while the context is open.
 
     Each weight is cast once per step instead of once per forward pass, and no autograd graph stores casts. As
@@ -90,7 +90,7 @@ def cast_weights(model: Decoder) -> Iterator[None]:
             setattr(module, name, weight)
 
 
-def _is_managed_by_fsdp(model: Decoder, module: nn.Module) -> bool:
+def _is_managed_by_fsdp(model: TreeModel, module: nn.Module) -> bool:
     """Returns whether FSDP2 shards the weights of ``module`` itself. It ignores experts of a single rank."""
     if not isinstance(model, FSDPModule):
         return False

@@ -22,13 +22,15 @@ from titan_tree.distributed import ao, titan
 from titan_tree.distributed.expert_parallel import check_experts, fully_shard_experts, shard_experts
 from titan_tree.distributed.mesh import Meshes, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
+from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import TreeModel
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
 
 
 def parallelize(
-    model: Decoder,
+    model: TreeModel,
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -39,7 +41,7 @@ def parallelize(
     replicate: int = 1,
     sequence_parallel: int = 1,
     expert_parallel: int = 1,
-) -> Decoder:
+) -> TreeModel:
     """Applies float8, sequence and expert parallelism, checkpointing, torch.compile and FSDP2, in place.
 
     The order matters:
@@ -81,8 +83,10 @@ def parallelize(
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
     if meshes.sequence is not None:
+        assert isinstance(model, Decoder)
         shard_sequence(model, meshes.sequence.get_group("sequence"))
     if meshes.experts is not None:
+        assert isinstance(model, Decoder)
         shard_experts(model, meshes.experts)
     if activation_checkpoint != "none":
         _checkpoint_activations(model, activation_checkpoint)
@@ -96,19 +100,27 @@ def parallelize(
 
 
 def check_parallel(
-    model: Decoder, num_ranks: int, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
+    model: TreeModel, num_ranks: int, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
 ) -> None:
     """Raises UserError if ``num_ranks`` ranks cannot share the model in this way."""
     check_sizes(num_ranks, replicate, sequence_parallel, expert_parallel)
-    check_heads(model, sequence_parallel)
-    check_experts(model, expert_parallel, num_ranks // replicate // expert_parallel)
+    if isinstance(model, Decoder):
+        check_heads(model, sequence_parallel)
+        check_experts(model, expert_parallel, num_ranks // replicate // expert_parallel)
+        return
+    for key, size in (("sequence_parallel", sequence_parallel), ("expert_parallel", expert_parallel)):
+        if size > 1:
+            raise UserError(
+                f"parallel.{key}: expected 1 for a model of transformers, got {size}; set it to 1, or set "
+                'model.implementation to "native"'
+            )
 
 
-def _blocks(model: Decoder) -> Iterable[nn.Module]:
+def _blocks(model: TreeModel) -> Iterable[nn.Module]:
     return model.get_submodule("layers").children()
 
 
-def _checkpoint_activations(model: Decoder, mode: ActivationCheckpoint) -> None:
+def _checkpoint_activations(model: TreeModel, mode: ActivationCheckpoint) -> None:
     # torch.compile warns about operators that change their inputs. Blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     policy = titan.FullAC if mode == "full" else titan.TreeSelectiveAC
@@ -116,7 +128,7 @@ def _checkpoint_activations(model: Decoder, mode: ActivationCheckpoint) -> None:
     policy(policy.Config(preserve_rng_state=False)).apply(model)
 
 
-def _compile_blocks(model: Decoder) -> None:
+def _compile_blocks(model: TreeModel) -> None:
     """Compiles each block and the last norm. A graph break is an error."""
     # The compiler makes a graph for each kind of size that it tells apart (docs/design.md). There are fewer
     # kinds than this limit.
@@ -157,7 +169,7 @@ def keep_compiled(folder: Path) -> Path:
     return kept
 
 
-def _fully_shard(model: Decoder, meshes: Meshes, dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def _fully_shard(model: TreeModel, meshes: Meshes, dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """Applies FSDP2 to each block and to the rest of the model."""
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,

@@ -22,7 +22,7 @@ from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.errors import AgreedError
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class BadSteps:
             logger.warning("step %d is skipped: %s", step, reason)
 
 
-def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
+def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
     """Returns a text that names the paths that may have caused a bad step. Collective.
 
     It scores the trees of all ranks without gradients, and names the paths whose loss, or whose derivative
@@ -85,7 +85,9 @@ def find_cause(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.de
     return f"the loss of every single path is finite; the first paths of the step's trees: {listed}"
 
 
-def _bad_paths(model: Decoder, loss: TreeLoss, step: StepInput, device: torch.device) -> set[tuple[int, int]]:
+def _bad_paths(
+    model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device
+) -> set[tuple[int, int]]:
     """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
     found = set()
     with torch.no_grad(), cast_weights(model):

@@ -26,7 +26,7 @@ from titan_tree.distributed.data_group import DataAddress
 from titan_tree.engine.records import GlobalSizes, StepInput
 from titan_tree.engine.work_timer import WorkTimer
 from titan_tree.models.costs import ModelCosts
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import TreeModel
 
 # Operations per second of one H200 (docs/performance.md): matrix products, those of experts, attention.
 DENSE, EXPERTS, ATTENTION = 560e12, 330e12, 430e12
@@ -35,7 +35,7 @@ FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of tra
 LAYER_S = 4e-3  # to launch the kernels of a layer's forward and backward pass
 
 
-def start_costs(model: Decoder) -> TreeCosts:
+def start_costs(model: TreeModel) -> TreeCosts:
     """Returns estimated costs of a model, from its sizes and the rates of one H200."""
     costs = ModelCosts.of(model)
     return TreeCosts(
@@ -61,7 +61,7 @@ class Balancing:
 
     def __init__(
         self,
-        model: Decoder,
+        model: TreeModel,
         device: torch.device,
         max_tokens: int,
         *,

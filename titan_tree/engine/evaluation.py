@@ -13,12 +13,12 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.lockstep import in_lockstep
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.records import StepInput, all_reduce_counts
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.shares import Share
 
 
-def evaluate(model: Decoder, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:
+def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:
     """Returns the mean loss and accuracy over all tokens that the paths' loss masks count.
 
     Tokens count w_p m_{p,t}, as in TreeLoss. Every rank makes the same call with equally many steps.

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.gateway_cache import GatewayCache
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
 ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]
@@ -60,7 +60,7 @@ class PartitionRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: TreeModel,
         batches: Sequence[TreeBatch],
         device: torch.device,
         *,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_tree.components.moe import RouterLoss, Routing
 from titan_tree.distributed.collectives import all_reduce_sum
-from titan_tree.models.decoder import ModelOutput
+from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
 

@@ -16,7 +16,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.sequence_parallel import join
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
@@ -25,7 +25,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 @overload
 def tree_logprobs(
-    model: Decoder,
+    model: TreeModel,
     token_lists: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     *,
@@ -35,7 +35,7 @@ def tree_logprobs(
 
 @overload
 def tree_logprobs(
-    model: Decoder,
+    model: TreeModel,
     token_lists: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     *,
@@ -45,7 +45,7 @@ def tree_logprobs(
 
 
 def tree_logprobs(
-    model: Decoder,
+    model: TreeModel,
     token_lists: Sequence[Sequence[int]],
     max_tokens: int | None = None,
     *,
@@ -101,7 +101,7 @@ def tree_logprobs(
     return (logprobs, _experts_by_path(tree, experts)) if return_routed_experts else logprobs
 
 
-def _check_arguments(model: Decoder, max_tokens: int | None, return_routed_experts: bool) -> None:
+def _check_arguments(model: TreeModel, max_tokens: int | None, return_routed_experts: bool) -> None:
     if max_tokens is not None and torch.is_grad_enabled():
         raise UserError(
             "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
@@ -114,7 +114,7 @@ def _check_arguments(model: Decoder, max_tokens: int | None, return_routed_exper
 
 
 def _outputs(
-    model: Decoder, plan: PartitionPlan, device: torch.device
+    model: TreeModel, plan: PartitionPlan, device: torch.device
 ) -> Iterable[tuple[TreeBatch, ModelOutput]]:
     """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
     batches = TreeBatch.from_plan(plan)
@@ -130,7 +130,7 @@ def _outputs(
 
 
 def _joined(
-    model: Decoder, whole: TreeBatch, own: TreeBatch, out: ModelOutput
+    model: TreeModel, whole: TreeBatch, own: TreeBatch, out: ModelOutput
 ) -> tuple[TreeBatch, ModelOutput]:
     """Joins the outputs of the ranks that share the tokens of a batch."""
     group, tokens = model.sequence_group, model.share.tokens(len(whole))

@@ -21,7 +21,7 @@ from titan_tree.engine.activations import Activations
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.whole_path_loss import Scores, WholePathLoss, collect_scores
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -79,7 +79,7 @@ class LossTotals:
 class StepRun:
     """Runs the passes of one step and holds the values that they share."""
 
-    model: Decoder
+    model: TreeModel
     micro_batches: Sequence[Sequence[TreeBatch]]
     unpartitioned: Sequence[TreeBatch | None]  # see StepInput; may be shorter than micro_batches
     totals: LossTotals

@@ -32,7 +32,7 @@ from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.costs import ModelCosts
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
@@ -65,7 +65,7 @@ class TreeStep:
 
     def __init__(
         self,
-        model: Decoder,
+        model: TreeModel,
         loss: TreeLoss,
         device: torch.device | str = "cpu",
         partitioner: TreePartitioner | None = None,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.distributed.sequence_parallel import join
-from titan_tree.models.decoder import ModelOutput
+from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 
 Scores = dict[str, Tensor]  # fields of ModelOutput, "logprobs" and on request "entropy", [E] each

@@ -9,18 +9,17 @@ import torch
 from titan_tree.config import Config
 from titan_tree.data.files import DataSizes
 from titan_tree.engine.records import StepCounts
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import family
+from titan_tree.models.tree_model import TreeModel
 
 
 def introduction(
-    config: Config, model: Decoder, world_size: int, device: torch.device, steps: int, steps_done: int
+    config: Config, model: TreeModel, world_size: int, device: torch.device, steps: int, steps_done: int
 ) -> str:
     """Returns one line that says what is trained, on what hardware, for how long, and where results go."""
     done = f", {steps_done} of them done" if steps_done else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return (
-        f"{family(model)} {config.model.flavor or config.model.hf_path}, "
+        f"{model.family} {config.model.flavor or config.model.hf_path}, "
         f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
         f"{steps} steps{done}; results in {config.folder}"
     )

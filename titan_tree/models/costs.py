@@ -12,7 +12,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PAD
 
 if TYPE_CHECKING:  # a worker process needs the costs, but not the model
-    from titan_tree.models.decoder import Decoder
+    from titan_tree.models.tree_model import TreeModel
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,18 @@ class ModelCosts:
     state_bytes: int  # recurrent states after one token, in all layers
 
     @staticmethod
-    def of(model: Decoder) -> ModelCosts:
+    def of(model: TreeModel) -> ModelCosts:
         """Returns what tokens, pairs and edges cost in this model."""
-        matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
-        if model.experts is not None:
-            matrices += model.experts.active_parameters
-        dtype = model.compute_dtype or model.embed_tokens.weight.dtype
+        dtype = model.compute_dtype or model.embedding_weight.dtype
         like = torch.empty(0, dtype=dtype, device="meta")
-        rows = [row for layer in model.blocks for row in layer.mixer.empty_rows(like)]
         row_bytes = {"keys": 0, "states": 0}
-        for row, stream in zip(rows, model.cache_streams, strict=True):
+        for row, stream in zip(model.empty_rows(like), model.cache_streams, strict=True):
             row_bytes[stream] += row.nbytes // PAD
         return ModelCosts(
-            flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in model.blocks),
-            flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in model.blocks),
+            flops_per_token=model.layer_flops(1, 0),
+            flops_per_pair=model.layer_flops(0, 1),
             flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
-            num_recurrent_layers=sum("states" in layer.mixer.cache_streams for layer in model.blocks),
+            num_recurrent_layers=model.num_recurrent_layers,
             num_layers=len(model.layers),
             key_bytes=row_bytes["keys"],
             state_bytes=row_bytes["states"],

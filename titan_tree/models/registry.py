@@ -1,4 +1,4 @@
-"""Builds models of a named family and size with fresh weights, and tells the family of a model."""
+"""Builds models of a named family and size with fresh weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,3 @@ def build_model(
     model = model_class(dataclasses.replace(config, **overrides), attention, gdn)
     model.init_weights()
     return model
-
-
-def family(model: Decoder) -> str:
-    """Returns the name under which the model's class, or the class that it derives from, is registered."""
-    names = {MODELS[name]: name for name in MODELS}
-    return next(names[each] for each in type(model).__mro__ if each in names)

@@ -26,6 +26,7 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.shards import whole_weights
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
@@ -50,7 +51,7 @@ class _Run:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._model: Decoder | None = None  # without weights
+        self._model: TreeModel | None = None  # without weights
         self._tokenizer: TreeTokenizer | None = None
         self._has_tokenizer = False  # True also if the data need none
 
@@ -68,14 +69,16 @@ class _Run:
         """Builds the model without weights, and compares the snapshot's tensors with it."""
         model, folder = self.config.model, self.config.model.hf_path
         with torch.device("meta"):
-            self._model = build.build_model_without_weights(model)
-        text = f"{self._model.config.family}, {self._model.num_parameters():,} parameters"
+            built = self._model = build.build_model_without_weights(model)
+        text = f"{built.config.family}, {built.num_parameters():,} parameters"
         if not folder:
             yield Finding("model", f"{text}, random weights")
-            return
-        # This compares all names, shapes and dtypes before the first tensor.
-        next(read_weights(folder, self._model, whole_weights(self._model)))
-        yield Finding("model", f"{text}; {folder} has all tensors")
+        elif isinstance(built, Decoder):
+            # This compares all names, shapes and dtypes before the first tensor.
+            next(read_weights(folder, built, whole_weights(built)))
+            yield Finding("model", f"{text}; {folder} has all tensors")
+        else:
+            yield Finding("model", f"{text}, layers of transformers; {folder} is checked when it is loaded")
 
     def backends(self) -> Iterator[Finding]:
         """Checks that the backends of the configuration support this model on this device."""
@@ -89,8 +92,12 @@ class _Run:
         deterministic = self.config.training.deterministic
         layout = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([0, 1])])]).to(device).layout
         self._model.attention.prepare(layout)  # some backends refuse a device only here
-        q = torch.empty(1, 1, sizes.head_dim, device=device, dtype=dtype)
-        chosen = [resolve("TreeAttention", ATTENTION_BACKENDS, names.attention, device, q, deterministic)]
+        x = torch.empty(0, device=device, dtype=dtype)
+        chosen = [
+            resolve("TreeAttention", ATTENTION_BACKENDS, names.attention, device, *inputs, deterministic)
+            for inputs in self._model.attention_inputs(x)
+        ]
+        chosen = list(dict.fromkeys(chosen))
         if "states" in self._model.cache_streams:
             dims = sizes.linear_key_head_dim, sizes.linear_value_head_dim
             k, v = (torch.empty(1, 1, dim, device=device, dtype=dtype) for dim in dims)

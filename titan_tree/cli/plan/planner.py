@@ -21,6 +21,7 @@ from titan_tree.cli.plan.workload import Sample, Step, sample_steps
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
 
 Settings = Mapping[str, Any]  # values by key of the configuration, such as "data.max_tokens"
 
@@ -113,7 +114,10 @@ class Planner:
     def __init__(self, config: Config, gpus: int, gpu: Gpu, num_groups: int | None = None) -> None:
         self.config, self.gpus, self.gpu = config, gpus, gpu
         with torch.device("meta"):
-            self.model = build.build_model_without_weights(config.model)
+            model = build.build_model_without_weights(config.model)
+        if not isinstance(model, Decoder):
+            raise UserError(f"model: titan-tree plan knows titan_tree's own models only, got {model.family}")
+        self.model = model
         self.model.compute_dtype = getattr(torch, config.training.dtype)
         check_parallel(self.model, gpus, expert_parallel=config.parallel.expert_parallel)
         _check_supported(config)

@@ -8,7 +8,6 @@ save     model -> snapshot
 
 from titan_tree.models.hf.load import (
     fill_shards,
-    load_pretrained,
     load_router_biases,
     model_from_config,
     read_weights,
@@ -17,7 +16,6 @@ from titan_tree.models.hf.save import save_pretrained
 
 __all__ = [
     "fill_shards",
-    "load_pretrained",
     "load_router_biases",
     "model_from_config",
     "read_weights",

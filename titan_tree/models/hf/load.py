@@ -23,7 +23,7 @@ from titan_tree.models.hf.names import (
     hf_name,
     model_name,
 )
-from titan_tree.models.shards import WeightShard, WeightShards, whole_weights
+from titan_tree.models.shards import WeightShard, WeightShards
 from titan_tree.registry import MODELS
 
 logger = logging.getLogger(__name__)
@@ -41,34 +41,6 @@ class WeightPart(NamedTuple):
     place: Place  # in this rank's shard of the parameter
     values: Tensor  # on the CPU, in the stored dtype
     tensor: str  # the model's name of the snapshot's tensor
-
-
-def load_pretrained(
-    folder: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    attention: str = "auto",
-    gdn: str = "auto",
-) -> Decoder:
-    """Loads the model of a local snapshot. Host memory holds one tensor beyond the model.
-
-    Args:
-        folder: the snapshot.
-        dtype: of the loaded weights.
-        device: of the loaded weights.
-        attention: backend of ``TreeAttention``.
-        gdn: backend of ``TreeGDN``.
-    Raises:
-        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, or titan_tree
-            does not support the model.
-    """
-    with torch.device("meta"):
-        model = model_from_config(folder, attention, gdn).to(dtype)
-    parts = read_weights(folder, model, whole_weights(model))  # refuses wrong sizes before they take memory
-    model.to_empty(device=device)
-    fill_shards(whole_weights(model), parts)
-    load_router_biases(model, folder)
-    return model
 
 
 def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "auto") -> Decoder:
@@ -102,7 +74,7 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
         model: says which tensors are expected; it may be on the meta device or sharded.
         shards: the part of each parameter to read; only their sizes are used.
     Raises:
-        UserError: see ``load_pretrained``.
+        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape.
     """
     folder = Path(folder)
     files = weight_files(folder)

@@ -72,27 +72,7 @@ def save_pretrained(
     source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Saves ``model`` as a snapshot that transformers loads back bit for bit.
-
-    The published formats have no place for router biases (``RouterBias``). They go to a file of their own,
-    which only titan_tree reads; a warning says so.
-
-    Files are written to a temporary folder beside ``folder``, which is renamed when all are written. A failed
-    save therefore leaves no files.
-
-    Args:
-        folder: must be empty or not exist.
-        state_dict: the weights, by the model's names; needed if the model's own are sharded.
-        source: the snapshot that the model was loaded from. The export copies its tokenizer and processor
-            files, its weights that were not loaded (vision, prediction of several tokens), and the fields of
-            config.json that the model does not know, such as special token ids.
-        max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
-    Raises:
-        UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
-    """
-    folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already; name a new folder or remove it")
+    """Saves a ``Decoder``. See ``titan_tree.models.pretrained.save_pretrained``."""
     weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
     assert weights.keys() == model.state_dict().keys(), "state_dict is not this model's"
     # The model's own biases, because those in ``weights`` may have been cast to a narrower dtype.
@@ -104,7 +84,7 @@ def save_pretrained(
     config = {**model.config.to_hf(), "dtype": dtypes[0]}
     exported = _Export(config) if source is None else _with_source(model, config, Path(source))
 
-    with _all_or_nothing(folder) as temporary:
+    with all_or_nothing(Path(folder)) as temporary:
         parts = split_experts(weights) if model.publishes_single_experts else weights
         named = {hf_name(name, exported.prefix): weight for name, weight in parts.items()}
         _write_weights(named | exported.other_weights, temporary, max_shard_bytes)
@@ -192,8 +172,15 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
 
 
 @contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside ``folder``: renamed to ``folder`` on success, removed on failure."""
+def all_or_nothing(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside ``folder``: renamed to ``folder`` on success, removed on failure.
+
+    Raises:
+        UserError: ``folder`` is taken, or writing failed.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already; name a new folder or remove it")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)

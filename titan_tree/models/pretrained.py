@@ -1,0 +1,154 @@
+"""Snapshots of any model: of titan_tree's own, and of those that run as transformers implements them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from titan_tree.errors import UserError
+from titan_tree.models import hf
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf.files import CONFIG, read_json
+from titan_tree.models.hf.save import COPIED_FILES, MAX_SHARD_BYTES, all_or_nothing
+from titan_tree.models.shards import WeightShards, whole_weights
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import MODELS
+
+Implementation = Literal["auto", "native", "transformers"]
+
+
+def load_pretrained(
+    folder: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    gdn: str = "auto",
+    implementation: Implementation = "auto",
+) -> TreeModel:
+    """Loads the model of a local snapshot.
+
+    Args:
+        folder: the snapshot.
+        dtype: of the loaded weights.
+        device: of the loaded weights.
+        attention: backend of ``TreeAttention``.
+        gdn: backend of ``TreeGDN``.
+        implementation: "native": titan_tree's own model. "transformers": the layers of the library
+            transformers. "auto": native if there is such a model.
+    Raises:
+        UserError: a part of the snapshot is missing, unexpected, damaged or of another shape, or titan_tree
+            does not support the model.
+    """
+    with torch.device("meta"):
+        model = model_from_config(folder, dtype, attention, gdn, implementation)
+    load_weights(model, folder, device, whole_weights)
+    return model
+
+
+def model_from_config(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "auto",
+    gdn: str = "auto",
+    implementation: Implementation = "auto",
+) -> TreeModel:
+    """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
+
+    See ``load_pretrained`` for arguments and errors.
+    """
+    if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
+        return hf.model_from_config(folder, attention, gdn).to(dtype)
+    if gdn != "auto":
+        raise UserError(f"gdn: expected backend 'auto' for a model of transformers, got {gdn!r}")
+    return _transformers().from_config(folder, dtype, attention)
+
+
+def load_weights(
+    model: TreeModel,
+    folder: str | Path,
+    device: torch.device | str,
+    shards: Callable[[nn.Module], WeightShards],
+) -> None:
+    """Moves a model from "meta" to ``device``, with the weights of a snapshot.
+
+    The host's memory holds one tensor beyond a ``Decoder``. For a model of transformers, it holds the whole
+    snapshot for a moment, on each rank.
+
+    Args:
+        model: made by ``model_from_config``; may be sharded.
+        shards: returns the part of each parameter that this rank holds.
+    """
+    if not isinstance(model, Decoder):
+        model.to_empty(device=device)
+        _transformers().fill(model, folder, shards(model))
+        return
+    parts = hf.read_weights(folder, model, shards(model))  # refuses wrong sizes before they take memory
+    model.to_empty(device=device)
+    hf.fill_shards(shards(model), parts)
+    hf.load_router_biases(model, folder)
+
+
+def save_pretrained(
+    model: TreeModel,
+    folder: str | Path,
+    state_dict: Mapping[str, Tensor] | None = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Saves ``model`` as a snapshot that transformers loads back bit for bit.
+
+    Files are written to a temporary folder beside ``folder``, which is renamed when all are written. A failed
+    save therefore leaves no files.
+
+    The published formats have no place for router biases (``RouterBias``). They go to a file of their own,
+    which only titan_tree reads; a warning says so.
+
+    Args:
+        folder: must be empty or not exist.
+        state_dict: the weights, by the model's names; needed if the model's own are sharded.
+        source: the snapshot that the model was loaded from. The export copies its tokenizer and processor
+            files. That of a ``Decoder`` also keeps its weights that were not loaded (vision, prediction of
+            several tokens), and the fields of config.json that the model does not know, such as special
+            token ids.
+        max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
+    Raises:
+        UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
+    """
+    if isinstance(model, Decoder):
+        hf.save_pretrained(model, folder, state_dict, source, max_shard_bytes)
+        return
+    weights = model.state_dict() if state_dict is None else state_dict
+    with all_or_nothing(Path(folder)) as temporary:
+        _transformers().save(model, temporary, weights, max_shard_bytes)
+        for name in COPIED_FILES if source is not None else ():
+            if (file := Path(source or "") / name).is_file():
+                shutil.copyfile(file, temporary / name)
+
+
+def _is_native(folder: Path) -> bool:
+    """Returns whether "auto" chooses titan_tree's own model, which also refuses a config without a type."""
+    model_type = read_json(folder / CONFIG).get("model_type")
+    return not isinstance(model_type, str) or any(
+        model_type in MODELS[name].hf_architectures for name in MODELS
+    )
+
+
+def _transformers() -> ModuleType:
+    """Imports titan_tree.models.transformers, and with it the library, an optional extra."""
+    try:
+        from titan_tree.models import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise UserError(
+            "model.implementation: needs the library transformers, which is not installed: "
+            f"{sys.executable} -m pip install -e '.[transformers]'"
+        ) from None
+    return transformers

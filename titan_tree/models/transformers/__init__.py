@@ -1,0 +1,18 @@
+"""Models of the library transformers on token trees, without code for single families.
+
+    support.py     which architectures are exact on trees, and why others are not
+    attention.py   the attention function that transformers' layers call, and the keys of a partition
+    blocks.py      one layer as a function of its inputs
+    model.py       TransformersModel
+    snapshot.py    snapshots
+
+The layers of transformers look up their attention function by name and pass it every keyword that they do
+not know themselves (https://huggingface.co/docs/transformers/attention_interface). titan_tree registers
+TreeAttention there, and gives layers the depth of each token in the tree as its position. Everything else in
+a layer treats tokens one by one.
+"""
+
+from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.snapshot import fill, from_config, save
+
+__all__ = ["TransformersModel", "fill", "from_config", "save"]

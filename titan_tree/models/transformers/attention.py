@@ -1,0 +1,143 @@
+"""The attention function that layers of transformers call, and the cache object that they give their keys.
+
+N tokens of a batch, M keys, H query heads, K key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.tree.layout import TreeLayout
+
+NAME = "titan_tree"  # of the attention function, in transformers' registry
+KEYWORD = "tree"  # of the argument that layers pass on to it
+
+
+@dataclass
+class TreeInputs:
+    """What the attention function of a layer needs, beyond its queries, keys and values."""
+
+    attention: TreeAttention
+    layout: TreeLayout
+
+
+class Call(NamedTuple):
+    """The sizes of a call of the attention function."""
+
+    num_heads: int
+    head_dims: tuple[int, int]  # of queries and keys, and of values
+    scoring: Scoring
+
+
+@dataclass
+class Probe:
+    """Records a layer's first call of the attention function, which then ends the layer."""
+
+    call: Call | None = None
+
+
+class ProbedError(Exception):
+    """Ends a probed layer."""
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    tree: TreeInputs | Probe | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention as transformers calls it.
+
+    Args:
+        query: [1, H, N, D].
+        key: [1, K, M, D], in the order of the layout's keys; value likewise, with a head dim of its own.
+        sliding_window, softcap, s_aux: see ``Scoring``; s_aux are the sinks.
+        tree: None: the call does not come from a TransformersModel, and torch's own attention answers it.
+    Returns:
+        ([1, N, H, Dv], None).
+    """
+    if tree is None:
+        arguments = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
+        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
+    scoring = Scoring(sliding_window, softcap, s_aux)
+    if isinstance(tree, Probe):
+        tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)
+        raise ProbedError
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
+
+
+class PartitionKeys:
+    """Stands in for transformers' cache in one layer of a partition.
+
+    A layer gives ``update`` what its attention needs of each token: keys and values, or the latents that they
+    are computed from (multi-head latent attention, arXiv:2405.04434).
+
+    Args:
+        rows: what earlier partitions exported, two tensors [R, heads, size].
+        layout: of the partition.
+    Attributes:
+        exports: the same of this partition's tokens, for later partitions.
+    """
+
+    def __init__(self, rows: Sequence[Tensor], layout: TreeLayout) -> None:
+        self.rows, self.layout = rows, layout
+        self.exports: tuple[Tensor, ...] = ()
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of all M keys of the partition, from those of its own N tokens.
+
+        Args:
+            keys: [1, heads, N, size]; values likewise.
+        """
+        assert self.layout.exports is not None
+        assert self.layout.key_source is not None
+        own = [x[0].transpose(0, 1) for x in (keys, values)]
+        self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
+        joined = (
+            torch.cat(pair).index_select(0, self.layout.key_source)
+            for pair in zip(self.rows, own, strict=True)
+        )
+        all_keys, all_values = (x.transpose(0, 1)[None] for x in joined)
+        return all_keys, all_values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Returns 0: positions are given explicitly."""
+        return 0
+
+
+@dataclass
+class ProbedKeys:
+    """Stands in for transformers' cache while a layer is probed. It records the shapes of a token's rows."""
+
+    shapes: list[tuple[int, int]] = field(default_factory=list)  # (heads, size)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.shapes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -1,0 +1,128 @@
+"""TransformersModel: a causal language model of transformers with the contract of titan_tree's own models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from titan_tree.components.tree_attention import Scoring
+from titan_tree.errors import UserError
+from titan_tree.models.transformers.attention import KEYWORD, NAME
+from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
+from titan_tree.models.transformers.support import check_supported
+from titan_tree.models.tree_model import LayersOutput, TreeModel
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersConfig:
+    """The sizes of a model that titan_tree reads."""
+
+    family: str  # transformers' model_type
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+
+class TransformersModel(TreeModel):
+    """A causal language model of transformers that runs on a ``TreeBatch``.
+
+    Its layers stay what they are. Mixtures of experts choose experts as transformers implements it; losses
+    and biases of routers, replay and expert parallelism need a ``Decoder``.
+
+    Args:
+        model: a supported model, on any device, also "meta". It becomes part of this one, and can no longer
+            be used by itself.
+        attention: backend of ``TreeAttention``.
+    Attributes:
+        hf_config: the config of transformers.
+    Raises:
+        UserError: the model cannot run on trees.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+        text = model.config.get_text_config()
+        check_supported(text, getattr(model.config, "name_or_path", "") or "model")
+        sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        positions = text.max_position_embeddings
+        super().__init__(
+            TransformersConfig(family=text.model_type, max_position_embeddings=positions, **sizes), attention
+        )
+        self.hf_config = model.config
+        model.set_attn_implementation(NAME)
+        base: Any = model.base_model
+        self.base = base
+        self.layers = nn.ModuleList(TransformersBlock(layer, self.attention) for layer in base.layers)
+        del base.layers
+        base.layers = LayerCalls(self.layers)
+        head = model.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise UserError(f"model: {text.model_type}: an output projection with a bias is not supported")
+        self.lm_head = None if head.weight is base.get_input_embeddings().weight else head
+        self.logit_scale: float = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
+        self.logit_cap = getattr(text, "final_logit_softcapping", None)
+        survey = Survey()
+        with torch.no_grad():
+            two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
+            self._run(two, two, survey)
+        self.sizes = survey.sizes
+        self.cache_streams = ["keys"] * (2 * len(self.layers))
+
+    def run_layers(
+        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+    ) -> LayersOutput:
+        current = Pass(layout, gateway)
+        hidden = self._run(batch.tokens, layout.positions, current).to(embedding.dtype)
+        return LayersOutput(hidden * self.logit_scale if self.logit_scale != 1 else hidden, current.exports)
+
+    def _run(self, tokens: Tensor, positions: Tensor, current: Pass | Survey) -> Tensor:
+        """Returns the hidden states [N, d] after the last norm."""
+        out = self.base(
+            input_ids=tokens[None],
+            position_ids=positions[None].long(),
+            # transformers passes a mask of four dimensions on as it is. Without one, it would make one.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
+            use_cache=False,
+            **{KEYWORD: current},
+        )
+        return out.last_hidden_state[0]
+
+    def empty_rows(self, x: Tensor) -> list[Tensor]:
+        return [x.new_zeros(PAD, *row) for layer in self.sizes for row in layer.rows]
+
+    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
+        for layer in self.sizes:
+            q, v = (x.new_empty(1, 1, dim) for dim in layer.call.head_dims)
+            yield q, v, layer.call.scoring
+
+    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+        """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
+        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
+        text = self.hf_config.get_text_config()
+        for experts in (p for p in self.layers.parameters() if p.ndim == 3):  # one matrix per expert
+            matrices += experts[0].numel() * text.num_experts_per_tok
+        calls = [layer.call for layer in self.sizes]
+        return 6 * matrices * num_tokens + num_pairs * sum(
+            6 * call.num_heads * sum(call.head_dims) for call in calls
+        )
+
+    @property
+    def family(self) -> str:
+        return f"transformers/{self.config.family}"
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        base: Any = self.base
+        return base.get_input_embeddings().weight
+
+    @property
+    def output_weight(self) -> Tensor | None:
+        return None if self.lm_head is None else self.lm_head.weight

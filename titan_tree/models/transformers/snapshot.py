@@ -1,0 +1,126 @@
+"""Snapshots of models that run as transformers implements them.
+
+transformers itself reads and writes the files, because it may hold weights in another form. For example, it
+stacks the experts of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from titan_tree.errors import UserError
+from titan_tree.models.hf.files import CONFIG, read_json, weight_files
+from titan_tree.models.shards import WeightShards
+from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.support import check_supported
+
+LAYER = re.compile(r"layers\.(\d+)\.layer\.")
+
+
+def from_config(
+    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "auto"
+) -> TransformersModel:
+    """Makes the model that a snapshot's config.json describes, without its weights, on the default device.
+
+    Raises:
+        UserError: the config is missing or damaged, or the model cannot run on trees.
+    """
+    model = AutoModelForCausalLM.from_config(_read_config(folder), dtype=dtype)
+    return TransformersModel(model, attention)
+
+
+def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> None:
+    """Copies the weights of a snapshot into ``shards``, and its constants into ``model``.
+
+    The host's memory holds the whole snapshot for a moment, on each rank.
+
+    Args:
+        model: on its device, with uninitialized weights; may be sharded.
+        shards: the part of each parameter that this rank holds.
+    Raises:
+        UserError: a part of the snapshot is missing, unexpected or damaged.
+    """
+    source = TransformersModel(_read(folder))
+    weights = source.state_dict()
+    for name, shard in shards.items():
+        ranges = zip(shard.start, shard.values.shape, strict=True)
+        box = tuple(slice(start, start + length) for start, length in ranges)
+        shard.values.copy_(weights[name][box])
+    constants = dict(source.named_buffers())
+    for name, constant in model.named_buffers():
+        constant.copy_(constants[name])
+
+
+def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    """Saves a snapshot that transformers loads back bit for bit.
+
+    Args:
+        folder: must exist.
+        weights: by the model's names.
+    """
+    config = copy.deepcopy(model.hf_config)
+    config.dtype = next(iter(weights.values())).dtype
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    prefix = shell.base_model_prefix
+    named = {_hf_name(name, prefix): weight.contiguous() for name, weight in weights.items()}
+    shell.save_pretrained(folder, state_dict=named, max_shard_size=max_shard_bytes)
+
+
+def _hf_name(name: str, prefix: str) -> str:
+    """Returns transformers' name of a parameter of ``TransformersModel``."""
+    if name.startswith("base."):
+        return prefix + name.removeprefix("base")
+    return LAYER.sub(rf"{prefix}.layers.\1.", name)
+
+
+def _read_config(folder: str | Path) -> PreTrainedConfig:
+    path = Path(folder) / CONFIG
+    read_json(path)  # names a damaged file
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: transformers cannot read it: {_one_line(error)}") from None
+    check_supported(config.get_text_config(), str(path))
+    return config
+
+
+def _read(folder: str | Path) -> PreTrainedModel:
+    """Reads a model on the CPU, in the dtype of its files."""
+    config = _read_config(folder)
+    weight_files(Path(folder))  # refuses pickles
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype="auto",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder}: transformers cannot load it: {_one_line(error)}") from None
+    model, info = loaded
+    for kind in ("missing", "mismatched", "unexpected"):
+        if names := sorted(map(str, info[f"{kind}_keys"])):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"{folder}: {kind} tensors: {', '.join(names[:3])}{more}; do weights and config.json belong "
+                "together?"
+            )
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{folder}: {name}: expected finite weights; download the snapshot again")
+    return model
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

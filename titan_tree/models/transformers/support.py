@@ -1,0 +1,123 @@
+"""Which architectures of transformers are exact on trees, and the reasons why others are refused.
+
+A layer is exact if attention is all that mixes tokens, and if it depends on a token's depth but not on the
+length of its path. Tests compare each supported architecture with itself on every path alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from titan_tree.errors import UserError
+
+SUPPORTED = frozenset(
+    {
+        "cohere2",
+        "deepseek_v3",
+        "ernie4_5",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+        "hunyuan_v1_dense",
+        "llama",
+        "minimax_m2",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+    }
+)
+
+STATE_SPACE = "its recurrent layers would carry the state of one branch into the next"
+CONVOLUTION = "its convolutions would mix tokens of different branches"
+INDEXER = "its sparse attention chooses keys without regard to branches"
+ALIBI = "its attention biases do not depend on the depth in the tree"
+CHUNKS = "its attention works in chunks of a sequence"
+REASONS = {
+    "bamba": STATE_SPACE,
+    "bloom": ALIBI,
+    "deepseek_v32": INDEXER,
+    "deepseek_v4": INDEXER,
+    "falcon_h1": STATE_SPACE,
+    "falcon_mamba": STATE_SPACE,
+    "glm_moe_dsa": INDEXER,
+    "granitemoehybrid": STATE_SPACE,
+    "jamba": STATE_SPACE,
+    "kimi_linear": STATE_SPACE,
+    "lfm2": CONVOLUTION,
+    "lfm2_moe": CONVOLUTION,
+    "llama4_text": CHUNKS,
+    "mamba": STATE_SPACE,
+    "mamba2": STATE_SPACE,
+    "mpt": ALIBI,
+    "nemotron_h": STATE_SPACE,
+    "qwen3_5_moe_text": 'its recurrent layers need model.implementation = "native"',
+    "qwen3_5_text": 'its recurrent layers need model.implementation = "native"',
+    "qwen3_next": STATE_SPACE,
+    "recurrent_gemma": STATE_SPACE,
+    "rwkv": STATE_SPACE,
+    "zamba": STATE_SPACE,
+    "zamba2": STATE_SPACE,
+}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
+
+
+def check_supported(config: PreTrainedConfig, where: str) -> None:
+    """Raises UserError unless a model with this config is exact on trees.
+
+    Args:
+        config: of the text model.
+        where: the config's source, for the message.
+    """
+    name = config.model_type
+    if reason := REASONS.get(name):
+        raise UserError(f"{where}: model_type: {name} cannot run on trees: {reason}")
+    if name not in SUPPORTED:
+        raise UserError(
+            f"{where}: model_type: {name} has not been tested on trees; expected one of "
+            f"{', '.join(sorted(SUPPORTED))}"
+        )
+    if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+        raise UserError(
+            f"{where}: layer_types: only {' and '.join(sorted(LAYER_TYPES))} can run on trees, got "
+            f"{', '.join(sorted(others))}"
+        )
+    for rope in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope in LENGTH_DEPENDENT_ROPE:
+            raise UserError(
+                f"{where}: rope_type: {rope} changes the positions of a short path if a longer one is "
+                "beside it, so it cannot run on trees"
+            )
+    for field, value in config.to_dict().items():
+        if value and "dropout" in field:
+            raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
+    if number := getattr(config, "num_kv_shared_layers", None):
+        raise UserError(
+            f"{where}: num_kv_shared_layers: only models whose layers have keys of their own can run on "
+            f"trees, got {number}"
+        )
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Returns the RoPE types of a config, which may have a table for each type of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [table["rope_type"] for table in tables if "rope_type" in table]

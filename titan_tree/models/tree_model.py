@@ -1,0 +1,243 @@
+"""TreeModel: the contract of all models. They return log-probabilities of a tree's edges, never logits.
+
+An edge is a pair of a token and its successor on some path. The first token of the pair predicts the second.
+
+N tokens, E edges, L layers with experts, k experts of a token, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
+
+from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
+from titan_tree.components.moe import Routing
+from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.errors import UserError
+from titan_tree.models.experts import ExpertInfo
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
+from titan_tree.tree.shares import Share
+
+
+class ModelOutput(NamedTuple):
+    """The result of a model: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
+
+    logprobs: Tensor  # [E] fp32, nats
+    entropy: Tensor | None = None  # [E] fp32, nats, on request
+    routing: Routing | None = None  # sums over tokens, stacked over the L layers with experts
+    # In a partition, one pair per tensor that crosses from the layers into the loss: the end of the layers'
+    # autograd graph, and the leaf where the loss's graph begins. The tensors are the hidden states [E, d] of
+    # the predicting tokens and the sums in ``routing``. The loss, with all its logits, can therefore be
+    # differentiated at once, while the layers' graph stays until child partitions have added their gradients.
+    loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
+    # In a partition, what the layers export for child partitions, one tensor per entry of
+    # ``TreeModel.cache_streams``.
+    exports: tuple[Tensor, ...] | None = None
+    routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
+    is_top1: Tensor | None = None  # [E] bool, on request: whether the label has the largest logit
+
+
+class LayersOutput(NamedTuple):
+    """What the layers of a model return together."""
+
+    hidden: Tensor  # [N, d], after the last norm
+    exports: Sequence[Tensor]  # see ``ModelOutput``; empty unless the batch is a partition
+    routings: Sequence[Routing] = ()  # one per layer with experts
+    routed_experts: Sequence[Tensor] = ()  # likewise
+
+
+class TreeModel(nn.Module, ABC):
+    """A model that runs on a ``TreeBatch``: a ``Decoder``, or a model of the library transformers.
+
+    Positions must be below ``config.max_position_embeddings`` and token ids below ``config.vocab_size``. The
+    reader of the paths checks both on the host, where the check needs no synchronization.
+
+    Args:
+        config: sizes of the model, by Hugging Face's names.
+        attention: backend of ``TreeAttention``.
+    Attributes:
+        layers: the units of FSDP, activation checkpointing and compilation.
+        experts: the mixtures of experts that titan_tree runs itself; None: there are none.
+        cache_streams: one entry per tensor that the layers export: the stream of the gateway cache that
+            stores its rows.
+        sequence_group: the ranks that share the tokens and heads of every batch, and exchange them in every
+            forward and backward pass. None: each rank has all. Set by distributed/sequence_parallel.py.
+        compute_dtype: dtype of the activations; None: that of the weights.
+        recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
+        logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
+    Raises:
+        UserError: an unknown backend.
+    """
+
+    layers: nn.ModuleList
+    experts: ExpertInfo | None = None
+    num_recurrent_layers = 0  # layers of Gated DeltaNet
+    logit_cap: float | None = None
+
+    def __init__(self, config: Any, attention: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = TreeAttention(attention)  # without parameters, so all layers share it
+        self.cache_streams: list[str] = []
+        self.sequence_group: ProcessGroup | None = None
+        self.compute_dtype: torch.dtype | None = None
+        self.recompute_logits = True
+
+    @abstractmethod
+    def run_layers(
+        self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
+    ) -> LayersOutput:
+        """Runs everything but the output projection.
+
+        Args:
+            batch: see ``forward``.
+            layout: that of the batch, from ``prepare``.
+            gateway: a tensor for each of ``cache_streams``, or () if the batch is not a partition.
+            embedding: the weight [V, d] of the embedding, in the dtype of the activations.
+        """
+
+    @abstractmethod
+    def empty_rows(self, x: Tensor) -> list[Tensor]:
+        """Returns PAD zero rows for each of ``cache_streams``, in the dtype of the activations x."""
+
+    @abstractmethod
+    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
+        """Yields q, v and options as layers with attention give them to TreeAttention, in the dtype of x."""
+
+    @abstractmethod
+    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+        """Returns the operations of a forward and backward pass of all layers, without recomputation.
+
+        They are linear in both arguments.
+
+        Args:
+            num_tokens: N. Each counts 6 per parameter of the matrices that it uses.
+            num_pairs: pairs of a token and a token that it sees, itself included.
+        """
+
+    @property
+    @abstractmethod
+    def family(self) -> str:
+        """The name of the model's architecture."""
+
+    @property
+    @abstractmethod
+    def embedding_weight(self) -> Tensor:
+        """The weight [V, d] of the embedding."""
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> Tensor | None:
+        """The weight [V, d] of the output projection; None: that of the embedding."""
+
+    def forward(
+        self,
+        batch: TreeBatch,
+        entropy: bool = False,
+        gateway: Sequence[Tensor] | None = None,
+        is_top1: bool = False,
+    ) -> ModelOutput:
+        """Scores the batch's edges.
+
+        Args:
+            batch: N tokens and E edges, on the model's device.
+            entropy: also return the entropy of each edge's distribution.
+            gateway: needed by every partition but its plan's first: for each entry of ``cache_streams``, the
+                first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
+            is_top1: also return whether each edge's label has the largest logit.
+        Raises:
+            UserError: ``batch`` is not a TreeBatch, or ``gateway`` or ``batch.routed_experts`` does not fit
+                the model.
+        """
+        if not isinstance(batch, TreeBatch):
+            raise UserError(
+                f"model: expected a TreeBatch, got {type(batch).__name__}; for log-probs of token ids use "
+                "tree_logprobs(model, [ids]); to train, make a batch with "
+                "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
+            )
+        embedding = self.embedding_weight.to(self.compute_dtype)
+        rows = self._gateways(batch, gateway, embedding)
+        out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
+        head = embedding if self.output_weight is None else self.output_weight.to(self.compute_dtype)
+        hidden = out.hidden[batch.edge_source]
+        routing = Routing.stack(out.routings) if out.routings else None
+        top1 = edge_is_top1(hidden, head, batch.edge_label) if is_top1 else None
+        experts = tuple(out.routed_experts)
+        if not out.exports:
+            scores = self._scores(hidden, head, batch, entropy)
+            return ModelOutput(*scores, routing, routed_experts=experts, is_top1=top1)
+        ends = (hidden, *(routing or ()))
+        leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
+        # The tensors that autograd saves here are not offloaded like the activations of the layers, because
+        # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
+        # alive the graph that saves it.
+        with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+            scores = self._scores(leaves[0], head, batch, entropy)
+        routing = Routing(*leaves[1:]) if routing else None
+        boundary = tuple(zip(ends, leaves, strict=True))
+        return ModelOutput(*scores, routing, boundary, tuple(out.exports), experts, top1)
+
+    def prepare(self, layout: TreeLayout) -> TreeLayout:
+        """Returns the layout with everything that layers derive from it. Called once per batch.
+
+        It drops what no layer reads, because a compiled graph depends on the sizes of all of its inputs.
+        """
+        if "states" not in self.cache_streams:
+            layout = layout.for_attention()
+        return self.attention.prepare(layout)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange tokens within forward and backward passes, beyond what FSDP2 does."""
+        return self.sequence_group is not None or (
+            self.experts is not None and self.experts.group is not None
+        )
+
+    @property
+    def share(self) -> Share:
+        """The share of each batch that this rank computes."""
+        group = self.sequence_group
+        return Share() if group is None else Share(group.rank(), group.size())
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters. A tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def _scores(
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        cap = (
+            None
+            if self.logit_cap is None
+            else torch.full_like(batch.edge_label, self.logit_cap, dtype=torch.float32)
+        )
+        if batch.edge_temperature is not None:  # logits are linear in the hidden states, up to the cap
+            hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
+            cap = None if cap is None else cap / batch.edge_temperature
+        return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap)
+
+    def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
+        """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""
+        offset = batch.cache_offset
+        if gateway is None and offset == (0, 0):
+            return ()
+        if gateway is None and offset == (PAD, PAD):  # a plan's first partition
+            # They require gradients, as the rows of later partitions do, so that one compiled graph serves
+            # both.
+            return [rows.requires_grad_(torch.is_grad_enabled()) for rows in self.empty_rows(x)]
+        expected = [getattr(offset, stream) for stream in self.cache_streams]
+        given = [len(rows) for rows in gateway or ()]
+        if given != expected or not offset.keys:
+            raise UserError(
+                f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
+                f"tensor, got {given}"
+            )
+        return list(gateway or ())
