@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components import adamw_8bit
+from titan_tree.distributed import ao
 from titan_tree.distributed.adamw_8bit import AdamW8bit
 from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
 from titan_tree.errors import UserError
@@ -139,6 +140,15 @@ def test_the_kernel_and_plain_pytorch_train_alike(monkeypatch: pytest.MonkeyPatc
         runs.append([new.detach() - old for new, old in zip(weights, start, strict=True)])
     for plain, kernel in zip(*runs, strict=True):
         torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=2e-7)
+
+
+def test_8_bit_adamw_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="torchao")
+
+    monkeypatch.setattr(ao, "import_module", missing)
+    with pytest.raises(UserError, match=r"^optimizer.name: needs torchao, .* pip install -e '.\[torchao\]'$"):
+        OPTIMIZERS["adamw8bit"].load()
 
 
 def test_bias_corrections_are_as_exact_as_fp32() -> None:
