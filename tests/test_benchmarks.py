@@ -20,6 +20,7 @@ BENCHMARKS = {
         "--tokens 33 --hidden 32 --intermediate 16 --experts 8 --top-k 3 --rounds 1 --repeat 1 --no-compile",
         "what",
     ),
+    "optimizer": ("--model debug --layers 1 --rounds 1 --no-compile", "optimizer"),
     "samples": ("demo --template chatml --rounds 1", "template"),
     "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
     "live": (

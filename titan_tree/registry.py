@@ -147,7 +147,7 @@ OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
     {
         "adamw": "titan_tree.distributed.optimizers:ADAMW",
-        "adamw8bit": "titan_tree.distributed.ao:ADAMW_8BIT",
+        "adamw8bit": "titan_tree.distributed.adamw_8bit:ADAMW_8BIT",
     },
 )
 

@@ -18,13 +18,6 @@ from titan_tree.trainer import Trainer
 ASYNC: dict[str, Any] = {"checkpoint__async_save": "true"}
 
 
-@pytest.fixture(autouse=True)
-def _eager():
-    """Keeps AdamW8bit from compiling its step, which takes long."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def checkpoints(config: Any) -> dict[str, bytes]:
     """Returns the tensors of each checkpoint of a run, as they are in the file."""
     folder = Path(config.folder) / "checkpoints"

@@ -107,7 +107,6 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def run_stage(rank: int, ports: list[int], stage: int, folder: Path) -> None:
     """Resumes each case, records its tensors and how far it is, and saves the next checkpoint."""
-    torch.compiler.set_stance("force_eager")  # AdamW8bit would compile
     with process_group(rank, STAGES[stage][0], ports[0]), torch.no_grad():
         for case in CASES:
             run = Run(case, stage, folder)

@@ -107,7 +107,6 @@ def num_bytes(tensor):
 
 
 def compare_with_tensors(rank: int, ports: list[int]) -> None:
-    torch.compiler.set_stance("force_eager")
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,))
         for (name, sizes), optimizer in itertools.product(CASES, ("adamw", "adamw8bit")):

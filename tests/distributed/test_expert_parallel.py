@@ -167,10 +167,9 @@ def train_stages(rank: int, num_ranks: int, ports: list[int], folder: Path) -> N
 def as_four_ranks(rank: int, ports: list[int], folder: Path) -> None:
     with process_group(rank, 4, ports[-1]):
         load_snapshot(rank, folder)
-    with torch.compiler.set_stance("force_eager"):  # AdamW8bit would compile
-        for steps in (1, 2):
-            with as_rank(rank, 4, ports[-1 - steps]):
-                train(config_8bit(folder, steps, expert_parallel=2))
+    for steps in (1, 2):
+        with as_rank(rank, 4, ports[-1 - steps]):
+            train(config_8bit(folder, steps, expert_parallel=2))
     train_stages(rank, 4, ports[:-3], folder)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
@@ -53,7 +52,6 @@ def config(folder: Path, name: str) -> Config:
 
 
 def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:
-    torch.compiler.set_stance("force_eager")  # AdamW8bit would compile
     activations.MIN_BLOCK_BYTES = 64  # the tensors of the model are tiny
     for name, port in zip(CASES, ports, strict=True):
         with as_rank(rank, 2, port):
@@ -70,7 +68,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@torch.compiler.set_stance("force_eager")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
     # A gradient's rounding error may move a state to the next 8-bit code. The weight then differs by a

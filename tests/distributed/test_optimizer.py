@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torchao.optim
+from torch import Tensor, nn
 
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
+from titan_tree.components import adamw_8bit
+from titan_tree.distributed import ao
+from titan_tree.distributed.adamw_8bit import AdamW8bit
 from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
 from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
+from titan_tree.trainer import Trainer
 
 NAMES = list(OPTIMIZERS)
-
-
-@pytest.fixture(autouse=True)
-def _eager():
-    """Keeps AdamW8bit from compiling its step, which takes long."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,6 +116,74 @@ def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
             else:
                 assert moment.codes.nbytes == parameter.numel()
                 assert moment.scale.nbytes == 4 * parameter.numel() // 256
+
+
+def test_the_kernel_and_plain_pytorch_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[Tensor]] = []
+    start = [torch.randn(shape) for shape in ((20, 256), (300,), (0, 7), (5,))]
+    for update in (adamw_8bit._update, adamw_8bit._launch):
+        monkeypatch.setattr(adamw_8bit, "_update", update)
+        weights = [nn.Parameter(x.clone()) for x in start]
+        optimizer = AdamW8bit(weights, lr=1e-2)
+        generator = torch.Generator().manual_seed(0)
+        for scale, skip in ((1, 1), (2, 0), (1, 1), (5, 0), (None, None)):
+            for weight in weights[:-1]:  # the last one gets no gradient, so no state
+                gradient = torch.randn(weight.shape, generator=generator)
+                weight.grad = gradient * (scale or 1) if not skip else torch.full_like(weight, torch.nan)
+            optimizer.grad_scale = None if scale is None else torch.tensor(float(scale))
+            optimizer.found_inf = None if skip is None else torch.tensor(float(skip))
+            version = weights[0]._version
+            optimizer.step()
+            assert weights[0]._version > version
+        assert [float(optimizer.state[weight]["step"]) for weight in weights[:-1]] == [3, 3, 3]
+        assert weights[-1] not in optimizer.state
+        runs.append([new.detach() - old for new, old in zip(weights, start, strict=True)])
+    for plain, kernel in zip(*runs, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=2e-7)
+
+
+def test_8_bit_adamw_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="torchao")
+
+    monkeypatch.setattr(ao, "import_module", missing)
+    with pytest.raises(UserError, match=r"^optimizer.name: needs torchao, .* pip install -e '.\[torchao\]'$"):
+        OPTIMIZERS["adamw8bit"].load()
+
+
+def test_bias_corrections_are_as_exact_as_fp32() -> None:
+    """With equal gradients, each step has the size lr. In fp32, 1 - 0.999 has an error of 1e-5."""
+    weight = nn.Parameter(torch.zeros(8))
+    optimizer = AdamW8bit([weight], lr=1.0, betas=(0.9, 0.999), weight_decay=0.0)
+    for step in range(1, 4):
+        weight.grad = torch.full((8,), 2.0)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), torch.full((8,), -float(step)), rtol=5e-7, atol=0)
+
+
+def test_a_checkpoint_of_torchao_is_resumed(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions were written with torchao's own optimizer."""
+    options: dict[str, Any] = {
+        "optimizer__name": "adamw8bit",
+        "model__overrides__intermediate_size": 128,  # some weights have 4,096 numbers: 8-bit states
+        "checkpoint__interval": 2,
+    }
+    spec, runs = OPTIMIZERS["adamw8bit"], []
+    for before in (OptimizerSpec(load=lambda: torchao.optim.AdamW8bit), spec):
+        folder = tmp_path / before.load().__module__
+        OPTIMIZERS.register("adamw8bit", before)
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+            old = train(tiny_config(folder, training__steps=2, **options))
+        OPTIMIZERS.register("adamw8bit", spec)
+        resumed = Trainer(tiny_config(folder, training__steps=4, **options))
+        states = [list(plain_state(trainer.optimizers)) for trainer in (resumed, old)]
+        assert all(map(torch.equal, *states))
+        assert [len(state) for state in states] == 2 * [3 * len(list(old.model.parameters()))]
+        resumed.train()
+        resumed.close()
+        assert resumed.steps_trained == 2
+        runs.append([float(row["loss"]) for row in read_metrics(resumed.config)])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("async_save", ["false", "true"])

@@ -21,7 +21,6 @@ def value_of(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-@torch.compiler.set_stance("force_eager")  # AdamW8bit would compile
 def test_the_optimizer_waits_for_the_copies_and_other_kernels_do_not(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,6 +1,7 @@
-"""8-bit AdamW on a GPU, where it is compiled. tests/distributed/test_optimizer.py tests its contract."""
+"""8-bit AdamW on a GPU: whole steps. tests/components/test_adamw_8bit.py tests its kernel."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]
 pytestmark = pytest.mark.gpu
 
 
-def test_compiled_steps_equal_eager_steps_on_a_cpu():
+@pytest.fixture
+def sync_debug_mode() -> Iterator[None]:
+    """Restores torch's debug mode."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_equal_those_on_a_cpu():
     on_cpu, cpu_optimizers = model_and_optimizers("adamw8bit", lr=1e-3)
     start = {name: p.detach().clone() for name, p in on_cpu.named_parameters()}
     on_gpu = model_and_optimizers("adamw8bit")[0].cuda()
@@ -25,9 +33,24 @@ def test_compiled_steps_equal_eager_steps_on_a_cpu():
             ours.grad = theirs.grad.cuda()
         loss = torch.tensor(math.nan if step == 3 else 1.0)  # nan: the step changes nothing
         norm = clip_and_step(gpu_optimizers, loss.cuda(), 1.0)
-        with torch.compiler.set_stance("force_eager"):
-            assert norm.item() == pytest.approx(clip_and_step(cpu_optimizers, loss, 1.0).item(), rel=1e-5)
+        assert norm.item() == pytest.approx(clip_and_step(cpu_optimizers, loss, 1.0).item(), rel=1e-5)
     for (name, ours), theirs in zip(on_gpu.named_parameters(), on_cpu.parameters(), strict=True):
         # A moment halfway between two 8-bit numbers may be rounded either way.
         assert relative_error(ours.cpu() - start[name], theirs - start[name]) < 5e-3, name
     assert all(value.isfinite().all() for value in plain_state(gpu_optimizers))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.usefixtures("sync_debug_mode")
+def test_the_host_never_waits_for_the_device(name):
+    model = model_and_optimizers(name)[0].cuda()
+    optimizers = build_optimizers(OptimizerConfig(name=name, lr=1e-3), model)
+    loss = torch.ones((), device="cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    clip_and_step(optimizers, loss, 1.0)  # creates states and compiles the kernel
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.cuda.set_sync_debug_mode("error")
+    clip_and_step(optimizers, loss, 1.0)
+    torch.cuda.set_sync_debug_mode("default")
+    assert not any(map(torch.equal, before, model.parameters()))

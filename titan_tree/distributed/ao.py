@@ -11,12 +11,11 @@ import logging
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from titan_tree.distributed.optimizers import OptimizerSpec
 from titan_tree.errors import UserError
 from titan_tree.models.block import Mixer
 from titan_tree.models.layers import Linear
@@ -85,19 +84,16 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
     logger.info("float8 (%s%s): %d of %d linears of the layers", recipe, emulated, len(converted), count)
 
 
-def _adamw_8bit() -> type[torch.optim.Optimizer]:
-    """Returns AdamW with 8-bit moments (Dettmers et al., arXiv:2110.02861).
+def state_8bit() -> type[Any]:
+    """Returns torchao's class of quantized optimizer states, ``OptimState8bit``.
 
-    Each block of 256 moments shares one scale, so the states take 2.03 bytes per parameter instead of 8. The
-    update runs in fp32, parameter by parameter, compiled. A block lies within the shard of one rank. A shard
-    keeps moments in the dtype of the weights if it has fewer than 4,096 elements, or if its size is not a
-    multiple of 256.
+    It has the attributes ``codes`` (uint8, in the shape of the state), ``scale`` (fp32, one per block) and
+    ``qmap`` (the fp32 values of the 256 codes). Checkpoints can save and reshard it.
+
+    Raises:
+        UserError: torchao is missing.
     """
-    return _import("optim", "optimizer.name").AdamW8bit
-
-
-# torchao can split the states along the first dimension only.
-ADAMW_8BIT = OptimizerSpec(load=_adamw_8bit, reshards_any_dim=False)
+    return _import("optim.subclass_8bit", "optimizer.name").OptimState8bit
 
 
 def _import(name: str, key: str) -> ModuleType:

@@ -69,7 +69,7 @@ def _experts(module: nn.Module) -> list[Experts]:
 
 
 def optimizer_bytes(shard: int, optimizer: str) -> float:
-    """Returns the bytes of both moments of a shard. torchao keeps those of some shards in fp32."""
+    """Returns the bytes of both moments of a shard. 8-bit AdamW keeps those of some shards in fp32."""
     if optimizer != "adamw8bit" or shard < 4096 or shard % 256:
         return 8 * shard
     return 2 * (shard + 4 * shard // 256)

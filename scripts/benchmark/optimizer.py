@@ -1,0 +1,135 @@
+"""Times optimizers on the weights that one GPU holds of a large model.
+
+    python scripts/benchmark/optimizer.py --csv optimizer.csv
+
+The models are some layers of Qwen3-30B-A3B over 4 GPUs (30B-A3B) and of Qwen3-8B on one (8B), with fp32
+weights and gradients. All optimizers update the same weights, and take turns in one process. They need 20
+bytes of GPU memory per number: 28 GB for 8 layers of 30B-A3B, 57 GB for 8 layers of 8B.
+
+| column    | meaning                                                                                      |
+|-----------|----------------------------------------------------------------------------------------------|
+| ms        | median of a whole update: gradient norm, clipping, step                                      |
+| host ms   | median until the host may continue; as long as "ms" if it waits for the GPU                  |
+| first s   | the first update, which creates states and compiles                                          |
+| GB        | bytes to read and write at least once: gradients twice, weights and states                   |
+| GB/s      | GB / ms                                                                                      |
+| of copy   | GB/s, relative to that of a large copy on this GPU: 100% is the bound of memory bandwidth    |
+
+Without a GPU, the numbers mean nothing, but show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from functools import partial
+
+import torch
+import torchao.optim
+from common import (
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    default_device,
+    environment,
+    print_table,
+    run_rounds,
+    synchronize,
+    time_ms,
+    wall_s,
+)
+from torch import nn
+
+from titan_tree.config import OptimizerConfig
+from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step
+from titan_tree.models.registry import build_model
+from titan_tree.registry import OPTIMIZERS
+
+MODELS = {"30B-A3B": ("qwen3_moe", 4), "8B": ("qwen3", 1), "debug": ("qwen3_moe", 2)}  # family, GPUs
+# Bytes per number, besides two reads of the gradient, and a read and a write of the weight.
+STATE_BYTES = {"adamw8bit": 4, "adamw8bit of torchao": 4, "adamw": 16}
+COLUMNS = ["optimizer", "model", "tensors", "numbers", "ms", "host ms", "first s", "GB", "GB/s", "of copy"]
+
+
+def main() -> None:
+    args = parse_args()
+    device = default_device()
+    setting = environment(device, "torchao")
+    OPTIMIZERS.register("adamw8bit of torchao", OptimizerSpec(load=lambda: torchao.optim.AdamW8bit))
+    copied = torch.zeros(2**28 if device.type == "cuda" else 2**20, device=device)
+    bandwidth = 2 * copied.nbytes / time_ms(partial(torch.empty_like(copied).copy_, copied)) / 1e6
+    del copied
+    with torch.compiler.set_stance("force_eager" if args.no_compile else "default"):
+        rows = [setting | row for name in args.model for row in benchmark(args, name, bandwidth, device)]
+    print(f"a copy moves {bandwidth:,.0f} GB/s")
+    print_table(rows, COLUMNS)
+    append_csv(args.csv, rows)
+
+
+def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: torch.device) -> list[Row]:
+    """Returns a row per optimizer. ``bandwidth``: of a copy, in GB/s."""
+    model = shards(name, args.layers, device)
+    firsts: list[float] = []
+    contenders: list[Contender] = []
+    loss = torch.ones((), device=device)
+    for optimizer in STATE_BYTES:
+        optimizers = build_optimizers(OptimizerConfig(name=optimizer, lr=1e-6), model)
+        update = partial(clip_and_step, optimizers, loss, math.inf)
+        firsts.append(wall_s(update))
+        contenders.append(Contender(optimizer, partial(measure, update)))
+    run_rounds(contenders, args.rounds)
+    numbers = sum(p.numel() for p in model.parameters())
+    rows: list[Row] = []
+    for contender, first in zip(contenders, firsts, strict=True):
+        ms = contender.median("ms")
+        gigabytes = (2 * 4 + 2 * 4 + STATE_BYTES[contender.name]) * numbers / 1e9
+        rows.append({
+            "optimizer": contender.name,
+            "model": name,
+            "layers": args.layers,
+            "tensors": len(list(model.parameters())),
+            "numbers": numbers,
+            "ms": round(ms, 2),
+            "host ms": round(contender.median("host ms"), 2),
+            "first s": round(first, 1),
+            "GB": round(gigabytes, 2),
+            "GB/s": round(1e3 * gigabytes / ms),
+            "of copy": f"{1e3 * gigabytes / ms / bandwidth:.0%}",
+        })  # fmt: skip
+    return rows
+
+
+def measure(update: partial[torch.Tensor]) -> list[dict[str, float]]:
+    synchronize()
+    started = time.perf_counter()
+    update()
+    host_ms = 1e3 * (time.perf_counter() - started)
+    return [{"ms": time_ms(update), "host ms": host_ms}]
+
+
+def shards(name: str, layers: int, device: torch.device) -> nn.Module:
+    """Returns a model whose weights are the shards of one GPU, with random gradients."""
+    family, gpus = MODELS[name]
+    with torch.device("meta"):
+        model = build_model(family, name, num_hidden_layers=layers)
+    for module in model.modules():
+        for label, weight in list(module.named_parameters(recurse=False)):
+            shape = (weight.shape[0] // gpus, *weight.shape[1:])
+            shard = nn.Parameter(0.02 * torch.randn(shape, device=device))
+            shard.grad = torch.randn_like(shard)
+            setattr(module, label, shard)
+    return model
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", nargs="+", default=["30B-A3B", "8B"], choices=MODELS)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--no-compile", action="store_true", help="run torchao's optimizer in eager mode")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
