@@ -1,19 +1,28 @@
 """Models of transformers on trees, against the unmodified models on every path alone."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
+from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.models.transformers import TransformersModel
-from titan_tree.models.transformers.support import SUPPORTED
+from titan_tree.models.transformers.support import REASONS, SUPPORTED, check_supported
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -69,3 +78,134 @@ def test_trees_equal_paths_through_the_unmodified_model(name: str) -> None:
 def tree_logprobs_of(model: TransformersModel, max_tokens: int | None) -> list[Tensor]:
     with torch.no_grad():
         return tree_logprobs(model, PATHS, max_tokens)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma3_text", "llama"])
+def test_branches_do_not_leak(name: str) -> None:
+    """Other tokens in one branch do not change its siblings."""
+    model = TransformersModel(hf_family(name))
+    trunk, branch, sibling = PATHS[0][:12], PATHS[0][12:], PATHS[3][12:]
+    for max_tokens in (None, 12):
+        with torch.no_grad():
+            before, after = (
+                tree_logprobs(model, [trunk + other, trunk + sibling], max_tokens)
+                for other in (branch, branch[::-1])
+            )
+        assert not torch.allclose(before[0], after[0], atol=1e-2)
+        torch.testing.assert_close(before[1], after[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> None:
+    trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
+    gradients = []
+    for activation_checkpoint in ("none", policy):
+        model = TransformersModel(hf_family(name))
+        parallelize(model, OneRank(), dtype=torch.float32, activation_checkpoint=activation_checkpoint)
+        step = TreeStep(model, TreeLoss(), partitioner=TreePartitioner("redundancy_free", 12))
+        step.run(step.prepare(trees))
+        gradients.append([p.grad for p in model.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("without_codegen")
+def test_compiled_layers_share_their_graphs() -> None:
+    torch._dynamo.reset()
+    trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
+    eager, compiled = TransformersModel(hf_family("llama")), TransformersModel(hf_family("llama"))
+    parallelize(compiled, OneRank(), dtype=torch.float32, compile=True)
+    graphs = []
+    for max_tokens in (None, 12, 9, 14):
+        partitioner = None if max_tokens is None else TreePartitioner("redundancy_free", max_tokens)
+        steps = [TreeStep(model, TreeLoss(), partitioner=partitioner) for model in (eager, compiled)]
+        losses = [step.run(step.prepare(trees)).loss for step in steps]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+        for got, want in zip(compiled.parameters(), eager.parameters(), strict=True):
+            assert (got.grad - want.grad).norm() <= 1e-5 * want.grad.norm()
+            got.grad = want.grad = None
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[-2]
+
+
+@pytest.mark.parametrize("name", sorted(REASONS))
+def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
+    try:
+        config = AutoConfig.for_model(name)
+    except ValueError:
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(UserError, match=f"^here: model_type: {name} cannot run on trees: "):
+        check_supported(config.get_text_config(), "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {}, "model_type: gpt2 has not been tested on trees; expected one of cohere2, "),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout: expected 0 on trees, got 0.1; set it to 0"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type: longrope changes the positions of a short path",
+        ),
+        ("qwen3", {"layer_types": ["chunked_attention"]}, "layer_types: only full_attention and sliding_att"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: only models whose layers have"),
+    ],
+)
+def test_wrong_configs_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    config = AutoConfig.for_model(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with pytest.raises(UserError, match=message):
+        check_supported(config, "here")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3_text"])
+def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
+    hf = hf_family(name)
+    hf.save_pretrained(tmp_path / "in")
+    model = load_pretrained(tmp_path / "in", torch.float32, implementation="transformers")
+    want = hf_logprobs(hf, PATHS[0]).detach()
+    torch.testing.assert_close(tree_logprobs(model, [PATHS[0]])[0], want, rtol=1e-5, atol=1e-5)
+    save_pretrained(model, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    for (key, ours), (_, theirs) in zip(
+        sorted(again.state_dict().items()), sorted(hf.state_dict().items()), strict=True
+    ):
+        assert torch.equal(ours, theirs), key
+    names = [{*safe_open(tmp_path / each / "model.safetensors", "pt").keys()} for each in ("in", "out")]
+    assert names[0] == names[1]
+
+
+def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    hf_family("llama").save_pretrained(folder)
+    with pytest.raises(UserError, match=r"^gdn: expected backend 'auto' for a model of transformers"):
+        load_pretrained(folder, gdn="triton")
+    weights = load_file(folder / "model.safetensors")
+    removed = weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"llama: missing tensors: model\.norm\.weight; do weights and"):
+        load_pretrained(folder)
+    save_file(
+        {**weights, "model.norm.weight": removed * torch.nan}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(UserError, match=r"llama: model\.norm\.weight: expected finite weights"):
+        load_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"llama: transformers cannot load it: "):
+        load_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"llama: expected model.safetensors or "):
+        load_pretrained(folder)
+
+
+def test_the_attention_function_answers_other_calls_like_sdpa() -> None:
+    """A model that was loaded with our attention still generates, outside of trees."""
+    hf = hf_family("llama")
+    want = hf.generate(torch.tensor([PATHS[0][:8]]), max_new_tokens=8, do_sample=False)
+    hf.set_attn_implementation("titan_tree")
+    got = hf.generate(torch.tensor([PATHS[0][:8]]), max_new_tokens=8, do_sample=False)
+    assert torch.equal(got, want)

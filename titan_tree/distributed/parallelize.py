@@ -148,7 +148,7 @@ def _compile_blocks(model: TreeModel) -> None:
         # The graph would check that no number of rows is negative. If a block is checkpointed selectively,
         # the Inductor of torch 2.11 cannot pass that check to the backward graph.
         torch._dynamo.config.do_not_emit_runtime_asserts = True
-    for module in (*_blocks(model), model.get_submodule("norm")):
+    for module in (*_blocks(model), model.last_norm):
         module.compile(fullgraph=True, dynamic=True)
 
 

@@ -123,6 +123,10 @@ class Decoder(TreeModel):
         return next(names[each] for each in type(self).__mro__ if each in names)
 
     @property
+    def last_norm(self) -> nn.Module:
+        return self.norm
+
+    @property
     def embedding_weight(self) -> Tensor:
         return self.embed_tokens.weight
 

@@ -130,6 +130,11 @@ class TreeModel(nn.Module, ABC):
 
     @property
     @abstractmethod
+    def last_norm(self) -> nn.Module:
+        """The norm after the last layer, which is compiled by itself."""
+
+    @property
+    @abstractmethod
     def embedding_weight(self) -> Tensor:
         """The weight [V, d] of the embedding."""
 

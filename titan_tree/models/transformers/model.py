@@ -119,6 +119,10 @@ class TransformersModel(TreeModel):
         return f"transformers/{self.config.family}"
 
     @property
+    def last_norm(self) -> nn.Module:
+        return self.base.get_submodule("norm")
+
+    @property
     def embedding_weight(self) -> Tensor:
         base: Any = self.base
         return base.get_input_embeddings().weight

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -69,7 +70,7 @@ def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], 
     config = copy.deepcopy(model.hf_config)
     config.dtype = next(iter(weights.values())).dtype
     with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        shell = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     prefix = shell.base_model_prefix
     named = {_hf_name(name, prefix): weight.contiguous() for name, weight in weights.items()}
     shell.save_pretrained(folder, state_dict=named, max_shard_size=max_shard_bytes)
@@ -106,7 +107,7 @@ def _read(folder: str | Path) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {_one_line(error)}") from None
     model, info = loaded
     for kind in ("missing", "mismatched", "unexpected"):
