@@ -12,7 +12,8 @@ TreeAttention there, and gives layers the depth of each token in the tree as its
 a layer treats tokens one by one.
 """
 
+from titan_tree.models.transformers.attention import TreeInputs
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.snapshot import fill, from_config, save
 
-__all__ = ["TransformersModel", "fill", "from_config", "save"]
+__all__ = ["TransformersModel", "TreeInputs", "fill", "from_config", "save"]

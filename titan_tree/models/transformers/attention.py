@@ -29,6 +29,31 @@ class TreeInputs:
     attention: TreeAttention
     layout: TreeLayout
 
+    @classmethod
+    def prepare(cls, attention: TreeAttention, layout: TreeLayout) -> TreeInputs:
+        """Returns the inputs for the layout of a batch that is not a partition."""
+        return cls(attention, attention.prepare(layout))
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments that a model of transformers needs beside the tokens [1, N] of a batch."""
+        return arguments(self.layout.positions, self)
+
+
+def arguments(positions: Tensor, tree: Any) -> dict[str, Any]:
+    """Returns the arguments of a model of transformers, beside its tokens [1, N].
+
+    Args:
+        positions: [N].
+        tree: what each layer gets as the argument ``KEYWORD``.
+    """
+    return {
+        "position_ids": positions[None].long(),
+        # transformers passes a mask of four dimensions on as it is. Without one, it would make one.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=positions.device),
+        "use_cache": False,
+        KEYWORD: tree,
+    }
+
 
 class Call(NamedTuple):
     """The sizes of a call of the attention function."""

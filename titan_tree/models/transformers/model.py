@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention import KEYWORD, NAME
+from titan_tree.models.transformers.attention import NAME, arguments
 from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, TreeModel
@@ -85,14 +85,7 @@ class TransformersModel(TreeModel):
 
     def _run(self, tokens: Tensor, positions: Tensor, current: Pass | Survey) -> Tensor:
         """Returns the hidden states [N, d] after the last norm."""
-        out = self.base(
-            input_ids=tokens[None],
-            position_ids=positions[None].long(),
-            # transformers passes a mask of four dimensions on as it is. Without one, it would make one.
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-            use_cache=False,
-            **{KEYWORD: current},
-        )
+        out = self.base(input_ids=tokens[None], **arguments(positions, current))
         return out.last_hidden_state[0]
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
