@@ -183,16 +183,18 @@ def best_cuts(leaves: np.ndarray, costs: TreeCosts, target: float) -> list[int]:
     The best cuts of the first n leaves follow from those of fewer leaves: their last piece starts at some
     leaf, and the leaves before it are cut in the best way.
     """
-    before = np.concatenate([leaves[:1, 0] * 0, np.cumsum(leaves[:, 0], axis=0)])  # sizes before each leaf
+    before = costs.seconds(np.cumsum(leaves[:, 0], axis=0))
+    before = np.append(0.0, before)  # seconds that the leaves before each leaf add
     repeated = costs.seconds(leaves[:, 1])
-    least = np.zeros(len(leaves) + 1)  # seconds that the best cuts of the first n leaves repeat
+    least = np.zeros(len(before))  # seconds that the best cuts of the first n leaves repeat
     last_start = [0]
-    for n in range(1, len(leaves) + 1):
-        seconds = costs.seconds(before[n] - before[:n]) + repeated[:n]  # of a last piece from each leaf
-        repeats = np.where(seconds <= target, least[:n] + repeated[:n], np.inf)
-        repeats[n - 1] = least[n - 1] + repeated[n - 1]
-        last_start.append(int(repeats.argmin()))
-        least[n] = repeats[last_start[n]]
+    for n in range(1, len(before)):
+        first = min(int(np.searchsorted(before, before[n] - target)), n - 1)  # earlier ones exceed the target
+        starts = slice(first, n)
+        repeats = least[starts] + repeated[starts]
+        repeats[:-1][(before[n] - before[starts] + repeated[starts] > target)[:-1]] = np.inf
+        last_start.append(first + int(repeats.argmin()))
+        least[n] = repeats.min()
     cuts, n = [], len(leaves)
     while (n := last_start[n]) > 0:
         cuts.append(n)
