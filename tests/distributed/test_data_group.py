@@ -231,10 +231,10 @@ def test_a_large_tree_is_split_over_owners(
 
 
 def write_large_group(path: Path) -> Path:
-    """Writes three groups. The second one has 16 of the 18 paths, all on a prompt of 20 tokens."""
+    """Writes groups of 8, 24 and 1 paths. With four owners, two of them are candidates for a split."""
     lines = [
         {"group_id": group, "id": i, "tokens": [*range(20), group, i, *range(60)]}
-        for group, number in enumerate((1, 16, 1))
+        for group, number in enumerate((8, 24, 1))
         for i in range(number)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -254,7 +254,7 @@ def test_ranks_wait_for_a_tree_that_stays_whole(
     assert sorted(len(trees) for steps, _ in results for trees in steps[0]) == [1, 2]
     (record,) = caplog.records
     assert re.match(
-        r"other ranks wait for a tree of 997 tokens, which takes 1\.\d times", record.getMessage()
+        r"other ranks wait for a tree of 1,485 tokens, which takes 1\.\d times", record.getMessage()
     )
     assert record.getMessage().endswith("a larger parallel.sequence_parallel would share its tokens")
 
