@@ -141,8 +141,8 @@ class StepPlanner:
             times = float(seconds[longest]) / self._even_seconds(whole)
             messages["large tree"] = (
                 f"other ranks wait for a tree of {tokens[longest]:,} tokens, which takes "
-                f"{times:.1f} times as long as the mean work of a rank; it "
-                "stays in one piece; a larger parallel.sequence_parallel would share its tokens"
+                f"{times:.1f} times as long as the mean work of a rank; it stays in one piece; a larger "
+                "parallel.sequence_parallel would share its tokens"
             )
         return messages
 
