@@ -208,11 +208,17 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
 
 
 def build_balancing(
-    config: Config, model: TreeModel, mesh: DeviceMesh, device: torch.device
+    config: Config, model: TreeModel, loss: TreeLoss, mesh: DeviceMesh, device: torch.device
 ) -> Balancing | None:
-    """Returns what balances trees over ranks, or None if there is one rank or the configuration says no."""
+    """Returns what balances trees over ranks, or None if there is one rank or the configuration says no.
+
+    The paths of a tree stay together if the loss compares them, or if experts are balanced within each
+    micro-batch.
+    """
     if mesh.size() == 1 or not config.parallel.balance:
         return None
+    router = config.router_loss
+    is_balanced_per_batch = router.balance > 0 and router.scope == "micro_batch"
     return Balancing(
         model,
         device,
@@ -220,6 +226,7 @@ def build_balancing(
         sequence_parallel=config.parallel.sequence_parallel,
         expert_parallel=config.parallel.expert_parallel > 1,
         fixed=config.training.deterministic,
+        splits=not loss.compares_paths and not is_balanced_per_batch,
     )
 
 

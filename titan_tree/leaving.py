@@ -123,8 +123,7 @@ class Leaving:
         """Returns a function that returns the step, with the first paths of this rank's trees."""
 
         def describe() -> str:
-            trees = chain.from_iterable(self._running.path_ids) if self._running else ()
-            ids = list(chain.from_iterable(trees))
+            ids = list(chain.from_iterable(self._running.path_ids)) if self._running else []
             more = f" and {len(ids) - SHOWN_PATHS} more" if len(ids) > SHOWN_PATHS else ""
             return f"step {step} (paths {', '.join(ids[:SHOWN_PATHS]) or 'none'}{more})"
 

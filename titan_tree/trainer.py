@@ -150,7 +150,7 @@ class Trainer:
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, self.device)
-        self.balancing = build_balancing(config, self.model, self.mesh, self.device)
+        self.balancing = build_balancing(config, self.model, loss, self.mesh, self.device)
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
         reader = build_reader(config.data, self.tokenizer, self.model)

@@ -5,8 +5,10 @@
 
 The table is computed, not measured: the costs of trees are those with which a run of the model starts. Steps
 are drawn at random from the trees of all files. Ranks run freely if trees are partitioned, and otherwise in
-step (data/balance.py). Both are shown for the same trees. "idle" is the share of the ranks' time in which
-they wait, and "x faster" is the ratio of the seconds of the steps.
+step (data/balance.py). Both are shown for the same trees. The columns are shares of the ranks' time in which
+they wait: "as read" without balance, "whole" if no tree is split, and "in pieces" if large trees are
+(data/splitting.py). "x faster" is the ratio of the seconds as read and in pieces, and "repeated" the share of
+tokens that pieces repeat.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from common import append_csv, argument_parser, default_device, environment, pri
 from partition_table import read_trees
 
 from titan_tree import build_model
-from titan_tree.data.balance import Assignment, assign_freely, assign_in_step, idle_share, planned_work
+from titan_tree.data.balance import Assignment, idle_share, planned_work
 from titan_tree.data.packing import first_fit
-from titan_tree.data.tree_costs import TreeCosts, tree_sizes
+from titan_tree.data.splitting import StepPlanner
+from titan_tree.data.tree_costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.engine.balancing import start_costs
 
 
@@ -39,13 +42,14 @@ def main() -> None:
     versions = environment(default_device())
     with torch.device("meta"):
         costs = start_costs(build_model(*args.model))
-    sizes = tree_sizes(read_trees(args.files, args.tokenizer, args.template))
+    all_trees = read_trees(args.files, args.tokenizer, args.template)
+    sizes, leaves = tree_sizes(all_trees), list(map(leaf_sizes, all_trees))
     print(f"{len(sizes)} trees of {np.median(sizes[:, 0]):,.0f} (median) to {sizes[:, 0].max():,} tokens")
     rows = []
     for ranks in args.ranks:
         for trees in args.trees:
             steps = draw_steps(len(sizes), trees, args.rounds)
-            compared = compare(sizes, steps, ranks, costs, args.max_tokens)
+            compared = compare(sizes, leaves, steps, ranks, costs, args.max_tokens)
             rows.append({"ranks": ranks, "trees": trees, **compared})
     print_table(rows)
     append_csv(args.csv, [{**versions, "files": " ".join(args.files), **row} for row in rows])
@@ -60,25 +64,39 @@ def draw_steps(num_trees: int, per_step: int, rounds: int) -> list[list[int]]:
 
 
 def compare(
-    sizes: np.ndarray, steps: list[list[int]], ranks: int, costs: TreeCosts, max_tokens: int
+    sizes: np.ndarray,
+    leaves: list[np.ndarray],
+    steps: list[list[int]],
+    ranks: int,
+    costs: TreeCosts,
+    max_tokens: int,
 ) -> dict[str, str]:
-    """Returns the mean idle shares of the steps, and how much faster balanced ranks are."""
+    """Returns the mean idle shares of the steps, how much faster balanced ranks are, and what they repeat."""
     row = {}
-    for name, in_step, assign in (("in step", True, assign_in_step), ("freely", False, assign_freely)):
-        idle, seconds = [], []
+    for name, in_step in (("in step", True), ("freely", False)):
+        planner = StepPlanner(costs, ranks, max_tokens, in_step)
+        idle, seconds, tokens = [], [], []
         for trees in steps:
             own = sizes[trees]
-            assignments = as_read(own, ranks, max_tokens), assign(own, costs, ranks, max_tokens)
-            work = [planned_work(assignment, own, costs, in_step) for assignment in assignments]
+            whole = planner.whole(own)
+            split = planner.split(whole, {i: leaves[trees[i]] for i in planner.candidates(whole)})
+            work = [
+                planned_work(assignment, own_sizes, costs, in_step)
+                for assignment, own_sizes in (
+                    (as_read(own, ranks, max_tokens), own),
+                    (whole.assignment, own),
+                    (split.assignment, split.sizes),
+                )
+            ]
             idle.append([idle_share(each) for each in work])
             seconds.append([each.max(0).sum() for each in work])
-        before, after = np.mean(idle, 0)
-        faster = np.divide(*np.sum(seconds, 0))
-        row |= {
-            f"{name}: idle": f"{before:.0%}",
-            f"{name}: balanced": f"{after:.0%}",
-            f"{name}: x faster": f"{faster:.2f}",
-        }
+            tokens.append([split.sizes[:, 0].sum(), own[:, 0].sum()])
+        before, _, after = np.sum(seconds, 0)
+        executed, distinct = np.sum(tokens, 0)
+        shares = zip(("as read", "whole", "in pieces"), np.mean(idle, 0), strict=True)
+        row |= {f"{name}: {column}": f"{share:.0%}" for column, share in shares}
+        row[f"{name}: x faster"] = f"{before / after:.2f}"
+        row[f"{name}: repeated"] = f"{executed / distinct - 1:.1%}"
     return row
 
 

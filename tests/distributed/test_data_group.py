@@ -6,8 +6,9 @@ The ranks are threads of this process, each with a gloo group of its own.
 import dataclasses
 import itertools
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from titan_tree.data.sharing import TreeSharing
 from titan_tree.data.tree_costs import TreeCosts, tree_sizes
 from titan_tree.distributed.data_group import DataAddress
 from titan_tree.errors import LostRankError, UserError
+from titan_tree.tree.pieces import counted_tokens
 from titan_tree.tree.token_tree import TokenTree
 
 T = TypeVar("T")
@@ -114,13 +116,18 @@ def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> N
 
 
 def shared_steps(
-    address: DataAddress, file: Path, ranks_per_owner: int, options: dict[str, Any]
+    address: DataAddress, file: Path, ranks_per_owner: int, options: dict[str, Any], splits: bool = False
 ) -> tuple[list[MicroBatches], int]:
     """Returns a rank's steps, and the number of groups that it has read."""
     if address.rank == 0:
         address.publish_costs(0, COSTS)
     sharing = TreeSharing(
-        address, address.rank, address.num_ranks, options["max_tokens"], ranks_per_owner=ranks_per_owner
+        address,
+        address.rank,
+        address.num_ranks,
+        options["max_tokens"],
+        ranks_per_owner=ranks_per_owner,
+        splits=splits,
     )
     sharing.join(0)
     data = tree_dataset(file, allow_larger=True, rank=address.rank, world_size=address.num_ranks, **options)
@@ -180,6 +187,76 @@ def test_owners_train_on_all_trees_of_a_step(
             assert_same_tree(tree, same)
         loads = [sorted(load(owner[step]) for owner in owners), sorted(map(load, expected))]
         assert max(loads[0]) == pytest.approx(max(loads[1]), rel=0.15)  # equal but for the order of trees
+
+
+@pytest.mark.parametrize("ranks_per_owner", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch_groups": 3, "max_tokens": 2000},
+        {"global_batch_groups": 3, "max_tokens": 40},
+        {"global_batch_groups": 3, "max_tokens": 2000, "merge": "batch"},
+    ],
+    ids=str,
+)
+def test_a_large_tree_is_split_over_owners(
+    store: dist.TCPStore,
+    tmp_path: Path,
+    options: dict[str, Any],
+    ranks_per_owner: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every path is on one owner, all ranks make the same plan, and rank 0 says so once."""
+    file, options = write_large_group(tmp_path / "x.jsonl"), options | {"shuffle_buffer": 0}
+    results = on_ranks(store, 4, lambda address: shared_steps(address, file, ranks_per_owner, options, True))
+    steps = [steps for steps, _ in results]
+    owners = [steps[rank] for rank in range(0, 4, ranks_per_owner)]
+    for rank in range(4):
+        for ours, theirs in zip(steps[rank], owners[rank // ranks_per_owner], strict=True):
+            for trees, same in zip(ours, theirs, strict=True):
+                assert list(map(key, trees)) == list(map(key, same))
+    whole = tree_dataset(file, allow_larger=True, **options).steps(NUM_STEPS)
+    for step, expected in enumerate(whole):
+        units = [tree for owner in owners for tree in itertools.chain(*owner[step])]
+        trees = list(itertools.chain(*expected))
+        assert paths_of(units) == paths_of(trees)
+        assert sum(not unit.is_rest for unit in units) == len(trees)
+        assert sum(map(counted_tokens, units)) == sum(map(len, trees)) < sum(map(len, units))
+        loads = [load(owner[step]) for owner in owners]
+        assert max(loads) < 0.8 * max(map(load, [[[tree]] for tree in trees]))  # no rank has all of it
+    (message,) = [record.getMessage() for record in caplog.records if "split into" in record.getMessage()]
+    assert re.match(
+        r"a tree of [\d,]+ tokens is split into [2-9] pieces, because other ranks would wait", message
+    )
+
+
+def write_large_group(path: Path) -> Path:
+    """Writes groups of 8, 24 and 1 paths. With four owners, two of them are candidates for a split."""
+    lines = [
+        {"group_id": group, "id": i, "tokens": [*range(20), group, i, *range(60)]}
+        for group, number in enumerate((8, 24, 1))
+        for i in range(number)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def paths_of(trees: Iterable[TokenTree]) -> list[Any]:
+    return sorted((path.id, path.tokens.tolist()) for tree in trees for path in tree.paths)
+
+
+def test_ranks_wait_for_a_tree_that_stays_whole(
+    store: dist.TCPStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_large_group(tmp_path / "x.jsonl")
+    options = {"global_batch_groups": 3, "max_tokens": 2000, "shuffle_buffer": 0}
+    results = on_ranks(store, 2, lambda address: shared_steps(address, file, 1, options, splits=False))
+    assert sorted(len(trees) for steps, _ in results for trees in steps[0]) == [1, 2]
+    (record,) = caplog.records
+    assert re.match(
+        r"other ranks wait for a tree of 1,485 tokens, which takes 1\.\d times", record.getMessage()
+    )
+    assert record.getMessage().endswith("a larger parallel.sequence_parallel would share its tokens")
 
 
 @pytest.mark.parametrize("merge", ["group", "batch"])

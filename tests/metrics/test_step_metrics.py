@@ -19,6 +19,7 @@ COUNTS = StepCounts(
     logical_tokens=100,
     distinct_tokens=40,
     executed_tokens=50,
+    split_tokens=0,
     scored_edges=38,
     forwards=3,
     gateway_bytes=2**29,

@@ -55,8 +55,7 @@ def oracle(model: PreTrainedModel) -> tuple[list[Tensor], Tensor, dict[str, Tens
 
 @pytest.mark.parametrize("name", sorted(SUPPORTED))
 def test_trees_equal_paths_through_the_unmodified_model(name: str) -> None:
-    """In float64, although transformers computes softmax and rotary embeddings in float32."""
-    hf = hf_family(name, torch.float64)
+    hf = hf_family(name)
     logprobs, loss, gradients = oracle(hf)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     model = TransformersModel(hf)

@@ -110,8 +110,9 @@ class ParallelConfig(Checked, table="parallel"):
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
     # is the number of ranks over which FSDP2 shards each expert.
     expert_parallel: int = setting(1, at_least(1))
-    # Distribute the trees of each step so that all ranks finish at about the same time. false: a rank trains
-    # on the groups that it reads, or trees are balanced by tokens if data.merge is "batch".
+    # Distribute the trees of each step so that all ranks finish at about the same time, and divide the paths
+    # of trees that others would wait for. false: a rank trains on the groups that it reads, or trees are
+    # balanced by tokens if data.merge is "batch".
     balance: bool = True
     # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
     # done, ranks wait for at least an hour, because compile times differ between them.

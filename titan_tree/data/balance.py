@@ -117,6 +117,12 @@ def planned_work(assignment: Assignment, sizes: np.ndarray, costs: TreeCosts, in
     return work if in_step else work.sum(1, keepdims=True)
 
 
+def step_seconds(assignment: Assignment, sizes: np.ndarray, costs: TreeCosts, in_step: bool) -> float:
+    """Returns the planned seconds of a step. Every rank gets the same bits, see ``TreeCosts.seconds``."""
+    work = planned_work(assignment, sizes, costs, in_step=True)
+    return math.fsum(work.max(0)) if in_step else max(map(math.fsum, work))
+
+
 def idle_share(work: np.ndarray) -> float:
     """Returns the share of the ranks' time that they wait for others in a step.
 

@@ -1,6 +1,6 @@
 """TreeSharing: ranks read different groups of a step, plan together, and send each tree to its owner.
 
-    read own groups -> all ranks exchange sizes -> same assignment everywhere -> trees travel as bytes
+    read own groups -> all ranks exchange sizes -> same plan everywhere -> trees and pieces travel as bytes
 
 The processes that make inputs do all of this, ahead of training. Worker w of every rank makes the same steps,
 so the workers w of all ranks form a group of their own.
@@ -8,20 +8,23 @@ so the workers w of all ranks form a group of their own.
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Protocol
 
 import numpy as np
 
-from titan_tree.data.balance import Assignment, assign_freely, assign_in_step
 from titan_tree.data.packing import MicroBatches
+from titan_tree.data.splitting import StepPlan, StepPlanner, may_split
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
-from titan_tree.data.tree_costs import SIZES, TreeCosts, tree_sizes
+from titan_tree.data.tree_costs import SIZES, TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
+
+logger = logging.getLogger(__name__)
 
 
 class RankGroup(Protocol):
@@ -50,6 +53,8 @@ class TreeSharing:
         fitted_from: number of the first step that uses the fitted costs, version 1, instead of version 0.
             None: no step does. The steps of a dataset are numbered from 0.
         ranks_per_owner: adjacent ranks that train on the same trees; it divides ``num_ranks``.
+        splits: whether the paths of a tree may be divided among owners (data/splitting.py). False if the loss
+            compares paths of a tree, or depends on which trees share a micro-batch.
     """
 
     connect: Callable[[int], RankGroup]
@@ -59,7 +64,9 @@ class TreeSharing:
     always_in_step: bool = False
     fitted_from: int | None = None
     ranks_per_owner: int = 1
+    splits: bool = True
     _group: RankGroup | None = field(default=None, init=False)
+    _logged: set[str] = field(default_factory=set, init=False)
 
     def join(self, worker: int) -> None:
         """Joins the group of the workers with this number. Waits until those of all ranks have joined."""
@@ -86,14 +93,15 @@ class TreeSharing:
         by_rank = [
             np.frombuffer(part, np.int64).reshape(-1, len(SIZES)) for part in self._group.gather(sizes)
         ]
-        assignment = self._assign(step, np.concatenate(by_rank))
-        owner_of = {
-            tree: owner
-            for owner, micro_batches in enumerate(assignment)
-            for tree in chain.from_iterable(micro_batches)
-        }
         first = sum(map(len, by_rank[: self.rank]))  # the number of this rank's first tree
-        own = dict(enumerate(trees, start=first))
+        read_here = dict(enumerate(trees, start=first))
+        plan = self._plan(step, np.concatenate(by_rank), read_here, self._leaves_of_all)
+        owner_of = {
+            unit: owner
+            for owner, micro_batches in enumerate(plan.assignment)
+            for unit in chain.from_iterable(micro_batches)
+        }
+        own = plan.units(read_here)
         parts: list[dict[int, bytes]] = [{} for _ in range(self.num_ranks)]
         for i, tree in own.items():
             begin = owner_of[i] * self.ranks_per_owner
@@ -105,7 +113,7 @@ class TreeSharing:
                     parts[rank][i] = content
         for part in self._group.exchange(list(map(pickle.dumps, parts))):
             own |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
-        return self._pick(assignment, own)
+        return self._pick(plan, own)
 
     def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
         """Returns the paths of all groups of a step, in the order of the groups.
@@ -124,19 +132,46 @@ class TreeSharing:
 
     def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
         """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
-        return self._pick(self._assign(step, tree_sizes(trees)), dict(enumerate(trees)))
+        numbered = dict(enumerate(trees))
+        plan = self._plan(step, tree_sizes(trees), numbered, lambda leaves: leaves)
+        return self._pick(plan, plan.units(numbered))
 
-    def _assign(self, step: int, sizes: np.ndarray) -> Assignment:
+    def _plan(
+        self,
+        step: int,
+        sizes: np.ndarray,
+        trees: Mapping[int, TokenTree],
+        gather: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]],
+    ) -> StepPlan:
+        """Returns the plan of a step, the same on all ranks.
+
+        Args:
+            sizes: of all trees of the step.
+            trees: those that this rank has, by number.
+            gather: returns the entries of all ranks. All ranks call it, or none does.
+        """
         assert self._group is not None
         is_fitted = self.fitted_from is not None and step >= self.fitted_from
         costs = TreeCosts(*self._group.costs(version=int(is_fitted)))
-        is_partitioned = bool((sizes[:, 0] > self.max_tokens).any())
-        assign = assign_freely if is_partitioned and not self.always_in_step else assign_in_step
-        return assign(sizes, costs, self.num_ranks // self.ranks_per_owner, self.max_tokens)
+        num_owners = self.num_ranks // self.ranks_per_owner
+        planner = StepPlanner(costs, num_owners, self.max_tokens, in_step=self.always_in_step or None)
+        plan = whole = planner.whole(sizes)
+        if self.splits and (candidates := planner.candidates(whole)):
+            here = {i: leaf_sizes(trees[i]) for i in candidates if i in trees and may_split(trees[i])}
+            plan = planner.split(whole, gather(here))
+        if self.rank == 0:
+            for event, message in planner.describe(whole, plan).items():
+                if event not in self._logged:
+                    self._logged.add(event)
+                    logger.warning(message, extra={"warning": event})
+        return plan
 
-    @property
-    def _owner(self) -> int:
-        return self.rank // self.ranks_per_owner
+    def _leaves_of_all(self, here: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Returns the leaf sizes that all ranks have. Collective."""
+        assert self._group is not None
+        parts = self._group.exchange([pickle.dumps(here)] * self.num_ranks)
+        return {i: leaves for part in parts for i, leaves in pickle.loads(part).items()}
 
-    def _pick(self, assignment: Assignment, trees: dict[int, TokenTree]) -> MicroBatches:
-        return [[trees[i] for i in chosen] for chosen in assignment[self._owner]]
+    def _pick(self, plan: StepPlan, units: dict[int, TokenTree]) -> MicroBatches:
+        owner = self.rank // self.ranks_per_owner
+        return [[units[i] for i in chosen] for chosen in plan.assignment[owner]]

@@ -50,21 +50,35 @@ class TreeCosts(NamedTuple):
 
 def tree_sizes(trees: Sequence[TokenTree]) -> np.ndarray:
     """Returns [trees, 4] int64: the ``SIZES`` of each tree."""
-    return np.array([_sizes(tree) for tree in trees], np.int64).reshape(-1, len(SIZES))
+    return np.array([_node_sizes(tree).sum(0) for tree in trees], np.int64).reshape(-1, len(SIZES))
 
 
-def _sizes(tree: TokenTree) -> tuple[int, ...]:
+def leaf_sizes(tree: TokenTree) -> np.ndarray:
+    """Returns [leaves, 2, 4] int64: ``SIZES`` from which those of a tree's pieces follow (tree/pieces.py).
+
+    For each leaf in DFS order, entry 0 is what its path adds to the paths of the leaves before it. Entry 1 is
+    what its path shares with them, which a piece that starts with this leaf runs again. Edges and chunks of a
+    piece are at most the sums of these entries; tokens and pairs are equal to them.
+    """
+    nodes = _node_sizes(tree)
+    down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        down_to[node] = down_to[parent] + nodes[node]
+    starts = np.append(0, tree.leaves[:-1] + 1)  # the first node that each leaf adds
+    return np.stack([np.add.reduceat(nodes, starts), down_to[tree.node_parent[starts]]], axis=1)
+
+
+def _node_sizes(tree: TokenTree) -> np.ndarray:
+    """Returns [K, 4] int64: the ``SIZES`` of each node."""
     is_scored = np.concatenate([path.loss_mask for path in tree.paths]) > 0
     is_scored[tree.path_offsets[:-1]] = False  # no edge predicts the first token of a path
     is_label = np.zeros(len(tree), bool)
     is_label[tree.path_index[is_scored]] = True
-    chunks = -(-tree.node_length // CHUNK)  # a node without siblings may share a chunk with its parent
-    return (
-        len(tree),
-        int(tree.positions.sum(dtype=np.int64)) + len(tree),
-        int(is_label.sum()),
-        int(chunks.sum()),
-    )
+    starts, tokens = tree.node_offsets[:-1], tree.node_length
+    pairs = np.add.reduceat(tree.positions, starts, dtype=np.int64) + tokens
+    edges = np.add.reduceat(is_label, starts, dtype=np.int64)
+    chunks = -(-tokens // CHUNK)  # a node without siblings may share a chunk with its parent
+    return np.stack([tokens, pairs, edges, chunks], axis=1).astype(np.int64)
 
 
 class CostFit:

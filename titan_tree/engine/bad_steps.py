@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -62,14 +61,13 @@ def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.
     with respect to a log-prob, is not finite. If there are none, the model's backward pass or the router loss
     caused the bad step. The text then names the first paths of the step's trees.
     """
-    paths = [list(chain.from_iterable(trees)) for trees in step.path_ids]  # of each micro-batch
     found = _bad_paths(model, loss, step, device)
     if model.sequence_group is not None:
         shares = [found] * model.share.num_ranks
         dist.all_gather_object(shares, found, group=model.sequence_group)
         found = set().union(*shares)
-    causes = [paths[i][number] for i, number in sorted(found)]
-    trees = [ids[0] for ids in chain.from_iterable(step.path_ids)]
+    causes = [step.path_ids[i][number] for i, number in sorted(found)]
+    trees = list(step.tree_ids)
     if model.share.rank:  # another rank names the same ones
         causes, trees = [], []
     own = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])

@@ -57,6 +57,7 @@ class Balancing:
         sequence_parallel: number of adjacent ranks that share the tokens of each tree.
         expert_parallel: whether ranks exchange tokens in every pass. Their work cannot be measured alone.
         fixed: keep the estimated costs, so that equal runs get equal results.
+        splits: whether the paths of a tree may be divided among ranks.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Balancing:
         sequence_parallel: int,
         expert_parallel: bool,
         fixed: bool,
+        splits: bool,
     ) -> None:
         self.sequence_parallel = sequence_parallel
-        self.max_tokens, self.expert_parallel = max_tokens, expert_parallel
+        self.max_tokens, self.expert_parallel, self.splits = max_tokens, expert_parallel, splits
         self.timer = None if expert_parallel else WorkTimer(model, device)
         self.is_fixed = fixed or expert_parallel
         costs = start_costs(model)
@@ -100,6 +102,7 @@ class Balancing:
             always_in_step=self.expert_parallel,
             fitted_from=None if self.fit_step is None else self.fit_step + FIT_STEPS - step,
             ranks_per_owner=self.sequence_parallel,
+            splits=self.splits,
         )
 
     def start_step(self) -> None:

@@ -95,4 +95,4 @@ def dummy_batch(share: Share = WHOLE) -> TreeBatch:
     tree = TokenTree.from_paths([TokenPath(np.zeros(2 * share.num_ranks, np.int32))])
     batch = TreeBatch.from_trees([tree])
     layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))
-    return share.of(dataclasses.replace(batch, n_logical=0, layout=layout))
+    return share.of(dataclasses.replace(batch, n_logical=0, is_dummy=True, layout=layout))

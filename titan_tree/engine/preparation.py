@@ -12,6 +12,7 @@ from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
 from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
+from titan_tree.tree.pieces import counted_tokens
 from titan_tree.tree.shares import WHOLE, Share
 from titan_tree.tree.token_tree import TokenTree
 
@@ -44,14 +45,18 @@ class StepPreparer:
         paths = [path for plan in plans for path in plan.tree.paths]
         all_batches = [batch for partitions in batches for batch in partitions]
         recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
+        trees = [tree for trees in micro_batches for tree in trees]
+        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if not tree.is_rest)
+        distinct_tokens = sum(map(counted_tokens, trees))
         counts = StepCounts(
             normalizer=normalizer(self.reduction, paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
-            num_trees=sum(len(trees) for trees in micro_batches),
+            num_trees=len(tree_ids),
             num_paths=len(paths),
             logical_tokens=sum(batch.n_logical for batch in all_batches),
-            distinct_tokens=sum(len(plan.tree) for plan in plans),
+            distinct_tokens=distinct_tokens,
             executed_tokens=sum(map(len, all_batches)),
+            split_tokens=sum(len(plan.tree) for plan in plans) - distinct_tokens,
             scored_edges=sum(len(batch.edge_label) for batch in all_batches),
             forwards=len(all_batches),
             gateway_bytes=sum(map(self.costs.gateway_bytes, all_batches)),
@@ -67,9 +72,7 @@ class StepPreparer:
         ]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
         versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
-        path_ids = tuple(
-            tuple(tuple(path.id or "?" for path in tree.paths) for tree in trees) for trees in micro_batches
-        )
+        path_ids = tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans)
         newest = int(max(versions, default=-1))
         sizes = tuple(
             (*map(sum, zip(*map(self.costs.sizes, partitions), strict=True)), len(partitions))
@@ -79,4 +82,4 @@ class StepPreparer:
         chain_peak = -(-chain_peak // self.share.num_ranks)
         if self.share.rank:  # the first of the ranks that share these trees counts them
             counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
-        return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids, sizes)
+        return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids, tree_ids, sizes)

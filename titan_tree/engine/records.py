@@ -28,7 +28,8 @@ class StepCounts:
     num_paths: int
     logical_tokens: int  # N_flat: tokens that training on every path alone would run
     distinct_tokens: int  # N_tree
-    executed_tokens: int  # N_part: larger than N_tree if partitions repeat shared tokens
+    executed_tokens: int  # N_part: larger than N_tree if partitions or pieces repeat shared tokens
+    split_tokens: int  # tokens that pieces of trees repeat, see tree/pieces.py
     scored_edges: int
     forwards: int  # one per micro-batch, or one per partition of it
     gateway_bytes: int  # keys, values and states that partitions read from their ancestors
@@ -52,8 +53,8 @@ class StepCounts:
 
     @property
     def duplicates(self) -> float:
-        """Repeated tokens as a fraction of the distinct ones."""
-        return self.executed_tokens / self.distinct_tokens - 1.0
+        """Tokens that partitions repeat, as a fraction of those that they get."""
+        return self.executed_tokens / (self.distinct_tokens + self.split_tokens) - 1.0
 
 
 NO_COUNTS = StepCounts(*(0 for _ in dataclasses.fields(StepCounts)))
@@ -70,8 +71,8 @@ class StepInput:
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
-    # For each tree of each micro-batch, the ids of its paths; "?" for a path without an id.
-    path_ids: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    path_ids: tuple[tuple[str, ...], ...] = ()  # of each micro-batch's paths; "?" for a path without an id
+    tree_ids: tuple[str, ...] = ()  # of the first path of each tree
     # For each micro-batch, ``ModelCosts.sizes`` of its batches together, and the number of its batches.
     sizes: tuple[tuple[int, ...], ...] = ()
 

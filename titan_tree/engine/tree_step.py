@@ -255,7 +255,7 @@ class TreeStep:
                 "'redundancy_free' runs each token once",
                 100 * counts.duplicates,
                 f"{counts.executed_tokens:,}",
-                f"{counts.distinct_tokens:,}",
+                f"{counts.distinct_tokens + counts.split_tokens:,}",
             )
             self._has_warned = True
 

@@ -95,12 +95,13 @@ class TreeBatch:
     edge_label: Tensor  # [E] int64, token ids
     edge_token: Tensor  # [E] int64: the predicted token's index in the tree, ascending
     pairs: PathPairs
-    n_logical: int  # path tokens that this batch represents; summed over the batches of a plan: N_flat
+    n_logical: int  # path tokens that this batch counts; summed over the batches of a plan: N_flat
     edge_temperature: Tensor | None = None  # [E] float32: divides the logits; None: all are 1
     # [L, N, k] int16: forced experts of each layer; -1: the router chooses
     routed_experts: Tensor | None = None
     parent: int = -1  # number of the parent partition's batch in the plan; -1: none
     cache_offset: CacheRows = NO_CACHE_ROWS  # rows of the gateway cache that this partition can read
+    is_dummy: bool = False  # no path runs here: the batch only takes part in communication and adds nothing
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Edges = "all") -> TreeBatch:
@@ -169,11 +170,6 @@ class TreeBatch:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether no path runs here. A dummy batch only takes part in communication and adds nothing."""
-        return self.n_logical == 0
 
     @property
     def cache_writes(self) -> CacheRows:

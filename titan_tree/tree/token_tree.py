@@ -105,12 +105,13 @@ class TokenTree:
     node_parent: np.ndarray  # [K] int32, -1 for a root. Parents come before their children.
     node_depth: np.ndarray  # [K] int32: position of the node's first token on its paths
     node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree, in tokens
-    node_paths: np.ndarray  # [K] int32: number of paths through the node
+    node_paths: np.ndarray  # [K] int32: number of paths through the node; see tree/pieces.py for pieces
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
     records: Records | None = None  # the experts that the tokens must use, see tree/replay.py
+    is_rest: bool = False  # of a tree in pieces: whether another piece counts as the tree (tree/pieces.py)
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
@@ -223,6 +224,13 @@ class TokenTree:
     def node_length(self) -> np.ndarray:
         """[K] int32: number of tokens of each node."""
         return np.diff(self.node_offsets)
+
+    @cached_property
+    def leaves(self) -> np.ndarray:
+        """[leaves] int64: the nodes without children, in DFS order."""
+        is_leaf = np.ones(len(self.node_parent), bool)
+        is_leaf[self.node_parent[self.node_parent >= 0]] = False
+        return np.flatnonzero(is_leaf)
 
     @cached_property
     def positions(self) -> np.ndarray:

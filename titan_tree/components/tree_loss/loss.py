@@ -42,13 +42,18 @@ from titan_tree.tree.paths import TokenPath
 Reduction = Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"]
 
 
-def whole_path_loss(function: LossFunction) -> LossFunction:
+def whole_path_loss(function: LossFunction, compares_paths: bool = True) -> LossFunction:
     """Marks a loss in which a token's loss depends on other tokens of its path.
 
     A partition of a tree sees only parts of the paths. For such a loss, TreeStep first scores all partitions
     without gradients.
+
+    Args:
+        compares_paths: whether the loss may also depend on other paths of the tree. Such a tree is never
+            split over ranks.
     """
     function.needs_whole_paths = True  # type: ignore[attr-defined]
+    function.compares_paths = compares_paths  # type: ignore[attr-defined]
     return function
 
 
@@ -59,7 +64,8 @@ def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunctio
 
     Args:
         name: name of the loss.
-        whole_paths: whether a token's loss depends on other tokens of its path, see ``whole_path_loss``.
+        whole_paths: whether a token's loss depends on other tokens of its path, or on other paths of its
+            tree, see ``whole_path_loss``.
     """
 
     def register(function: LossFunction) -> LossFunction:
@@ -111,6 +117,11 @@ class TreeLoss:
     def needs_whole_paths(self) -> bool:
         """Whether a token's loss depends on other tokens of its path."""
         return getattr(self.function, "needs_whole_paths", False)
+
+    @property
+    def compares_paths(self) -> bool:
+        """Whether the loss of a path may depend on other paths of its tree."""
+        return getattr(self.function, "compares_paths", False)
 
     @property
     def needs_entropy(self) -> bool:

@@ -6,6 +6,8 @@ belong to. It returns losses [F], or losses and a dict of metrics, each [F].
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -59,7 +61,7 @@ def grpo(
     return loss, metrics
 
 
-@whole_path_loss
+@partial(whole_path_loss, compares_paths=False)
 def gspo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,7 +21,6 @@ import numpy as np
 
 from titan_tree.components.tree_partitioner.traversals import (
     check_paths_fit,
-    find_leaves,
     path_tokens,
     run_each,
 )
@@ -51,7 +50,7 @@ def _depth_first(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     The child with the deepest leaf comes first.
     """
     parent = tree.node_parent.tolist()
-    leaves = find_leaves(tree)
+    leaves = tree.leaves
     length = path_tokens(tree)
     deepest = length.tolist()
     count = np.bincount(leaves, minlength=len(parent)).tolist()  # leaves in the subtree

@@ -28,7 +28,6 @@ import numpy as np
 from titan_tree.components.tree_partitioner import greedy
 from titan_tree.components.tree_partitioner.traversals import (
     check_paths_fit,
-    find_leaves,
     path_tokens,
     run_each,
 )
@@ -52,7 +51,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
     parent = tree.node_parent.tolist()
     length = [*path_tokens(tree).tolist(), 0]
     states: list[States] = [{(): ()} for _ in length]  # of the children packed so far
-    for leaf in find_leaves(tree).tolist():
+    for leaf in tree.leaves.tolist():
         states[leaf] = {(0,): ((0, (leaf,)),)}
     size = [0] * len(length)  # tokens of these children's subtrees
     greedy_repeats = sum(map(len, greedy.partition(tree, max_tokens, None))) - len(tree)
@@ -118,7 +117,7 @@ def _undominated(states: States) -> States:
 
 def _too_large(tree: TokenTree) -> UserError:
     return UserError(
-        f"TreePartitioner: strategy multi_path: this tree of {len(find_leaves(tree)):,} leaves is too large "
+        f"TreePartitioner: strategy multi_path: this tree of {len(tree.leaves):,} leaves is too large "
         f"for an exact search (more than {MAX_PACKINGS:,} combinations at one node); use strategy greedy or "
         "redundancy_free"
     )

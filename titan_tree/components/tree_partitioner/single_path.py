@@ -21,7 +21,6 @@ import numpy as np
 
 from titan_tree.components.tree_partitioner.traversals import (
     check_paths_fit,
-    find_leaves,
     node_tokens,
     path_tokens,
 )
@@ -33,7 +32,7 @@ def partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) ->
     """Returns a partition per chosen node. Raises UserError if a path is longer than ``max_tokens``."""
     check_paths_fit(tree, max_tokens, "single_path")
     parent = tree.node_parent.tolist()
-    leaves = find_leaves(tree)
+    leaves = tree.leaves
     scored = np.zeros(len(tree), bool)
     partitions = []
     for node in _chosen(tree, leaves, max_tokens):

@@ -31,13 +31,6 @@ def check_paths_fit(tree: TokenTree, max_tokens: int, strategy: str) -> None:
         )
 
 
-def find_leaves(tree: TokenTree) -> np.ndarray:
-    """Returns the nodes without children, in DFS order."""
-    is_leaf = np.ones(len(tree.node_parent), bool)
-    is_leaf[tree.node_parent[tree.node_parent >= 0]] = False
-    return np.flatnonzero(is_leaf)
-
-
 def path_tokens(tree: TokenTree) -> np.ndarray:
     """Returns L(u) of every node, [K] int32."""
     return tree.node_depth + tree.node_length
