@@ -20,8 +20,8 @@ from titan_tree.registry import MODELS
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(DecoderConfig):
-    family = "Llama"
+class MistralConfig(DecoderConfig):
+    family = "Mistral"
 
     intermediate_size: int = required(positive_int)
 
@@ -30,14 +30,14 @@ class LlamaConfig(DecoderConfig):
         return cls._read(hf, where, rope_theta=cls._read_rope(hf, where).get("rope_theta"))
 
     def to_hf(self):
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **vars(self)}
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **vars(self)}
 
 
-class Llama(Decoder):
-    """Llama: no norm on queries and keys."""
+class Mistral(Decoder):
+    """Mistral: no norm on queries and keys."""
 
-    Config = LlamaConfig
-    hf_architectures = {"llama": "LlamaForCausalLM"}  # noqa: RUF012
+    Config = MistralConfig
+    hf_architectures = {"mistral": "MistralForCausalLM"}  # noqa: RUF012
     flavors = {}  # noqa: RUF012
     norm_class = RMSNorm
 
@@ -48,20 +48,22 @@ class Llama(Decoder):
 
 
 @pytest.fixture
-def hf() -> transformers.LlamaForCausalLM:
-    """Returns a small random Llama of transformers, with the family above registered for the test."""
-    MODELS.register("llama", Llama)
-    config = transformers.LlamaConfig(
+def hf() -> transformers.MistralForCausalLM:
+    """Returns a small random Mistral of transformers, with the family above registered for the test."""
+    MODELS.register("mistral", Mistral)
+    config = transformers.MistralConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=None,
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    return transformers.LlamaForCausalLM(config).float()
+    return transformers.MistralForCausalLM(config).float()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,7 +75,7 @@ def test_a_family_of_parts_equals_transformers_on_every_path(hf, seed):
 def test_snapshots_of_a_new_family_load(hf, tmp_path):
     hf.save_pretrained(tmp_path)
     model = load_pretrained(tmp_path, dtype=torch.float32)
-    assert isinstance(model, Llama)
+    assert isinstance(model, Mistral)
     assert torch.equal(model.embed_tokens.weight, hf.model.embed_tokens.weight)
 
 

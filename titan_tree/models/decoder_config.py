@@ -106,8 +106,10 @@ class DecoderConfig(Checked, ABC):
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def _read_rope(cls, hf: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Returns RoPE's fields, and refuses every type but the default.
+    def _read_rope(
+        cls, hf: Mapping[str, Any], where: str, types: tuple[str, ...] = ("default",)
+    ) -> dict[str, Any]:
+        """Returns RoPE's fields, and refuses all types but ``types``.
 
         transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
         level, beside "rope_scaling".
@@ -117,9 +119,9 @@ class DecoderConfig(Checked, ABC):
         scaling = hf.get("rope_scaling") or {}
         for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
             cls._expect(hf, where, field, isinstance(spelling, dict), "a table")
-            if spelling.get("rope_type", spelling.get("type", "default")) != "default":
+            if spelling.get("rope_type", spelling.get("type", "default")) not in types:
                 raise UserError(
-                    f"{where}: titan_tree's {cls.family} supports RoPE of type default only, got "
-                    f"{dict(spelling)}"
+                    f"{where}: titan_tree's {cls.family} supports RoPE of type {' and '.join(types)} only, "
+                    f"got {dict(spelling)}"
                 )
         return {**scaling, **rope}

@@ -5,6 +5,7 @@ N tokens, D head dim, R rotated dims of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +26,22 @@ class Rope:
     sin: Tensor  # [N, 1, R / 2] fp32
 
     @staticmethod
-    def at(positions: Tensor, rotary_dim: int, theta: float) -> Rope:
+    def at(
+        positions: Tensor, rotary_dim: int, theta: float, scale: Callable[[Tensor], Tensor] | None = None
+    ) -> Rope:
         """Returns the embedding for the angles ``position * theta ** (-2i / R)``.
 
         Args:
             positions: [N] integers, the depth of each token in its path.
             rotary_dim: R, even.
             theta: base of the frequencies.
+            scale: changes the frequencies [R / 2].
         """
         exponent = torch.arange(0, rotary_dim, 2, device=positions.device).float() / rotary_dim
-        angle = positions[:, None, None].float() * (1.0 / theta**exponent)
+        frequencies = 1.0 / theta**exponent
+        if scale is not None:
+            frequencies = scale(frequencies)
+        angle = positions[:, None, None].float() * frequencies
         return Rope(angle.cos(), angle.sin())
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+"""Llama 3 (arXiv:2407.21783) on token trees.
+
+Parameter names are those of Hugging Face's LlamaForCausalLM without the prefix ``model.``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from titan_tree.config.checks import positive_int, positive_number, required, setting
+from titan_tree.models.attention import Attention
+from titan_tree.models.block import Block
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.models.layers import MLP, RMSNorm
+from titan_tree.models.rope import Rope
+
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """Sizes of a Llama, by Hugging Face's names. The last four describe the scaling of RoPE."""
+
+    family = "Llama"
+
+    intermediate_size: int = required(positive_int)
+    rms_norm_eps: float = setting(1e-5, positive_number)
+    rope_theta: float = setting(5e5, positive_number)
+    factor: float = setting(1.0, positive_number)  # 1: no scaling
+    low_freq_factor: float = setting(1.0, positive_number)
+    high_freq_factor: float = setting(4.0, positive_number)
+    original_max_position_embeddings: int = setting(8192, positive_int)
+
+    hf_optional: ClassVar[tuple[str, ...]] = (*DecoderConfig.hf_optional, *SCALING)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+        rope = cls._read_rope(hf, where, ("default", "llama3"))
+        cls._expect(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
+        given = {name: rope[name] for name in SCALING if rope.get("rope_type") == "llama3" and name in rope}
+        # transformers' defaults for fields that older snapshots leave out.
+        heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+        if hf.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            given["head_dim"] = hidden // heads
+        if hf.get("num_key_value_heads") is None:
+            given["num_key_value_heads"] = heads
+        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **given)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the ``config.json`` for transformers."""
+        sizes = {name: value for name, value in vars(self).items() if name not in SCALING}
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.factor != 1:
+            rope |= {"rope_type": "llama3", **{name: getattr(self, name) for name in SCALING}}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes,
+            "rope_parameters": rope,
+            "rope_scaling": None if self.factor == 1 else rope,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": INIT_STD,
+            "mlp_bias": False,
+            "use_cache": True,
+        }
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """Returns the frequencies of RoPE for long paths.
+
+        Frequencies with fewer than ``low_freq_factor`` turns in the original number of positions are divided
+        by ``factor``, those with more than ``high_freq_factor`` stay, and the others lie between.
+        """
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
+
+
+def _published(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    *,
+    factor: float,
+    head_dim: int = 128,
+    tied: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=tied,
+        factor=factor,
+    )
+
+
+FLAVORS = {
+    # A few hundred thousand parameters: for the byte-level demo and for tests on a CPU.
+    "debug": LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    ),
+    "3.2-1B": _published(2048, 8192, 16, 32, factor=32.0, head_dim=64, tied=True),
+    "3.2-3B": _published(3072, 8192, 28, 24, factor=32.0, tied=True),
+    "3.1-8B": _published(4096, 14_336, 32, 32, factor=8.0),
+    "3.1-70B": _published(8192, 28_672, 80, 64, factor=8.0),
+}
+
+
+class Llama(Decoder):
+    """Llama 3: grouped-query attention without a norm on queries and keys, and SwiGLU MLPs."""
+
+    Config: ClassVar[type[LlamaConfig]] = LlamaConfig
+    hf_architectures: ClassVar[dict[str, str]] = {"llama": "LlamaForCausalLM"}
+    flavors: ClassVar[Mapping[str, LlamaConfig]] = FLAVORS
+    norm_class = RMSNorm
+    config: LlamaConfig
+
+    def make_block(self, index: int) -> Block:
+        mlp = MLP(self.config.hidden_size, self.config.intermediate_size)
+        return Block(self.config, RMSNorm, "self_attn", Attention(self.config, self.attention), mlp)
+
+    def make_rope(self, positions: Tensor) -> Rope:
+        scale = None if self.config.factor == 1 else self.config.scale
+        return Rope.at(positions, self.config.rotary_dim, self.config.rope_theta, scale)
