@@ -12,16 +12,21 @@ N tokens, d hidden size, k experts of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import ClassVar, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from titan_tree.components.moe import MoE, Routing
+from titan_tree.errors import UserError
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import MLP, RMSNorm
 from titan_tree.models.rope import Rope
+from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
 
 
 class HeadExchange(Protocol):
@@ -150,3 +155,33 @@ class Block(nn.Module):
         assert layout.num_paths is not None
         out, routing, experts = self.mlp(normed, layout.num_paths, forced_experts)
         return LayerOutput(x + out, exports, routing, experts)
+
+
+def gateway_rows(
+    blocks: Iterable[Block], batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor
+) -> list[tuple[Tensor, ...]]:
+    """Returns the gateway of each block: () if ``batch`` is not a partition.
+
+    Args:
+        gateway: tensors from the gateway cache, one per tensor that the blocks export; None in the first
+            partition of a plan, which gets rows of zeros.
+        x: [N, d], the input of the first block.
+    Raises:
+        UserError: ``gateway`` does not have the rows that ``batch`` expects.
+    """
+    mixers, offset = [block.mixer for block in blocks], batch.cache_offset
+    if gateway is None and offset == (0, 0):
+        return [()] * len(mixers)
+    if gateway is None and offset == (PAD, PAD):  # a plan's first partition
+        # They require gradients, as the rows of later partitions do, so that one compiled graph serves both.
+        is_trained = torch.is_grad_enabled()
+        return [tuple(row.requires_grad_(is_trained) for row in mixer.empty_rows(x)) for mixer in mixers]
+    expected = [getattr(offset, stream) for mixer in mixers for stream in mixer.cache_streams]
+    given = [len(rows) for rows in gateway or ()]
+    if given != expected or not offset.keys:
+        raise UserError(
+            f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported tensor, "
+            f"got {given}"
+        )
+    rows = iter(gateway or ())
+    return [tuple(islice(rows, len(mixer.cache_streams))) for mixer in mixers]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -23,7 +22,7 @@ from titan_tree.components.moe import MoE, Routing
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
-from titan_tree.models.block import Block
+from titan_tree.models.block import Block, gateway_rows
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.experts import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
@@ -32,7 +31,6 @@ from titan_tree.models.rope import Rope
 from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import PAD
 from titan_tree.tree.shares import Share
 
 
@@ -135,12 +133,7 @@ class Decoder(nn.Module, ABC):
             UserError: ``batch`` is not a TreeBatch, or ``gateway`` or ``batch.routed_experts`` does not fit
                 the model.
         """
-        if not isinstance(batch, TreeBatch):
-            raise UserError(
-                f"model: expected a TreeBatch, got {type(batch).__name__}; for log-probs of token ids use "
-                "tree_logprobs(model, [ids]); to train, make a batch with "
-                "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
-            )
+        _check_batch(batch)
         layout = self.prepare(batch.layout)
         rope = self.make_rope(layout.positions)
         embedding = self.embed_tokens.weight.to(self.compute_dtype)
@@ -150,12 +143,11 @@ class Decoder(nn.Module, ABC):
             # partition still needs the exchange there, for the gradients of its gateway. A dummy batch on
             # another rank has no gateway, and would skip the exchange if x did not require gradients.
             x.requires_grad_()
-        gateways = iter(self._gateways(batch, gateway, x))
+        gateways = gateway_rows(self.blocks, batch, gateway, x)
         exports: list[Tensor] = []
         routings: list[Routing] = []
         experts: list[Tensor] = []
-        for layer, forced in zip(self.blocks, self._forced_experts(batch), strict=True):
-            context = tuple(islice(gateways, len(layer.mixer.cache_streams)))
+        for layer, context, forced in zip(self.blocks, gateways, self._forced_experts(batch), strict=True):
             x, exported, routing, chosen = layer(x, rope, layout, context, forced)
             exports += exported
             if routing is not None:
@@ -228,25 +220,6 @@ class Decoder(nn.Module, ABC):
             raise UserError("routed_experts: expected none, because this model has no experts; remove them")
         return self.experts.by_layer(batch.routed_experts)
 
-    def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
-        """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""
-        offset = batch.cache_offset
-        if gateway is None and offset == (0, 0):
-            return ()
-        if gateway is None and offset == (PAD, PAD):  # a plan's first partition
-            # They require gradients, as the rows of later partitions do, so that one compiled graph serves
-            # both.
-            rows = [row for layer in self.blocks for row in layer.mixer.empty_rows(x)]
-            return [row.requires_grad_(torch.is_grad_enabled()) for row in rows]
-        expected = [getattr(offset, stream) for stream in self.cache_streams]
-        given = [len(rows) for rows in gateway or ()]
-        if given != expected or not offset.keys:
-            raise UserError(
-                f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
-                f"tensor, got {given}"
-            )
-        return list(gateway or ())
-
     @torch.no_grad()
     def init_weights(self, seed: int | None = None, shards: WeightShards | None = None) -> None:
         """Draws all parameters. It also initializes a model after ``to_empty`` from the meta device.
@@ -270,3 +243,12 @@ class Decoder(nn.Module, ABC):
     def num_parameters(self) -> int:
         """Returns the number of parameters. A tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def _check_batch(batch: object) -> None:
+    if not isinstance(batch, TreeBatch):
+        raise UserError(
+            f"model: expected a TreeBatch, got {type(batch).__name__}; for log-probs of token ids use "
+            "tree_logprobs(model, [ids]); to train, make a batch with "
+            "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
+        )
