@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PAD
 
 if TYPE_CHECKING:  # a worker process needs the costs, but not the model
+    from titan_tree.models.block import Mixer
     from titan_tree.models.decoder import Decoder
 
 
@@ -34,19 +36,15 @@ class ModelCosts:
         if model.experts is not None:
             matrices += model.experts.active_parameters
         dtype = model.compute_dtype or model.embed_tokens.weight.dtype
-        like = torch.empty(0, dtype=dtype, device="meta")
-        rows = [row for layer in model.blocks for row in layer.mixer.empty_rows(like)]
-        row_bytes = {"keys": 0, "states": 0}
-        for row, stream in zip(rows, model.cache_streams, strict=True):
-            row_bytes[stream] += row.nbytes // PAD
+        cached = row_bytes((layer.mixer for layer in model.blocks), dtype)
         return ModelCosts(
             flops_per_token=6 * matrices + sum(layer.mixer.flops(1, 0) for layer in model.blocks),
             flops_per_pair=sum(layer.mixer.flops(0, 1) for layer in model.blocks),
             flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
             num_recurrent_layers=sum("states" in layer.mixer.cache_streams for layer in model.blocks),
             num_layers=len(model.layers),
-            key_bytes=row_bytes["keys"],
-            state_bytes=row_bytes["states"],
+            key_bytes=cached["keys"],
+            state_bytes=cached["states"],
         )
 
     def training_flops(self, batch: TreeBatch) -> int:
@@ -76,6 +74,20 @@ class ModelCosts:
         if self.state_bytes and layout.predecessor is not None:
             num_states = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
         return num_keys * self.key_bytes + num_states * self.state_bytes
+
+
+def row_bytes(mixers: Iterable[Mixer], dtype: torch.dtype) -> dict[str, int]:
+    """Returns the bytes of a row of the gateway cache, summed over ``mixers``, by stream.
+
+    Args:
+        dtype: of the computation.
+    """
+    like = torch.empty(0, dtype=dtype, device="meta")
+    sizes = {"keys": 0, "states": 0}
+    for mixer in mixers:
+        for stream, rows in zip(mixer.cache_streams, mixer.empty_rows(like), strict=True):
+            sizes[stream] += rows.nbytes // PAD
+    return sizes
 
 
 def num_pairs(batch: TreeBatch) -> int:
