@@ -2,6 +2,7 @@
 
 import csv
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,26 @@ def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         p.name for p in (ROOT / "docs" / "img").glob("*.png")
     }
+
+
+def test_a_commit_is_unknown_if_git_does_not_know_the_files(tmp_path):
+    copied = tmp_path / "common.py"
+    copied.write_text((SCRIPTS / "common.py").read_text())
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    commit = runpy.run_path(str(copied))["commit"]
+    assert commit() == "unknown"  # no git
+    git("init")
+    git("add", "common.py")
+    git("commit", "-m", "Add")
+    assert commit() == git("rev-parse", "--short", "HEAD")
+    copied.write_text("")
+    assert commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+    (tmp_path / ".git" / "index").unlink()
+    assert commit() == "unknown"

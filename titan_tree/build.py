@@ -24,6 +24,7 @@ from titan_tree.config import (
     LossConfig,
     ModelConfig,
     ParallelConfig,
+    PartitionConfig,
     ProfilerConfig,
     RouterBiasConfig,
     TrainingConfig,
@@ -119,20 +120,24 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
     partitioner = None
     if partition.strategy != "none":
         partitioner = TreePartitioner(partition.strategy, config.data.max_tokens, partition.max_chain_tokens)
-    device_bytes, host_bytes = (
-        None if gigabytes is None else 1e9 * gigabytes
-        for gigabytes in (partition.device_gb, partition.host_gb)
-    )
     return TreeStep(
         model,
         loss,
         device,
         partitioner,
-        Activations(device, partition.activations, device_bytes, host_bytes),
+        build_activations(partition, device),
         config.parallel.reduce_gradients,
         config.parallel.reshard_after_forward,
         RouterLoss(router.balance, router.z, router.scope),
     )
+
+
+def build_activations(config: PartitionConfig, device: torch.device) -> Activations:
+    """Returns what stores the activations of suspended partitions."""
+    device_bytes, host_bytes = (
+        None if gigabytes is None else 1e9 * gigabytes for gigabytes in (config.device_gb, config.host_gb)
+    )
+    return Activations(device, config.activations, device_bytes, host_bytes)
 
 
 def build_loss(config: LossConfig) -> TreeLoss:

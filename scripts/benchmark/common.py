@@ -84,15 +84,23 @@ def environment(device: torch.device, *packages: str) -> Row:
 
 
 def commit() -> str:
-    """Returns the checked-out commit, with "-dirty" after it if files differ, or "unknown" without git."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    """Returns the checked-out commit, with "-dirty" after it if tracked files differ.
+
+    Returns "unknown" without git, and in a copy whose git folder does not say which files are tracked.
+    """
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=here.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        is_known = git("ls-files", here.name)
+        return git("describe", "--always", "--dirty", "--exclude", "*") if is_known else "unknown"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return result.stdout.strip()
 
 
 # Timers.

@@ -10,15 +10,19 @@ import torch
 
 from titan_tree import build
 from titan_tree.cli import main
-from titan_tree.cli.plan import activations
+from titan_tree.cli.plan import activations, hardware
 from titan_tree.cli.plan.activations import Kept
 from titan_tree.cli.plan.hardware import GIB, GPUS, Gpu
 from titan_tree.cli.plan.planner import Planner, changed
 from titan_tree.cli.plan.timing import total
 from titan_tree.config.toml import load_config
+from titan_tree.data.balance import assign_freely
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.tree_costs import tree_sizes
+from titan_tree.engine.balancing import start_costs
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.models.costs import ModelCosts
+from titan_tree.tree.shares import Share
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 DEMO, DEMO_MOE = str(CONFIGS / "demo.toml"), str(CONFIGS / "demo_qwen3_moe.toml")
@@ -30,7 +34,7 @@ KEPT = {"none": Kept(1000.0, 100.0), "selective": Kept(300.0, 50.0), "full": Kep
 @pytest.fixture(autouse=True)
 def _known_layers(monkeypatch):
     """Tracing layers takes seconds; test_plan_memory.py tests it."""
-    monkeypatch.setattr(activations, "_trace", lambda model, block, dtype, policy, ranks: KEPT[policy])
+    monkeypatch.setattr(activations, "_trace", lambda model, block, dtype, policy, sharding: KEPT[policy])
 
 
 def plan(capsys, *arguments):
@@ -63,40 +67,74 @@ def test_the_report_fits_80_columns_and_adds_up(capsys, tmp_path, monkeypatch):
     assert found["seconds_sum"] == pytest.approx(sum(found["seconds"].values()))
     assert found["parameters"] == 459_520
     assert found["fits"]
-    assert set(found["parallel"]) == {"expert_parallel", "reduce_gradients", "reshard_after_forward"}
+    assert set(found["parallel"]) == {
+        "replicate",
+        "sequence_parallel",
+        "expert_parallel",
+        "reduce_gradients",
+        "reshard_after_forward",
+    }
 
 
-def test_the_steps_are_those_of_training():
-    """The sample of two steps has the trees that two ranks train on first, in the same micro-batches."""
-    config = load_config(DEMO, ["data.max_tokens=1000", "partition.strategy=redundancy_free"])
-    made = Planner(config, 2, GPUS["h200"], num_groups=4)
-    found = made.steps(config)
-    reader = build.build_reader(config.data, build.build_tokenizer(config.data, None), made.model)
+def training_steps(config, model, is_balanced, owners=2, steps=2):
+    """Returns the inputs of the first steps of training, by owner, as whole batches."""
+    reader = build.build_reader(config.data, build.build_tokenizer(config.data, None), model)
     loss = build.build_loss(config.loss)
-    preparer = build.build_tree_step(config, made.model, loss, torch.device("cpu")).preparer()
+    preparer = build.build_tree_step(config, model, loss, torch.device("cpu")).preparer()
     assert isinstance(preparer, StepPreparer)
-    for rank in range(2):
-        dataset = TreeDataset(config.data, reader, allow_larger=True, rank=rank, world_size=2)
-        for step, trees in zip(found, islice(dataset, 2), strict=True):
-            expected = preparer(trees)
-            counts = expected.counts
+    if not is_balanced:
+        for owner in range(owners):
+            dataset = TreeDataset(config.data, reader, allow_larger=True, rank=owner, world_size=owners)
+            yield [preparer(trees) for trees in islice(dataset, steps)]
+        return
+    by_step = [
+        [tree for micro_batch in step for tree in micro_batch]
+        for step in islice(TreeDataset(config.data, reader, allow_larger=True), steps)
+    ]
+    costs, limit = start_costs(model), config.data.max_tokens
+    chosen = [assign_freely(tree_sizes(trees), costs, owners, limit) for trees in by_step]
+    for owner in range(owners):
+        micro_batches = [
+            [[trees[i] for i in batch] for batch in assignment[owner]]
+            for trees, assignment in zip(by_step, chosen, strict=True)
+        ]
+        yield list(map(preparer, micro_batches))
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize("share", [1, 2])
+def test_the_steps_are_those_of_training(is_balanced, share):
+    """The sample of two steps has the trees that two owners train on first, in the same micro-batches."""
+    overrides = ["data.max_tokens=1000", "partition.strategy=redundancy_free"]
+    balance = f"parallel.balance={str(is_balanced).lower()}"
+    config = load_config(DEMO, [*overrides, balance, f"parallel.sequence_parallel={share}"])
+    made = Planner(config, 2 * share, GPUS["h200"], num_groups=4)
+    found, costs = made.steps(config), ModelCosts.of(made.model)
+    for owner, inputs in enumerate(training_steps(config, made.model, is_balanced)):
+        for step, expected in zip(found, inputs, strict=True):
+            own, counts = step[owner], expected.counts
             assert [list(map(len, batches)) for batches in expected.micro_batches] == [
-                [each.tokens for each in passes] for passes in step[rank].micro_batches
+                [each.tokens for each in passes] for passes in own.micro_batches
             ]
-            assert step[rank].flops == counts.flops
-            assert (step[rank].logical_tokens, step[rank].distinct_tokens) == (
+            sizes = own.flops, own.logical_tokens, own.distinct_tokens, own.chain_tokens
+            assert sizes == (
+                counts.flops,
                 counts.logical_tokens,
                 counts.distinct_tokens,
+                expected.chain_peak,
             )
-            costs = ModelCosts.of(made.model)
-            flops = sum(
-                costs.flops_per_token * each.tokens
-                + costs.flops_per_pair * each.pairs
-                + costs.flops_per_edge * each.edges
-                for each in step[rank].passes
-            )
-            assert flops == counts.flops
-            assert step[rank].chain_tokens == expected.chain_peak
+            batches = [batch for partitions in expected.micro_batches for batch in partitions]
+            for each, batch in zip(own.passes, batches, strict=True):
+                shares = [len(Share(r, share).of(batch).edge_label) for r in range(share)]
+                assert each.edges == max(shares)  # of the GPU with the most
+            if share == 1:
+                flops = sum(
+                    costs.flops_per_token * each.tokens
+                    + costs.flops_per_pair * each.pairs
+                    + costs.flops_per_edge * each.edges
+                    for each in own.passes
+                )
+                assert flops == counts.flops
     assert made.estimate.load.is_partitioned
     assert made.estimate.load.cached_keys > 0
 
@@ -141,14 +179,55 @@ def test_the_suggestion_is_the_fastest_that_fits_and_keeps_partitions_possible()
     chosen = made.of(changed(made.config, best))
     valid = [
         made.of(changed(made.config, settings))
-        for settings in made._parallel()
+        for settings in made._parallel({1, 2, 4})
         if settings["parallel.reduce_gradients"] == "last"
     ]
-    assert len(valid) == 3 * 2  # 1, 2 or 4 ranks share the experts; weights are resharded or not
+    assert len(valid) == 3 * 3 * 2  # 1, 2 or 4 ranks share tokens and experts; weights are resharded or not
     assert total(chosen.seconds) <= 1.01 * min(total(each.seconds) for each in valid)
     made.gpu = dataclasses.replace(made.gpu, memory=1.0)  # nothing fits: the least memory
     least = made.of(changed(made.config, made.best_parallel()))
-    assert least.bytes == min(made.of(changed(made.config, settings)).bytes for settings in made._parallel())
+    possible = made._parallel({1, 2, 4})
+    assert least.bytes == min(made.of(changed(made.config, settings)).bytes for settings in possible)
+
+
+def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(monkeypatch):
+    monkeypatch.setattr(hardware, "HOST_SECONDS", 0.0)  # the model is tiny, so launches would take longest
+    monkeypatch.setattr(hardware, "ALL_TO_ALL_SECONDS", 0.0)
+    one_group = "data.global_batch_groups=1"
+    waiting = planner(one_group, gpus=4)
+    assert waiting.estimate.idle_share == pytest.approx(3 / 4)
+    assert waiting.best_parallel()["parallel.sequence_parallel"] == 4
+    assert waiting.of(changed(waiting.config, waiting.best_parallel())).idle_share == 0
+    busy = planner("data.global_batch_groups=16", "parallel.balance=true", gpus=2)
+    assert busy.estimate.idle_share < 0.05
+    assert busy.best_parallel()["parallel.sequence_parallel"] == 1
+    busy.gpu = dataclasses.replace(busy.gpu, memory=busy.estimate.bytes)  # but for the margin
+    assert busy.best_parallel()["parallel.sequence_parallel"] == 2
+    offloads = planner(one_group, "partition.activations=offload", gpus=4)  # ranks could not share then
+    assert offloads.best_parallel()["parallel.sequence_parallel"] == 1
+
+
+def test_machines_should_be_replicas():
+    made = planner(gpus=16)
+    tried = {settings["parallel.replicate"] for settings in made._parallel({1})}
+    assert tried == {1, 2}
+    for exposed in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardware, "HOST_SECONDS", 0.0 if exposed else 1.0)  # hides all communication
+            assert planner(gpus=16).best_parallel()["parallel.replicate"] == 1 + exposed
+
+
+def test_more_ranks_that_share_tokens_need_less_memory_and_more_replicas_need_more():
+    settings = ["data.max_tokens=1000", "training.dtype=bfloat16"]
+    by_share = [planner(*settings, f"parallel.sequence_parallel={n}", gpus=4).estimate for n in (1, 2, 4)]
+    for part in ("activations", "gateway cache"):
+        sizes = [each.memory.get(part, 0) for each in by_share]
+        assert sizes == sorted(sizes, reverse=True), part
+    assert len({each.memory["weights"] for each in by_share}) == 1
+    by_replicas = [planner(*settings, f"parallel.replicate={n}", gpus=4).estimate for n in (1, 2, 4)]
+    for part in ("weights", "optimizer states"):
+        sizes = [each.memory[part] for each in by_replicas]
+        assert sizes[0] < sizes[1] < sizes[2] == pytest.approx(4 * 459_520 * {"weights": 1}.get(part, 2))
 
 
 def test_partitions_need_gradients_that_are_summed_last(capsys):
@@ -183,6 +262,18 @@ def test_a_router_without_balance_needs_more(capsys):
         (
             [DEMO_MOE, "parallel.expert_parallel=16", "--gpus", "16"],
             "expected a divisor of the number of exp",
+        ),
+        (
+            [DEMO, "parallel.replicate=3", "--gpus", "4"],
+            "parallel.replicate: expected a divisor of the number",
+        ),
+        (
+            [DEMO, "parallel.sequence_parallel=8", "--gpus", "8"],
+            "parallel.sequence_parallel: expected a divisor of num_attention_heads, 4, got 8",
+        ),
+        (
+            [DEMO, "parallel.sequence_parallel=2", "partition.activations=offload", "--gpus", "2"],
+            "partition.activations: expected 'keep' or 'recompute'",
         ),
         ([DEMO, "partition.strategy=none", "data.max_tokens=99", "--gpus", "1"], "more than data.max_tokens"),
     ],

@@ -1,32 +1,24 @@
 """titan-tree plan, memory: against real tensors of a rank, against hand-computed numbers, part by part."""
 
-import gc
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
 from titan_tree.build import build_parallel_model
-from titan_tree.cli.plan.activations import Kept, LayerMemory
+from titan_tree.cli.plan.activations import Kept
 from titan_tree.cli.plan.hardware import GIB
-from titan_tree.cli.plan.memory import CONTEXT, NCCL, Load, MemoryPlan, Sharding, optimizer_bytes, plan_bytes
-from titan_tree.cli.plan.workload import Pass, RankStep
-from titan_tree.components.tree_attention import operator, plan
+from titan_tree.cli.plan.memory import CONTEXT, NCCL, Load, MemoryPlan, optimizer_bytes, plan_bytes
+from titan_tree.cli.plan.sharding import Sharding
+from titan_tree.cli.plan.workload import OwnerStep, Pass
+from titan_tree.components.tree_attention import plan
 from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from titan_tree.distributed import titan
 from titan_tree.distributed.optimizers import build_optimizers
-from titan_tree.distributed.parallelize import parallelize
-from titan_tree.models.block import LayerOutput
 from titan_tree.models.registry import build_model
-from titan_tree.models.tree_model import ModelOutput
-from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -38,15 +30,6 @@ CASES = [("qwen3_moe", {"num_experts": 7}), ("qwen3_5", {"intermediate_size": 39
 EXPERTS = 8 * 3 * 96 * 128  # parameters in one layer
 REST = 128 * (4 + 2 + 2 + 4) * 32 + 2 * 32 + 2 * 128 + 8 * 128  # attention, its norms, two norms, the router
 ROOT = 512 * 128 + 128
-
-# Allocates what the kernels of attention write, and computes nothing.
-SIZES = SimpleNamespace(
-    is_automatic=lambda device: False,
-    refusal=lambda q, deterministic: None,
-    prepare=plan.prepare,
-    attention=partial(operator.attention, "sizes"),
-    forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
-)
 
 
 def model_of(name="qwen3_moe", **sizes):
@@ -90,7 +73,9 @@ LOAD = Load(
 def parts_of(load=LOAD, gpus=4, imbalance=1.0, moment=None, **values):
     """Returns the parts of memory, at a moment that is not the largest if ``moment`` is given."""
     memory = MemoryPlan(model_of(), config_of(**values), gpus, Layers())
-    return memory.peak(load, imbalance)[1] if moment is None else getattr(memory, moment)(load, imbalance)
+    if moment is None:
+        return memory.peak(load, imbalance)[1]
+    return memory._at_end(load) if moment == "_at_end" else getattr(memory, moment)(load, imbalance)
 
 
 def changed(**values):
@@ -109,9 +94,9 @@ def num_bytes(tensor):
 def compare_with_tensors(rank: int, ports: list[int]) -> None:
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,))
-        for (name, sizes), optimizer in itertools.product(CASES, ("adamw", "adamw8bit")):
-            config = ModelConfig(name, "debug", overrides=sizes)
-            model = build_parallel_model(config, TrainingConfig(), ParallelConfig(), mesh)
+        for (name, sizes), optimizer, replicas in itertools.product(CASES, ("adamw", "adamw8bit"), (1, 2)):
+            config, parallel = ModelConfig(name, "debug", overrides=sizes), ParallelConfig(replicate=replicas)
+            model = build_parallel_model(config, TrainingConfig(), parallel, mesh)
             optimizers = build_optimizers(OptimizerConfig(name=optimizer), model)
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -123,11 +108,12 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
                 sum(num_bytes(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")),
             )
             if rank == 0:
-                config = config_of(optimizer__name=optimizer, parallel__reduce_gradients="every")
+                settings = {"parallel__reduce_gradients": "every", "parallel__replicate": replicas}
+                config = config_of(optimizer__name=optimizer, **settings)
                 memory = MemoryPlan(model_of(name, **sizes), config, 2, Layers())
-                parts = memory._at_end(LOAD, 1.0)
+                parts = memory._at_end(LOAD)
                 expected = tuple(parts[key] for key in ("weights", "gradients", "optimizer states"))
-                assert found == expected, (name, optimizer)
+                assert found == expected, (name, optimizer, replicas)
 
 
 @pytest.mark.slow
@@ -152,8 +138,32 @@ def test_parts_that_depend_on_parameters_match_a_calculation_by_hand(share):
         assert parts["optimizer states"] == 8 * sharded
         assert parts["gradients"] == 4 * gradients
         assert parts["weights for computation"] == 2 * whole  # two layers: both are gathered
-        assert parts["gradients being summed"] == 10 * ROOT
-    assert parts_of(**settings | {"moment": "_at_backward"})["gradients being summed"] == 10 * layer
+        assert parts["gradients being summed"] == 6 * ROOT + 4 * layer
+    assert parts_of(**settings | {"moment": "_at_start"})["gradients being summed"] == 10 * layer
+
+
+def test_replicas_hold_all_parameters_and_ranks_that_share_tokens_hold_none_of_their_own():
+    shared = parts_of(moment="_at_end", parallel__sequence_parallel=4)
+    alone = parts_of(moment="_at_end")
+    assert shared == alone
+    halves = parts_of(moment="_at_end", parallel__replicate=2)
+    for part in ("weights", "optimizer states"):
+        assert halves[part] == 2 * alone[part]
+    for part in ("weights for computation", "gradients", "gradients being summed"):
+        assert halves[part] == alone[part]  # two passes: gradients are not sharded yet
+    copies = parts_of(changed(passes=1), moment="_at_end", parallel__replicate=4)
+    assert copies["gradients"] == copies["weights"] == 4 * (ROOT + 2 * (REST + EXPERTS))
+
+
+def test_experts_of_several_replicas_are_gathered():
+    sharing = {"parallel__expert_parallel": 4, "moment": "_at_end"}
+    one, two = (parts_of(gpus=4 * n, parallel__replicate=n, **sharing) for n in (1, 2))
+    assert one == two  # two layers, so all weights are gathered anyway
+    model = model_of(num_hidden_layers=5)
+    for replicas, in_experts in ((1, 5), (2, 2)):  # a single rank's experts are cast, those of two gathered
+        config = config_of(parallel__expert_parallel=4, parallel__replicate=replicas)
+        memory = MemoryPlan(model, config, 4 * replicas, Layers())
+        assert memory._gathered(LOAD) == ROOT + 2 * REST + in_experts * EXPERTS // 4
 
 
 def test_two_layers_are_gathered_unless_weights_stay():
@@ -209,15 +219,27 @@ def test_activations_follow_the_policy_of_suspended_partitions():
 
 def test_rows_that_arrive_for_experts_count_once_ranks_exchange_them():
     rows = 32 * 2 * (1 - 6 / 28)  # per pass: 6 of the 28 pairs of 8 experts avoid a rank's four
-    parts = parts_of(parallel__expert_parallel=2, moment="_at_backward")
+    parts = parts_of(parallel__expert_parallel=2, moment="_at_start")
     assert parts["activations"] == pytest.approx(64 * 100 + 2 * rows * 7)  # the chain is twice as long
     half = 32 * 2 / 2  # of the copies, with 128 numbers each and 96 hidden units
     assert parts["rows of the exchange"] == pytest.approx(2 * (2 * rows * 128 + half * 3 * (128 + 2 * 96)))
     assert parts["backward pass of a layer"] == pytest.approx(32 * 1000 + rows * 30)
-    unbalanced = parts_of(parallel__expert_parallel=2, moment="_at_backward", imbalance=1.5)
+    unbalanced = parts_of(parallel__expert_parallel=2, moment="_at_start", imbalance=1.5)
     assert unbalanced["rows of the exchange"] == pytest.approx(1.5 * parts["rows of the exchange"])
     assert unbalanced["activations"] == pytest.approx(64 * 100 + 1.5 * 2 * rows * 7)
-    assert "rows of the exchange" not in parts_of(moment="_at_backward")
+    assert "rows of the exchange" not in parts_of(moment="_at_start")
+
+
+def test_the_larger_gradients_within_a_layer_count():
+    dense = partial(MemoryPlan, model_of("qwen3"), gpus=4, layers=Layers())
+    width, heads = dense.args[0].config.intermediate_size, 4 + 2 + 2  # of queries, keys and values
+    assert dense(config_of())._work(LOAD, 1.0)["gradients in a layer"] == 2 * 32 * 3 * width
+    exchange = 32 * (heads + 2)  # and a second copy of the values
+    shared = dense(config_of(parallel__sequence_parallel=2))._work(LOAD, 1.0)
+    assert shared["gradients in a layer"] == 2 * 32 * max(3 * width, exchange)
+    settings = {"parallel__sequence_parallel": 4, "moment": "_at_start"}  # experts, and four key heads
+    assert parts_of(**settings)["gradients in a layer"] == 2 * 32 * 32 * (4 + 4 + 4 + 4)
+    assert parts_of(moment="_at_start")["gradients in a layer"] == 0
 
 
 def test_log_probs_keep_probabilities_only_without_checkpointing_and_entropy():
@@ -240,6 +262,17 @@ def test_the_gateway_cache_holds_rows_and_fp32_gradients():
     keys = 2 * sizes.num_key_value_heads * sizes.head_dim * 2
     expected = 5 * keys * 3 + 3 * 3 * (state + tail) * 2  # one attention layer and three DeltaNet layers
     assert hybrid._fixed(changed(is_partitioned=True))["gateway cache"] == expected
+    for ranks in (2, 4):  # key heads: 2 of attention, which 4 ranks copy
+        hybrid = MemoryPlan(hybrid.model, config_of(parallel__sequence_parallel=ranks), 4, Layers())
+        own = 5 * keys * 3 / 2 + 3 * 3 * (state / ranks + own_tail(sizes, ranks)) * 2
+        assert hybrid._fixed(changed(is_partitioned=True))["gateway cache"] == own
+
+
+def own_tail(sizes, ranks):
+    """Returns the bytes of the convolution's last inputs for a rank's heads."""
+    keys = 2 * max(sizes.linear_num_key_heads // ranks, 1) * sizes.linear_key_head_dim
+    values = sizes.linear_num_value_heads // ranks * sizes.linear_value_head_dim
+    return (sizes.linear_conv_kernel_dim - 1) * (keys + values) * 2
 
 
 def test_the_attention_plan_has_the_size_of_its_two_large_tables():
@@ -250,14 +283,15 @@ def test_the_attention_plan_has_the_size_of_its_two_large_tables():
 
 def test_the_largest_moment_counts():
     memory = MemoryPlan(model_of(), config_of(), 4, Layers())
-    moments = [memory._at_loss, memory._at_backward, memory._at_end]
-    sums = [sum(moment(LOAD, 1.0).values()) for moment in moments]
+    moments = [memory._at_loss, memory._at_start, memory._at_first_layer]
+    sums = [sum(parts.values()) for parts in [m(LOAD, 1.0) for m in moments] + [memory._at_end(LOAD)]]
     assert sum(memory.peak(LOAD)[1].values()) == max(sums)
     assert memory.peak(changed(edges=2**20))[0] == "the loss"
     large_root = MemoryPlan(model_of(vocab_size=100_000), config_of(), 4, Layers())
     assert large_root.peak(changed(passes=1, edges=0))[0] == "the end of the backward pass"
     assert (
-        memory.peak(changed(tokens=10**5, chain_tokens=10**5, edges=0))[0] == "the start of the backward pass"
+        memory.peak(changed(tokens=10**5, chain_tokens=10**5, edges=0))[0]
+        == "the backward pass of the last layer"
     )
 
 
@@ -267,123 +301,10 @@ def test_gradients_of_earlier_passes_exist_at_the_loss():
 
 
 def test_a_load_is_the_largest_of_all_steps_and_gpus():
-    first = RankStep([[Pass(10, 10, 55, 9)], [Pass(4, 4, 10, 3)]], 10, CacheRows(0, 0), 20, 14, 1.0)
-    second = RankStep([[Pass(6, 6, 21, 5, True), Pass(7, 13, 70, 11)]], 13, CacheRows(8, 2), 20, 13, 1.0)
-    load = Load.of([[first], [second]])
+    first = OwnerStep([[Pass(10, 10, 55, 9)], [Pass(4, 4, 10, 3)]], 10, CacheRows(0, 0), 20, 14, 1.0)
+    second = OwnerStep([[Pass(6, 6, 21, 5, True), Pass(7, 13, 70, 11)]], 13, CacheRows(8, 2), 20, 13, 1.0)
+    load = Load.of([[first], [second]], Sharding(2))
     assert load == Load(13, 10, 11, 2, plan_bytes(7, 13), 8, 2, True)
-    assert not Load.of([[first]]).is_partitioned
-
-
-# ---------------------------------------------------------------- activations of a layer
-
-
-def allocated(name, policy, num_tokens):
-    """Returns the bytes that the layers of a debug model allocate and do not free, on a CPU."""
-    model = build_model(name, "debug", "sizes").bfloat16()
-    if policy != "none":
-        wrapper = titan.FullAC if policy == "full" else titan.TreeSelectiveAC
-        wrapper(wrapper.Config(preserve_rng_state=False)).apply(model)
-    for layer in model.blocks:
-        layer.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)
-    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * num_tokens)])])
-    layout = model.prepare(batch.layout)
-    rope = model.make_rope(layout.positions)
-    x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-
-    def forward(hidden) -> LayerOutput:
-        for layer in model.blocks:
-            output = layer(hidden, rope, layout)
-            hidden = output.hidden
-        return output
-
-    forward(x)  # compiles
-    gc.collect()
-    with torch.profiler.profile(profile_memory=True) as run:
-        output = forward(x)
-        gc.collect()
-    del output
-    events = run.profiler.kineto_results.events()
-    return sum(event.nbytes() for event in events if event.name() == "[memory]")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_traced_layers_keep_what_layers_on_a_cpu_allocate(name, policy):
-    torch._dynamo.reset()
-    ATTENTION_BACKENDS.register("sizes", SIZES)
-    try:
-        slope = (allocated(name, policy, 1024) - allocated(name, policy, 512)) / 512
-    finally:
-        del ATTENTION_BACKENDS._entries["sizes"]
-    kept = LayerMemory(model_of(name), torch.bfloat16).kept(policy)
-    # A graph's output of the last layer counts in both; experts of tokens are kept by the model only.
-    assert kept.per_token == pytest.approx(slope, rel=0.01)
-    assert kept.per_row == 0
-
-
-def test_layers_of_known_sizes():
-    layers = LayerMemory(model_of("qwen3"), torch.bfloat16)
-    assert layers.kept("full").per_token == 2 * 2 * 128  # the output of each of two layers
-    assert LayerMemory(model_of("qwen3"), torch.float32).kept("full").per_token == 4 * 2 * 128
-    everything, kept = layers.kept("none").per_token / 2, layers.kept("selective").per_token / 2
-    assert layers.work("selective").per_token == everything - kept
-    # DeltaNet's kernels keep T of each chunk, [64, 64] per head, and 7 numbers per token and head.
-    hybrid = model_of("qwen3_5")
-    heads = hybrid.config.linear_num_value_heads
-    attention_only = LayerMemory(model_of("qwen3_5", full_attention_interval=1), torch.bfloat16)
-    deltas = (
-        LayerMemory(hybrid, torch.bfloat16).kept("none").per_token - attention_only.kept("none").per_token / 4
-    )
-    assert deltas / 3 > heads * (64 * 2 + 7 * 4)
-
-
-def saved_by(model: nn.Module, batch: TreeBatch) -> tuple[list[torch.Tensor], ModelOutput]:
-    """Returns the tensors that autograd saves in a forward pass, and the output."""
-    saved: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        return saved, model(batch)
-
-
-def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
-    """Compares what autograd saves per row that arrives for this rank's experts."""
-    ATTENTION_BACKENDS.register("sizes", SIZES)
-    compile_module = nn.Module.compile
-    options = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": True}
-    with pytest.MonkeyPatch.context() as patch, process_group(rank, 2, ports[0]):
-        patch.setattr(nn.Module, "compile", lambda module, **_: compile_module(module, **options))
-        mesh = init_device_mesh("cpu", (2,))
-        for policy, per_row in expected.items():
-            torch._dynamo.reset()
-            model = build_model("qwen3_moe", "debug", "sizes", num_hidden_layers=1)
-            model.init_weights(0)
-            settings = {"activation_checkpoint": policy, "compile": True, "expert_parallel": 2}
-            parallelize(model, mesh, dtype=torch.bfloat16, **settings)
-            tokens = torch.randint(500, (640,), generator=torch.Generator().manual_seed(rank)).tolist()
-            batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath(tokens)])])
-            saved, out = saved_by(model, batch)
-            chosen = out.routed_experts[0].long()
-            everywhere = [torch.empty_like(chosen) for _ in range(2)]
-            dist.all_gather(everywhere, chosen)
-            rows = int((torch.cat(everywhere) // 4 == rank).any(1).sum())
-            assert rows != 640  # then rows and tokens have different shapes
-            shapes = (rows, 128), (rows, 2)
-            sizes = {x.untyped_storage()._cdata: x.nbytes for x in saved if x.shape in shapes}
-            assert sum(sizes.values()) == per_row * rows, policy
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
-    layers = LayerMemory(model_of(num_hidden_layers=1), torch.bfloat16, 2)
-    # The row and its copies; besides, the weight and the slot of each copy, and the token of each row sent.
-    assert layers.kept("selective").per_row == 2 * 128 + 2 * 4 + 3 * 4
-    assert layers.kept("full").per_row == 0
-    run_ranks(compare_rows, 2, {"selective": 2 * 128 + 2 * 4, "full": 0})
+    assert not Load.of([[first]], Sharding(1)).is_partitioned
+    shared = Load.of([[first], [second]], Sharding(8, sequence_parallel=4))
+    assert shared == Load(4, 3, 11, 2, plan_bytes(7, 13), 8, 2, True)  # a quarter of the tokens, rounded up

@@ -1,12 +1,14 @@
 """titan-tree plan, time: each part is operations or bytes, divided by a rate."""
 
+import dataclasses
+
 import pytest
 
 from tests.cli.test_plan_memory import EXPERTS, REST, ROOT, config_of, model_of
 from titan_tree.cli.plan import hardware
 from titan_tree.cli.plan.hardware import GPUS, Gpu, attention_seconds, find_gpu
 from titan_tree.cli.plan.timing import Timing, total
-from titan_tree.cli.plan.workload import Pass, RankStep
+from titan_tree.cli.plan.workload import OwnerStep, Pass
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import CacheRows
 
@@ -18,9 +20,9 @@ def timing(name="qwen3_moe", gpus=4, gpu=GPUS["h200"], **values):
     return Timing(model_of(name, **sizes), config_of(**values), gpus, gpu)
 
 
-def rank_step(*micro_batches):
+def owner_step(*micro_batches):
     passes = [each if isinstance(each, list) else [each] for each in micro_batches]
-    return RankStep(passes, 0, CacheRows(0, 0), 1, 1, 1.0)
+    return OwnerStep(passes, 0, CacheRows(0, 0), 1, 1, 1.0)
 
 
 def test_the_parts_of_a_pass_match_a_calculation_by_hand():
@@ -33,20 +35,59 @@ def test_the_parts_of_a_pass_match_a_calculation_by_hand():
     logits = 100 * 512
     assert seconds["vocabulary"] == pytest.approx(6 * 128 * logits / 640e12 + 18 * logits / 4e12)
     assert seconds["norms, RoPE, SwiGLU"] == pytest.approx(50e-9 * 1000 * 2)
-    assert seconds["exchange"] == 0
+    assert seconds["exchange for experts"] == 0
 
 
 def test_the_exchange_sends_a_token_to_each_rank_of_its_experts_and_waits_for_the_busiest_one():
     seconds = timing(parallel__expert_parallel=4).of_pass(PASS)
     ranks = 4 * (1 - 15 / 28)  # of a token: 15 of the 28 pairs of 8 experts avoid a rank's two
     size = 1000 * ranks * 3 / 4 * 128 * 2
-    assert seconds["exchange"] == pytest.approx(4 * 2 * size / 316e9)  # 4 in each of two layers
+    assert seconds["exchange for experts"] == pytest.approx(4 * 2 * size / 316e9)  # 4 in each of two layers
     busiest = timing(parallel__expert_parallel=4).of_pass(PASS, 1.5)
-    assert busiest["exchange"] == pytest.approx(1.5 * seconds["exchange"])
+    assert busiest["exchange for experts"] == pytest.approx(1.5 * seconds["exchange for experts"])
     assert busiest["experts"] == pytest.approx(1.5 * seconds["experts"])
     assert timing().of_pass(PASS, 1.5) == timing().of_pass(PASS)
     full = timing(parallel__expert_parallel=4, training__activation_checkpoint="full").of_pass(PASS)
-    assert full["exchange"] == pytest.approx(6 / 4 * seconds["exchange"])
+    assert full["exchange for experts"] == pytest.approx(6 / 4 * seconds["exchange for experts"])
+
+
+def test_ranks_that_share_tokens_divide_the_work_and_exchange_heads():
+    settings = {"parallel__expert_parallel": 2, "training__activation_checkpoint": "full"}
+    alone = timing(**settings).of_pass(PASS)
+    for ranks in (2, 4):  # 4 query heads and 2 key heads of 32 numbers, in two layers
+        seconds = timing(parallel__sequence_parallel=ranks, **settings).of_pass(PASS)
+        for part in ("projections", "attention", "experts", "exchange for experts", "norms, RoPE, SwiGLU"):
+            assert seconds[part] == pytest.approx(alone[part] / ranks)
+        assert seconds["vocabulary"] == alone["vocabulary"]  # edges are those of the GPU with the most
+        size = 2 * 1000 / ranks * 2 * 32 * (4 + 4 + 2 * max(2, ranks))  # of q, the output, k and v
+        calls = 2 * 4 * 75e-6
+        once = size * (ranks - 1) / ranks / 316e9 + calls + 2 * size / 4e12
+        assert seconds["exchange for heads"] == pytest.approx(3 * once)  # forward, recomputed, backward
+    assert "exchange for heads" not in alone
+
+
+def test_losses_of_whole_paths_score_partitions_first():
+    settings = {"loss__name": "gspo", "training__activation_checkpoint": "none"}
+    step = [owner_step([PASS, PASS])]
+    plain, scored = (timing(**values).step(step) for values in (settings | {"loss__name": "sft"}, settings))
+    for part in ("projections", "vocabulary", "norms, RoPE, SwiGLU"):
+        assert scored[part] == pytest.approx(4 / 3 * plain[part])  # three forward passes become four
+    assert timing(**settings).step([owner_step(PASS)]) == timing().step([owner_step(PASS)])
+
+
+def test_the_idle_share_is_what_gpus_wait_for_the_slowest(monkeypatch):
+    monkeypatch.setattr(hardware, "HOST_SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "PARTITION_SECONDS", 0.0)
+    twice = dataclasses.replace(PASS, tokens=2000, pairs=880_000, edges=200)
+    model = timing("qwen3", gpus=2)
+    assert model.idle_share([owner_step(PASS), owner_step(PASS)]) == pytest.approx(0)
+    assert model.idle_share([owner_step(twice), owner_step(PASS)]) == pytest.approx(1 / 4)
+    assert model.idle_share([owner_step(PASS), owner_step()]) == pytest.approx(1 / 2)
+    step = [owner_step(twice, PASS), owner_step(PASS, twice)]  # in step: in both rows, one GPU waits
+    assert model.idle_share(step) == pytest.approx(1 / 4)
+    free = [owner_step([PASS, PASS], PASS), owner_step(PASS, [PASS, PASS])]
+    assert model.idle_share(free) == pytest.approx(0)
+    assert model.idle_share([owner_step(PASS)]) == 0
 
 
 def test_recomputation_repeats_forward_passes():
@@ -69,7 +110,12 @@ def test_delta_net_costs_its_value_dims_in_three_of_four_layers():
     model = timing("qwen3_5")
     seconds = model.of_pass(PASS)
     values = 3 * model.model.config.value_dim
-    assert seconds["DeltaNet"] == pytest.approx(5.1e-3 / 32_768 / 4096 * 1000 * values)
+    rate = (5.1e-3 - 512 * 2.2e-6) / 32_768 / 4096
+    assert seconds["DeltaNet"] == pytest.approx(rate * 1000 * values)
+    chain = dataclasses.replace(PASS, serial_chunks=16)
+    assert model.of_pass(chain)["DeltaNet"] == pytest.approx(rate * 1000 * values + 3 * 16 * 2.2e-6)
+    shared = timing("qwen3_5", parallel__sequence_parallel=2).of_pass(chain)
+    assert shared["DeltaNet"] == pytest.approx(rate * 500 * values + 3 * 16 * 2.2e-6)  # the chain stays
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
 
@@ -85,21 +131,21 @@ def test_gpus_wait_for_each_other_in_every_micro_batch_unless_trees_are_partitio
     long, short = Pass(10**6, 10**6, 10**9, 10), Pass(10**5, 10**5, 10**8, 10)
     model = timing()
     alone = total(model.of_pass(long))
-    assert total(model.step([rank_step(long, short), rank_step(short, long)])) > 2 * alone
-    free = model.step([rank_step([long, short]), rank_step([short, long])])
+    assert total(model.step([owner_step(long, short), owner_step(short, long)])) > 2 * alone
+    free = model.step([owner_step([long, short]), owner_step([short, long])])
     assert total(free) < 1.5 * alone
     exchanging = timing(parallel__expert_parallel=4)
     assert (
-        total(exchanging.step([rank_step([long], [short, short]), rank_step([short, short], [long])]))
+        total(exchanging.step([owner_step([long], [short, short]), owner_step([short, short], [long])]))
         > 2 * alone
     )
 
 
 def test_small_passes_wait_for_the_host():
-    seconds = timing().step([rank_step(PASS)])
+    seconds = timing().step([owner_step(PASS)])
     kernels = total(timing().of_pass(PASS))
     assert seconds["waiting for the host"] == pytest.approx(4e-3 * 2 - kernels)
-    partitions = timing().step([rank_step([PASS, PASS, PASS])])
+    partitions = timing().step([owner_step([PASS, PASS, PASS])])
     assert partitions["partitions"] == pytest.approx(3 * 2 * 15e-3 / 28)
 
 
@@ -116,6 +162,21 @@ def test_fsdp_gathers_and_sums_what_kernels_do_not_hide():
     assert last == pytest.approx(everything * (3 * gather + reduce) + 2 * layer * 3 * gather, rel=1e-4)
     assert every == pytest.approx(last + 2 * everything * reduce, rel=1e-4)
     assert timing(gpus=1)._fsdp(0.0, 1) == 0
+
+
+def test_replicas_gather_within_themselves_and_sum_shards_among_each_other():
+    everything, layers = ROOT + 2 * (REST + EXPERTS), 2 * (REST + EXPERTS)
+    for gpus, rate in ((16, 50e9), (8, 301e9)):
+        shard, others = 2 / gpus, 1 - 2 / gpus
+        inside = ROOT * others * (2 / 305e9 + 4 / 301e9) + layers * others * (4 / 305e9 + 4 / 301e9)
+        sums = 2 * 4 * everything * shard / 2 / rate
+        replicated = timing(gpus=gpus, parallel__replicate=2)
+        assert replicated._fsdp(0.0, 1) == pytest.approx(inside + sums, rel=1e-3)
+    alone = timing(gpus=16)._fsdp(0.0, 1)  # everything over the network
+    assert alone > 3 * timing(gpus=16, parallel__replicate=2)._fsdp(0.0, 1)
+    copies = timing(gpus=4, parallel__replicate=4)  # nothing is sharded, so nothing is gathered
+    assert copies._fsdp(0.0, 1) == pytest.approx(2 * 4 * everything * 3 / 4 / 301e9)
+    assert copies._optimizer(1) == pytest.approx(timing(gpus=1)._optimizer(1))
 
 
 def test_collectives_are_slower_across_nodes():

@@ -32,18 +32,18 @@ NUM_PARAMETERS = {
 
 def hf_model(**changes: object) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        attn_implementation="eager",
-        **{"rope_parameters": SCALING, **changes},
-    )
-    return transformers.LlamaForCausalLM(config).float()
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,
+        "rope_parameters": SCALING,
+        "attn_implementation": "eager",
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).float()
 
 
 @pytest.mark.parametrize("tied", [True, False])

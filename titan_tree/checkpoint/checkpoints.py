@@ -32,16 +32,14 @@ from titan_tree.checkpoint.background import BackgroundWriter
 from titan_tree.checkpoint.changes import check_architecture, check_config
 from titan_tree.checkpoint.lock import FolderLock, set_aside
 from titan_tree.checkpoint.storage import (
-    MANIFEST,
     CheckpointReader,
     CheckpointWriter,
     DamagedCheckpointError,
     clean,
     none_intact,
     own_steps,
-    read_manifest,
+    read_verified,
     unreadable,
-    verify,
 )
 from titan_tree.config import CheckpointConfig
 from titan_tree.distributed.collectives import agreed, on_rank_0
@@ -206,17 +204,8 @@ class Checkpoints:
             UserError: it belongs to another architecture or experiment.
         """
         path = self._path(step)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-
-        def verified() -> dict[str, Any]:
-            content = read_manifest(path)
-            if content["step"] != step:
-                raise DamagedCheckpointError(f"{path / MANIFEST}: is of step {content['step']}")
-            verify(path, content["files"], rank, world_size)
-            return content
-
         with _damaged(path):
-            content = agreed(verified)
+            content = agreed(partial(read_verified, path, step, dist.get_rank(), dist.get_world_size()))
             architecture, config, data = content["architecture"], content["config"], content["data"]
             data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])

@@ -204,6 +204,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+def read_verified(folder: Path, step: int, part: int, parts: int) -> dict[str, Any]:
+    """Returns the content of checkpoint.json after ``verify``.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is not as it was written, or of another step.
+    """
+    content = read_manifest(folder)
+    if content["step"] != step:
+        raise DamagedCheckpointError(f"{folder / MANIFEST}: is of step {content['step']}")
+    verify(folder, content["files"], part, parts)
+    return content
+
+
 def verify(folder: Path, files: Mapping[str, list[int]], part: int = 0, parts: int = 1) -> None:
     """Compares every ``parts``-th file with its checksum, beginning with number ``part``.
 

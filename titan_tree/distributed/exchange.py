@@ -206,13 +206,16 @@ def dispatch(
 
 
 def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts rows by half, receiver and token, without knowing how many there are.
+    """Sorts the rows to send by half, receiver and token, without knowing their number S.
 
     Args:
         needed: [N, k] int64, the ranks of each token's experts.
     Returns:
-        ``Arrived.row``, and the token and the receiver of each row, [2 P ceil(N / 2)], of which the first S
-        are valid; all int64.
+        Three int64 tensors:
+
+        row: [N, P], see ``Arrived.row``.
+        token: [2 P ceil(N / 2)], the token of each row. Only the first S entries are valid.
+        receiver: like ``token``, the rank to which each row goes.
     """
     num_tokens = len(needed)
     length = -(-num_tokens // NUM_HALVES)

@@ -31,7 +31,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
         mesh: ``Meshes.experts``.
     """
     group = mesh.get_group("ep")
-    for experts in _layers(model):
+    for experts in experts_of(model):
         for name, weight in list(experts.named_parameters()):
             own = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
@@ -49,7 +49,7 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
     if num_ranks == 1:
         return
     where = "parallel.expert_parallel: expected"
-    if not (layers := _layers(model)):
+    if not (layers := experts_of(model)):
         raise UserError(f"{where} 1, because the model has no experts, got {num_ranks}")
     if (num_experts := len(layers[0].gate_up_proj)) % num_ranks:
         raise UserError(f"{where} a divisor of the number of experts, {num_experts}, got {num_ranks}")
@@ -61,7 +61,8 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
             )
 
 
-def _layers(model: nn.Module) -> list[Experts]:
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Returns the experts of each layer that has some."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
@@ -77,9 +78,7 @@ def fully_shard_experts(
         The parameters that FSDP2 must ignore in the block and in the model.
     """
     ignored: set[nn.Parameter] = set()
-    for experts in block.modules():
-        if not isinstance(experts, Experts):
-            continue
+    for experts in experts_of(block):
         if mesh.size() == 1:
             ignored.update(experts.parameters())
             block.register_forward_pre_hook(_TakeLocal(experts))

@@ -46,15 +46,20 @@ def check_heads(model: Decoder, num_ranks: int) -> None:
 def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
     """Makes the adjacent ranks of ``group`` share the tokens and heads of every batch, in place."""
     for block in model.blocks:
-        block.mixer.exchange = HeadExchange(group)
+        block.mixer.exchange = HeadExchange(group.group_name, Share(group.rank(), group.size()))
     model.sequence_group = group
 
 
 class HeadExchange:
-    """Exchanges tokens for heads within ``group``. It implements the protocol of models/block.py."""
+    """Exchanges tokens for heads within a group of ranks. It implements the protocol of models/block.py.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name, self.share = group.group_name, Share(group.rank(), group.size())
+    Args:
+        group: name of the process group.
+        share: of this rank.
+    """
+
+    def __init__(self, group: str, share: Share) -> None:
+        self.group, self.share = group, share
 
     def num_own(self, num_heads: int) -> int:
         """Returns how many of the heads a rank holds. Several ranks hold the same head if there are few."""
@@ -73,11 +78,11 @@ class HeadExchange:
         Returns:
             [N, num_own(H), D] each.
         """
-        return to_heads(tensors, num_tokens, self.name)
+        return to_heads(tensors, num_tokens, self.group)
 
     def to_tokens(self, x: Tensor, num_own: int) -> Tensor:
         """Returns [N, H / P, D] to the ranks of the tokens, as [n, H, D] with n = ``num_own``. Collective."""
-        (own,) = to_tokens([x], num_own, [x.shape[1] * self.share.num_ranks], self.name)
+        (own,) = to_tokens([x], num_own, [x.shape[1] * self.share.num_ranks], self.group)
         return own
 
 

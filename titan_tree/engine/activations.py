@@ -80,12 +80,17 @@ class Activations:
             return self.on_device >= self.device_bytes and self.on_host >= self.host_bytes
         return self.policy == "recompute"
 
-    def may_offload(self) -> bool:
-        """Returns whether this rank decides by its own memory use what to offload or to recompute.
+    def check_lockstep(self) -> None:
+        """Raises UserError if ranks would decide by their own memory use what to offload or to recompute.
 
-        Ranks may then decide differently.
+        Ranks that communicate in every pass need equal schedules.
         """
-        return self.policy == "offload" or (self.policy == "auto" and self.device_bytes < math.inf)
+        if self.policy == "offload" or (self.policy == "auto" and self.device_bytes < math.inf):
+            raise UserError(
+                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel or "
+                f"parallel.sequence_parallel, or 'auto' without partition.device_gb, got {self.policy!r}; "
+                "offloading would make the schedules of ranks differ"
+            )
 
     def saving(self, is_suspended: bool, shared: Iterable[Tensor] = ()) -> AbstractContextManager[object]:
         """Returns the context for a partition's forward pass, which stores the tensors that autograd saves.

@@ -65,8 +65,8 @@ class StepInput:
     """One rank's share of an optimizer step, on the host and ready to run."""
 
     micro_batches: list[list[TreeBatch]]  # each with its partitions, or a single batch
-    # One entry per micro-batch: None, or the micro-batch as a single batch if it is partitioned and the loss
-    # needs whole paths.
+    # One entry per micro-batch: None, or the micro-batch as a single batch if the loss needs whole paths and
+    # the micro-batch is partitioned, or other ranks have some of its tokens.
     unpartitioned: list[TreeBatch | None]
     counts: StepCounts
     chain_peak: int  # the most tokens whose activations are live at once

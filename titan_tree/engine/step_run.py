@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
+from titan_tree.components.moe import router_metrics
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.records import GlobalSizes, StepResult
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.whole_path_loss import Scores, WholePathLoss, collect_scores
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -114,15 +118,13 @@ class StepRun:
         batches = self.micro_batches[i]
         outputs = self._runner(batches).outputs()
         self.extra_forward_tokens += sum(map(len, batches))
-        unpartitioned = self.unpartitioned[i] if i < len(self.unpartitioned) else None
         # Only another rank's micro-batch is partitioned: run the same forward passes.
-        if unpartitioned is None:
+        if (whole := self._whole(i)) is None:
             for _ in outputs:
                 pass
             return
-        unpartitioned = unpartitioned.to(self.activations.device, non_blocking=True)
-        scores = collect_scores(outputs, unpartitioned, self.model.sequence_group)
-        self._whole_path_losses[i] = WholePathLoss(scores, unpartitioned, self._add_whole_paths)
+        scores = collect_scores(outputs, whole, self.model.sequence_group)
+        self._whole_path_losses[i] = WholePathLoss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
         """Runs forward and backward passes of micro-batch ``i``."""
@@ -133,6 +135,35 @@ class StepRun:
         runner.train(lambda batch, out: self._loss(i, batch, out), before_last_backward=release)
         self.extra_forward_tokens += runner.recomputed_tokens
         self._whole_path_losses.pop(i, None)
+
+    def result(self, sizes: GlobalSizes, dummy_forwards: int) -> StepResult:
+        """Returns the result of the step over all ranks. Collective.
+
+        Args:
+            dummy_forwards: forward passes that this rank ran without trees.
+        """
+        loss, counts = self.totals.loss, sizes.counts
+        costs = {"extra_forward_tokens": self.extra_forward_tokens, "dummy_forwards": dummy_forwards}
+        cost_tensors = {name: torch.full_like(loss, value) for name, value in costs.items()}
+        if self.routing is not None:
+            loss = loss + self.routing.loss
+        loss, sums = all_reduce_named(loss, self.totals.sums | cost_tensors)
+        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
+        routing = None if self.routing is None else self.routing.total()
+        loss_metrics = {name: value / token_weight for name, value in sums.items()}
+        if "policy_version" in loss_metrics:
+            loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
+        return StepResult(
+            loss=loss,
+            loss_metrics=loss_metrics,
+            routing=routing,
+            router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
+            counts=counts,
+            extra_forward_tokens=extra,
+            dummy_forwards=dummies,
+            chain_peak=sizes.chain_peak,
+            num_micro_batches=sizes.max_micro_batches,
+        )
 
     def _loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         """Returns the loss of one forward pass of micro-batch ``i``, router losses included."""
@@ -147,19 +178,20 @@ class StepRun:
     def _tree_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
             return whole_path_loss(batch, out)
-        if not batch.is_dummy and self.totals.function.needs_whole_paths and self.model.sequence_group:
-            whole = self.unpartitioned[i]
-            assert whole is not None
-            whole = whole.to(self.activations.device, non_blocking=True)
-            return self._add_whole_paths(
-                collect_scores([(batch, out)], whole, self.model.sequence_group), whole
-            )
+        if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
+            scores = collect_scores([(batch, out)], whole, self.model.sequence_group)
+            return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives
         scores = {"logprobs": out.logprobs}
         if out.entropy is not None:
             scores["entropy"] = out.entropy
         return self.totals.add(scores, batch)
+
+    def _whole(self, i: int) -> TreeBatch | None:
+        """Returns micro-batch ``i`` as a single batch if the loss needs it, see ``StepInput``."""
+        whole = self.unpartitioned[i] if i < len(self.unpartitioned) else None
+        return None if whole is None else whole.to(self.activations.device, non_blocking=True)
 
     def _add_whole_paths(self, scores: Scores, whole: TreeBatch) -> Tensor:
         """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_tree.components.moe import RouterLoss, router_metrics
+from titan_tree.components.moe import RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.distributed.collectives import all_reduce_named
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
@@ -83,12 +82,8 @@ class TreeStep:
         self.model, self.loss, self.partitioner = model, loss, partitioner
         self.device = torch.device(device)
         self.activations = activations or Activations(self.device)
-        if model.communicates and self.activations.may_offload():
-            raise UserError(
-                "partition.activations: expected 'keep' or 'recompute' with parallel.expert_parallel or "
-                "parallel.sequence_parallel, or 'auto' without partition.device_gb, got "
-                f"{self.activations.policy!r}; offloading would make the schedules of ranks differ"
-            )
+        if model.communicates:
+            self.activations.check_lockstep()
         self.reduce_gradients = reduce_gradients
         self._gradient_sync = GradientSync(model, reshard_after_forward)
         self._has_warned = False
@@ -136,7 +131,7 @@ class TreeStep:
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
             run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
-        return self._result(run, sizes, dummy_forwards)
+        return run.result(sizes, dummy_forwards)
 
     def warm_up(self, num_tokens: int, replay: bool = False, evaluates: bool = False) -> None:
         """Runs all kinds of passes on two random trees, so that a compiled model compiles its graphs now.
@@ -209,31 +204,6 @@ class TreeStep:
             self._gradient_sync,
             is_partitioned=sizes.is_partitioned,
             sums_every_backward=self.reduce_gradients == "every",
-        )
-
-    def _result(self, run: StepRun, sizes: GlobalSizes, dummy_forwards: int) -> StepResult:
-        """Reduces loss, metrics and costs over ranks."""
-        loss, counts = run.totals.loss, sizes.counts
-        costs = {"extra_forward_tokens": run.extra_forward_tokens, "dummy_forwards": dummy_forwards}
-        cost_tensors = {name: torch.full_like(loss, value) for name, value in costs.items()}
-        if run.routing is not None:
-            loss = loss + run.routing.loss
-        loss, sums = all_reduce_named(loss, run.totals.sums | cost_tensors)
-        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
-        routing = None if run.routing is None else run.routing.total()
-        loss_metrics = {name: value / token_weight for name, value in sums.items()}
-        if "policy_version" in loss_metrics:
-            loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
-        return StepResult(
-            loss=loss,
-            loss_metrics=loss_metrics,
-            routing=routing,
-            router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
-            counts=counts,
-            extra_forward_tokens=extra,
-            dummy_forwards=dummies,
-            chain_peak=sizes.chain_peak,
-            num_micro_batches=sizes.max_micro_batches,
         )
 
     def _check(self, sizes: GlobalSizes) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PAD
@@ -32,17 +34,15 @@ class ModelCosts:
         """Returns what tokens, pairs and edges cost in this model."""
         dtype = model.compute_dtype or model.embedding_weight.dtype
         like = torch.empty(0, dtype=dtype, device="meta")
-        row_bytes = {"keys": 0, "states": 0}
-        for row, stream in zip(model.empty_rows(like), model.cache_streams, strict=True):
-            row_bytes[stream] += row.nbytes // PAD
+        cached = row_bytes(model.cache_streams, model.empty_rows(like))
         return ModelCosts(
             flops_per_token=model.layer_flops(1, 0),
             flops_per_pair=model.layer_flops(0, 1),
             flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
             num_recurrent_layers=model.num_recurrent_layers,
             num_layers=len(model.layers),
-            key_bytes=row_bytes["keys"],
-            state_bytes=row_bytes["states"],
+            key_bytes=cached["keys"],
+            state_bytes=cached["states"],
         )
 
     def training_flops(self, batch: TreeBatch) -> int:
@@ -72,6 +72,19 @@ class ModelCosts:
         if self.state_bytes and layout.predecessor is not None:
             num_states = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
         return num_keys * self.key_bytes + num_states * self.state_bytes
+
+
+def row_bytes(streams: Iterable[str], rows: Iterable[Tensor]) -> dict[str, int]:
+    """Returns the bytes of a row of the gateway cache by stream.
+
+    Args:
+        streams: the stream of each tensor.
+        rows: PAD rows of each tensor.
+    """
+    sizes = {"keys": 0, "states": 0}
+    for stream, tensor in zip(streams, rows, strict=True):
+        sizes[stream] += tensor.nbytes // PAD
+    return sizes
 
 
 def num_pairs(batch: TreeBatch) -> int:

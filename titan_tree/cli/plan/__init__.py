@@ -10,6 +10,7 @@ layers keep for their backward pass depends on the version of torch, so use that
 compares the results with measurements. The files:
 
     hardware.py      GPUs and measured rates
+    sharding.py      what GPUs share
     workload.py      the steps of a run, from a sample of its data
     activations.py   what layers keep for their backward pass
     memory.py        memory, part by part

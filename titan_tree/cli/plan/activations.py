@@ -24,23 +24,27 @@ from torch._inductor.compile_fx import select_decomp_table
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_tree.cli.plan.sharding import Sharding
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
 from titan_tree.components.tree_attention.backend import PLAIN, Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.distributed import titan
+from titan_tree.distributed.sequence_parallel import HeadExchange
 from titan_tree.distributed.sharded_experts import ShardedExperts
-from titan_tree.models.block import Block
+from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.shares import Share
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
 TRACED_TOKENS = 1024
 BACKEND = "triton"  # it keeps the same tensors as "hopper"
+ALONE = Sharding(1)
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class LayerMemory:
     Args:
         model: on the meta device.
         dtype: of the computation.
-        expert_parallel: ranks that shard the experts.
+        sharding: how ranks share tokens, heads and experts.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, expert_parallel: int = 1) -> None:
-        self.model, self.dtype, self.expert_parallel = _shapes_only(model), dtype, expert_parallel
+    def __init__(self, model: Decoder, dtype: torch.dtype, sharding: Sharding = ALONE) -> None:
+        self.model, self.dtype, self.sharding = _shapes_only(model), dtype, sharding
         self._traced: dict[tuple[Any, ...], Kept] = {}
 
     def kept(self, policy: str) -> Kept:
@@ -90,7 +94,7 @@ class LayerMemory:
         kind = type(block.mixer), type(block.mlp), policy
         if kind not in self._traced:
             with _compiler_settings(self.model):
-                self._traced[kind] = _trace(self.model, block, self.dtype, policy, self.expert_parallel)
+                self._traced[kind] = _trace(self.model, block, self.dtype, policy, self.sharding)
         return self._traced[kind]
 
 
@@ -135,7 +139,7 @@ class _TracedError(Exception):
     """Ends a trace: its graph is known, and need not run."""
 
 
-def _trace(model: Decoder, block: Block, dtype: torch.dtype, policy: str, expert_parallel: int) -> Kept:
+def _trace(model: Decoder, block: Block, dtype: torch.dtype, policy: str, sharding: Sharding) -> Kept:
     """Returns what the forward pass of a block keeps, its output included."""
     found: list[Kept] = []
 
@@ -145,11 +149,13 @@ def _trace(model: Decoder, block: Block, dtype: torch.dtype, policy: str, expert
 
     holder = nn.Module()
     holder.layers = nn.ModuleList([copy.deepcopy(block).to(dtype)])
-    batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * TRACED_TOKENS)])])
+    share = Share(num_ranks=sharding.sequence_parallel)
+    path = TokenPath([1] * (TRACED_TOKENS * share.num_ranks))
+    batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     layout = model.prepare(batch.to("meta").layout)
     sizes = TRACED_TOKENS, model.config.hidden_size
     x = torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
-    with _exchange(holder, expert_parallel):
+    with _exchanges(holder, sharding):
         if policy_class := POLICIES[policy]:
             policy_class(policy_class.Config(preserve_rng_state=False)).apply(holder)
         backend = partial(_partition, keep)
@@ -213,17 +219,22 @@ def _shapes_only(model: Decoder) -> Decoder:
 
 
 @contextmanager
-def _exchange(holder: nn.Module, num_ranks: int) -> Iterator[None]:
-    """Makes experts exchange tokens with ``num_ranks`` ranks that do not exist."""
-    experts = [module for module in holder.modules() if isinstance(module, Experts)]
-    if num_ranks == 1 or not experts:
+def _exchanges(holder: nn.Module, sharding: Sharding) -> Iterator[None]:
+    """Makes mixers exchange tokens for heads, and experts exchange tokens, with ranks that do not exist."""
+    size = max(sharding.sequence_parallel, sharding.expert_parallel)
+    if size == 1:
         yield
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        assert dist.group.WORLD is not None
-        for module in experts:
-            module.dispatcher = ShardedExperts(dist.group.WORLD)
+        heads, tokens = (
+            dist.new_group(list(range(n))) for n in (sharding.sequence_parallel, sharding.expert_parallel)
+        )
+        for module in holder.modules():
+            if isinstance(module, Mixer) and heads.size() > 1:
+                module.exchange = HeadExchange(heads.group_name, Share(0, heads.size()))
+            elif isinstance(module, Experts) and tokens.size() > 1:
+                module.dispatcher = ShardedExperts(tokens)
         yield
     finally:
         dist.destroy_process_group()

@@ -41,9 +41,10 @@ ATTENTION_FLOPS = (
 ATTENTION_BACKWARD = 2.5  # operations of the backward pass behind these rates, relative to the forward pass
 # Norms, RoPE, SwiGLU and residuals, per token and layer, forward and backward.
 ELEMENTWISE_SECONDS = 50e-9
-# The core of a Gated DeltaNet layer and its convolution, per token and value dim, forward and backward:
-# 5.1 ms for 32,768 tokens and 4,096 value dims.
-DELTA_NET_SECONDS = 5.1e-3 / 32_768 / 4096
+# The core of a Gated DeltaNet layer and its convolution, forward and backward: 5.1 ms for a chain of 32,768
+# tokens and 4,096 value dims. Chunks that run one after another take as long with a part of the heads.
+DELTA_NET_CHUNK_SECONDS = 2.2e-6
+DELTA_NET_SECONDS = (5.1e-3 - 512 * DELTA_NET_CHUNK_SECONDS) / 32_768 / 4096  # per token and value dim
 VOCABULARY_BYTES = 18  # read and written per logit, besides the matrix products
 ADAM_BYTES = 32  # read and written per parameter, by the norm and the fused kernel
 ADAM_8BIT_SECONDS = 52e-12  # per parameter of a shard; estimated from whole steps of torchao's AdamW8bit
@@ -52,6 +53,7 @@ PARTITION_SECONDS = 15e-3 / 28  # per forward pass of a partition and layer (tre
 NODE_GPUS = 8  # GPUs that NVLink connects
 # Bytes per second and GPU of collectives: within a node as measured; across nodes as usual, not measured.
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = 316e9, 305e9, 301e9
+ALL_TO_ALL_SECONDS = 75e-6  # of each call besides; 97 GB/s at 16 MiB and 264 at 128 MiB were measured
 NETWORK = 50e9
 
 

@@ -1,28 +1,33 @@
 """The memory of a step on one GPU, part by part, when it is largest.
 
-FSDP2's allocations follow its code (torch.distributed.fsdp._fully_shard). U is the number of parameters of a
-rank when all are gathered, S the number in its shards. Layers are units of FSDP2, and so is the root:
-embedding, norm and head. Computed is what torch's allocator gives out, and what lies outside of it.
+FSDP2's allocations follow its code (torch.distributed.fsdp._fully_shard). Layers are units of FSDP2, and so
+is the root: embedding, norm and head. Computed is what torch's allocator gives out, and what lies outside.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
-from torch import nn
+import torch
 
 from titan_tree.cli.plan.activations import LayerMemory
 from titan_tree.cli.plan.hardware import GIB
-from titan_tree.cli.plan.workload import RankStep, Step
+from titan_tree.cli.plan.sharding import Sharding, exchanged, ranks_of_token
+from titan_tree.cli.plan.workload import OwnerStep, Step
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
-from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention.plan import KEYS, PIECE, QUERIES
 from titan_tree.config import Config
-from titan_tree.models.costs import ModelCosts
+from titan_tree.distributed.expert_parallel import experts_of
+from titan_tree.distributed.sequence_parallel import HeadExchange
+from titan_tree.models.block import Mixer
+from titan_tree.models.costs import row_bytes
 from titan_tree.models.decoder import Decoder
-from titan_tree.tree.paths import ExpertSizes
+from titan_tree.models.layers import MLP
+from titan_tree.tree.shares import Share
 
 Parts = dict[str, float]  # bytes by name
 
@@ -33,39 +38,6 @@ NCCL = 1.5 * GIB  # buffers of the communicators
 # experts over 4 ranks. Ranks get equal shares if the router is balanced.
 RANDOM_ROUTER = 1.22
 CACHE_BYTES = {"keys": 3.0, "states": 2.0}  # of rows with their fp32 gradients, relative to the rows alone
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How parameters are distributed: by FSDP2 over all ranks, experts first over adjacent ranks."""
-
-    ranks: int
-    expert_parallel: int = 1
-
-    def shards(self, model: nn.Module) -> Iterator[int]:
-        """Yields the size of the first rank's shard of each parameter.
-
-        FSDP2 shards the first dimension: rows of a matrix. Experts that are distributed over ranks are
-        sharded along the second one, which holds the rows of each expert.
-        """
-        experts = {p for module in _experts(model) for p in module.parameters()}
-        for parameter in model.parameters():
-            shape, ranks, dim = list(parameter.shape), self.ranks, 0
-            if parameter in experts and self.expert_parallel > 1:
-                shape[0] //= self.expert_parallel
-                ranks, dim = ranks // self.expert_parallel, 1
-            shape[dim] = math.ceil(shape[dim] / ranks)
-            yield math.prod(shape)
-
-    def gathered(self, module: nn.Module) -> int:
-        """Returns how many parameters of ``module`` a rank holds after FSDP2 has gathered it."""
-        total = sum(p.numel() for p in module.parameters())
-        in_experts = sum(p.numel() for experts in _experts(module) for p in experts.parameters())
-        return total - in_experts * (self.expert_parallel - 1) // self.expert_parallel
-
-
-def _experts(module: nn.Module) -> list[Experts]:
-    return [child for child in module.modules() if isinstance(child, Experts)]
 
 
 def optimizer_bytes(shard: int, optimizer: str) -> float:
@@ -79,39 +51,29 @@ def optimizer_bytes(shard: int, optimizer: str) -> float:
 class Load:
     """The sizes that decide the memory of the fullest GPU: each is the largest of all steps and GPUs."""
 
-    chain_tokens: int  # tokens whose activations are live at once
-    tokens: int  # of one forward pass
+    chain_tokens: int  # own tokens whose activations are live at once
+    tokens: int  # own ones of one forward pass
     edges: int  # of one forward pass
     passes: int  # of one GPU in one step
-    table_bytes: int  # of attention's plan
+    table_bytes: int  # of attention's plan, which covers the tokens of all ranks that share a tree
     cached_keys: int  # rows of the gateway cache
     cached_states: int
     is_partitioned: bool
 
     @classmethod
-    def of(cls, steps: Iterable[Step]) -> Load:
-        ranks: list[RankStep] = [rank for step in steps for rank in step]
-        passes = [each for rank in ranks for each in rank.passes]
+    def of(cls, steps: Iterable[Step], sharding: Sharding) -> Load:
+        owners: list[OwnerStep] = [owner for step in steps for owner in step]
+        passes = [each for owner in owners for each in owner.passes]
         return cls(
-            chain_tokens=max(rank.chain_tokens for rank in ranks),
-            tokens=max(each.tokens for each in passes),
+            chain_tokens=sharding.own(max(owner.chain_tokens for owner in owners)),
+            tokens=sharding.own(max(each.tokens for each in passes)),
             edges=max(each.edges for each in passes),
-            passes=max(len(rank.passes) for rank in ranks),
+            passes=max(len(owner.passes) for owner in owners),
             table_bytes=max(plan_bytes(each.tokens, each.keys) for each in passes),
-            cached_keys=max(rank.cache.keys for rank in ranks),
-            cached_states=max(rank.cache.states for rank in ranks),
-            is_partitioned=any(len(batches) > 1 for rank in ranks for batches in rank.micro_batches),
+            cached_keys=max(owner.cache.keys for owner in owners),
+            cached_states=max(owner.cache.states for owner in owners),
+            is_partitioned=any(len(batches) > 1 for owner in owners for batches in owner.micro_batches),
         )
-
-
-def ranks_of_token(sizes: ExpertSizes, num_ranks: int) -> float:
-    """Returns the mean number of ranks that hold at least one of a token's experts, if they are random.
-
-    These are P (1 - C(E - E/P, k) / C(E, k)) for E experts, k of them for a token, and P ranks.
-    """
-    _, top_k, num_experts = sizes
-    nowhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(num_experts, top_k)
-    return num_ranks * (1 - nowhere)
 
 
 def plan_bytes(queries: int, keys: int) -> int:
@@ -132,7 +94,7 @@ class MemoryPlan:
 
     def __init__(self, model: Decoder, config: Config, gpus: int, layers: LayerMemory) -> None:
         self.model, self.config, self.gpus, self.layers = model, config, gpus, layers
-        self.sharding = Sharding(gpus, config.parallel.expert_parallel)
+        self.sharding = Sharding.of(gpus, config.parallel)
         self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
 
     def peak(self, load: Load, imbalance: float = 1.0) -> tuple[str, Parts]:
@@ -144,14 +106,15 @@ class MemoryPlan:
         """
         moments = {
             "the loss": self._at_loss(load, imbalance),
-            "the start of the backward pass": self._at_backward(load, imbalance),
-            "the end of the backward pass": self._at_end(load, imbalance),
+            "the backward pass of the last layer": self._at_start(load, imbalance),
+            "the backward pass of the first layer": self._at_first_layer(load, imbalance),
+            "the end of the backward pass": self._at_end(load),
         }
         name = max(moments, key=lambda moment: sum(moments[moment].values()))
         return name, moments[name]
 
     def rows(self, tokens: int, imbalance: float) -> float:
-        """Returns how many rows arrive at the busiest rank; 0 without an exchange."""
+        """Returns how many rows arrive at the busiest rank for its experts; 0 without expert parallelism."""
         ranks = self.sharding.expert_parallel
         if self.model.experts is None or ranks == 1:
             return 0
@@ -160,7 +123,6 @@ class MemoryPlan:
     def _fixed(self, load: Load) -> Parts:
         """Returns what does not change during a step."""
         shards = list(self.sharding.shards(self.model))
-        costs = ModelCosts.of(self.model)
         parts = {
             "weights": 4.0 * sum(shards),
             "optimizer states": sum(optimizer_bytes(shard, self.config.optimizer.name) for shard in shards),
@@ -169,12 +131,23 @@ class MemoryPlan:
             "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
         }
         if load.is_partitioned:
-            cache = zip(
-                (load.cached_keys, load.cached_states), (costs.key_bytes, costs.state_bytes), strict=True
+            dtype = torch.float32 if self.item == 4 else torch.bfloat16
+            like = torch.empty(0, dtype=dtype, device="meta")
+            own = [rows for mixer in self._own_heads() for rows in mixer.empty_rows(like)]
+            sizes, rows = row_bytes(self.model.cache_streams, own), (load.cached_keys, load.cached_states)
+            parts["gateway cache"] = sum(
+                number * sizes[name] * factor
+                for number, (name, factor) in zip(rows, CACHE_BYTES.items(), strict=True)
             )
-            sizes = zip(cache, CACHE_BYTES.values(), strict=True)
-            parts["gateway cache"] = sum(rows * size * factor for (rows, size), factor in sizes)
         return parts
+
+    def _own_heads(self) -> Iterator[Mixer]:
+        """Yields the mixers of the layers with the heads of a rank."""
+        ranks = self.sharding.sequence_parallel
+        for block in self.model.blocks:
+            mixer = copy.copy(block.mixer)
+            mixer.exchange = HeadExchange("", Share(num_ranks=ranks)) if ranks > 1 else None
+            yield mixer
 
     def _gathered(self, load: Load) -> int:
         """Returns the number of parameters of a rank in the dtype of the computation."""
@@ -183,10 +156,10 @@ class MemoryPlan:
         if self.gpus == 1 or keeps:  # without FSDP2, all weights are cast once a step
             return everything
         in_experts = 0
-        if self.sharding.expert_parallel == self.sharding.ranks:  # FSDP2 ignores experts of a single rank
-            sizes = [sum(p.numel() for p in e.parameters()) for e in _experts(self.model)]
-            in_experts = sum(sizes) // self.sharding.ranks
-            layers = [layer - size // self.sharding.ranks for layer, size in zip(layers, sizes, strict=True)]
+        if self.sharding.expert_parallel == self.gpus:  # FSDP2 ignores experts of a single rank
+            sizes = [sum(p.numel() for p in e.parameters()) for e in experts_of(self.model)]
+            in_experts = sum(sizes) // self.gpus
+            layers = [layer - size // self.gpus for layer, size in zip(layers, sizes, strict=True)]
         return everything - sum(self._layers()) + in_experts + 2 * max(layers)
 
     def _layers(self) -> list[int]:
@@ -202,9 +175,9 @@ class MemoryPlan:
     def _reduced(self, parameters: int) -> float:
         """Returns the bytes of gradients that ranks are summing.
 
-        They exist in the dtype of the computation and in fp32, beside those of the unit before.
+        They exist in the dtype of the computation and in fp32, beside those of the layer before, in fp32.
         """
-        return 0.0 if self.gpus == 1 else (self.item + 2 * 4) * parameters
+        return 0.0 if self.gpus == 1 else (self.item + 4) * parameters + 4 * max(self._layers())
 
     def _activations(self, load: Load, imbalance: float) -> float:
         kept, partition = self.layers.kept(self.config.training.activation_checkpoint), self.config.partition
@@ -219,16 +192,36 @@ class MemoryPlan:
         """Returns what the backward pass of one layer needs besides what its forward pass kept."""
         work = self.layers.work(self.config.training.activation_checkpoint)
         rows = self.rows(load.tokens, imbalance)
-        parts = {"backward pass of a layer": work.of(load.tokens, rows)}
+        gradients = max(self._hidden_gradients(), self._head_exchange())  # one after the other
+        parts = {
+            "backward pass of a layer": work.of(load.tokens, rows),
+            "gradients in a layer": float(self.item * load.tokens * gradients),
+        }
         if rows:
             assert self.model.experts is not None
-            experts, width = _experts(self.model)[0], self.model.config.hidden_size
+            experts, width = experts_of(self.model)[0], self.model.config.hidden_size
             # Rows and their gradients; then for half of the copies, one copy of each row per expert, its
             # gradients before and after the experts, and the hidden units with their gradients.
             half = load.tokens * self.model.experts.sizes.top_k * imbalance / 2
             numbers = 2 * rows * width + half * 3 * (width + 2 * experts.down_proj.shape[2])
             parts["rows of the exchange"] = self.item * numbers
         return parts
+
+    def _hidden_gradients(self) -> int:
+        """Returns the numbers per token in the gradients of an MLP: its gate, its other half and its product.
+
+        Those of experts on other ranks are among the rows of the exchange.
+        """
+        mlps = [block.mlp for block in self.model.blocks]
+        return 3 * max((mlp.down_proj.in_features for mlp in mlps if isinstance(mlp, MLP)), default=0)
+
+    def _head_exchange(self) -> int:
+        """Returns the numbers per token that the exchange of a layer's heads needs in its backward pass."""
+        if (ranks := self.sharding.sequence_parallel) == 1:
+            return 0
+        # Tensors arrive one after another; each is sorted from one buffer into another.
+        sizes = [exchanged(block.mixer, ranks)[0] for block in self.model.blocks]
+        return max(a + b for each in sizes for a, b in zip(accumulate(each), each, strict=True))
 
     def _at_loss(self, load: Load, imbalance: float) -> Parts:
         config, loss = self.model.config, self.config.loss
@@ -242,7 +235,7 @@ class MemoryPlan:
             "log-probs": self.item * logits * keeps + block + 4.0 * load.edges * config.hidden_size,
         }
 
-    def _at_backward(self, load: Load, imbalance: float) -> Parts:
+    def _at_start(self, load: Load, imbalance: float) -> Parts:
         return (
             self._fixed(load)
             | {
@@ -253,7 +246,12 @@ class MemoryPlan:
             | self._work(load, imbalance)
         )
 
-    def _at_end(self, load: Load, imbalance: float) -> Parts:
+    def _at_first_layer(self, load: Load, imbalance: float) -> Parts:
+        reduced = self._reduced(max(self._layers()))
+        parts = {"gradients": self._gradients(load), "gradients being summed": reduced}
+        return self._fixed(load) | parts | self._work(load, imbalance)
+
+    def _at_end(self, load: Load) -> Parts:
         root = self.sharding.gathered(self.model) - sum(self._layers())
         parts = {"gradients": self._gradients(load), "gradients being summed": self._reduced(root)}
-        return self._fixed(load) | parts | self._work(load, imbalance)
+        return self._fixed(load) | parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -14,17 +14,20 @@ import torch
 
 from titan_tree import build
 from titan_tree.cli.plan.activations import LayerMemory
-from titan_tree.cli.plan.hardware import PEAK_FLOPS, Gpu
+from titan_tree.cli.plan.hardware import NODE_GPUS, PEAK_FLOPS, Gpu
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, Load, MemoryPlan, Parts
+from titan_tree.cli.plan.sharding import Sharding
 from titan_tree.cli.plan.timing import Seconds, Timing, add, total
 from titan_tree.cli.plan.workload import Sample, Step, sample_steps
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
+from titan_tree.engine.balancing import start_costs
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 
 Settings = Mapping[str, Any]  # values by key of the configuration, such as "data.max_tokens"
 
+IDLE_SHARE = 0.05  # of the GPUs' time, above which they should share tokens
 MARGIN = 0.05  # of a GPU's memory, for gaps in the allocator and what is not computed
 CHECKPOINTS = ("none", "selective", "full")  # each needs less memory than the one before
 
@@ -54,6 +57,7 @@ class Estimate:
             if the router is balanced.
         random_router: the sum of memory with a random router; that of ``memory`` without an exchange.
         seconds: of a step, by part; the mean of ``steps``, with a balanced router.
+        idle_share: the share of the GPUs' time in which they wait for others; the mean of ``steps``.
     """
 
     config: Config
@@ -65,6 +69,7 @@ class Estimate:
     memory: Parts
     random_router: float
     seconds: Seconds
+    idle_share: float
 
     @property
     def bytes(self) -> float:
@@ -84,17 +89,17 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization."""
-        flops = sum(rank.flops for step in self.steps for rank in step) / len(self.steps)
+        flops = sum(owner.flops for step in self.steps for owner in step) / len(self.steps)
         return flops / total(self.seconds) / self.gpus / PEAK_FLOPS
 
     @property
     def tokens(self) -> Tokens:
         """The mean tokens of a step."""
-        ranks = [rank for step in self.steps for rank in step]
+        owners = [owner for step in self.steps for owner in step]
         sums = (
-            sum(rank.logical_tokens for rank in ranks),
-            sum(rank.distinct_tokens for rank in ranks),
-            sum(each.tokens for rank in ranks for each in rank.passes),
+            sum(owner.logical_tokens for owner in owners),
+            sum(owner.distinct_tokens for owner in owners),
+            sum(each.tokens for owner in owners for each in owner.passes),
         )
         return Tokens(*(number / len(self.steps) for number in sums))
 
@@ -119,15 +124,14 @@ class Planner:
             raise UserError(f"model: titan-tree plan knows titan_tree's own models only, got {model.family}")
         self.model = model
         self.model.compute_dtype = getattr(torch, config.training.dtype)
-        check_parallel(self.model, gpus, expert_parallel=config.parallel.expert_parallel)
-        _check_supported(config)
+        self._check(config)
         tokenizer = build.build_tokenizer(config.data, config.model.hf_path)
         reader = build.build_reader(config.data, tokenizer, self.model)
         batch = config.data.global_batch_groups
         self.sample = Sample(reader, num_groups or batch)
         self.num_steps = math.ceil(len(self.sample.taken) / batch)
         self._steps: dict[tuple[Any, ...], list[Step]] = {}
-        self._layers: dict[bool, LayerMemory] = {}
+        self._layers: dict[tuple[Any, ...], LayerMemory] = {}
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -140,40 +144,66 @@ class Planner:
         Raises:
             UserError: a tree is too large, or the loss or the router loss does not fit the model.
         """
-        steps = self.steps(config)
-        load = Load.of(steps)
-        exchanges = config.parallel.expert_parallel > 1
-        if exchanges not in self._layers:
-            ranks, dtype = config.parallel.expert_parallel, self.model.compute_dtype
-            assert dtype is not None
-            self._layers[exchanges] = LayerMemory(self.model, dtype, ranks)
-        memory = MemoryPlan(self.model, config, self.gpus, self._layers[exchanges])
+        steps, sharding = self.steps(config), Sharding.of(self.gpus, config.parallel)
+        load = Load.of(steps, sharding)
+        memory = MemoryPlan(self.model, config, self.gpus, self._layer_memory(sharding))
         moment, parts = memory.peak(load)
         _, random_parts = memory.peak(load, RANDOM_ROUTER)
         timing = Timing(self.model, config, self.gpus, self.gpu)
         sums = add([timing.step(step) for step in steps])
-        seconds = {name: value / len(steps) for name, value in sums.items()}
         return Estimate(
-            config, self.gpus, self.gpu, steps, load, moment, parts, sum(random_parts.values()), seconds
+            config,
+            self.gpus,
+            self.gpu,
+            steps,
+            load,
+            moment,
+            parts,
+            random_router=sum(random_parts.values()),
+            seconds={name: value / len(steps) for name, value in sums.items()},
+            idle_share=sum(map(timing.idle_share, steps)) / len(steps),
         )
+
+    def _layer_memory(self, sharding: Sharding) -> LayerMemory:
+        """Returns what layers keep. Numbers of ranks that give the same bytes per token share a trace."""
+        ranks = sharding.sequence_parallel
+        mixers = [block.mixer for block in self.model.blocks]
+        fewest = min(mixer.num_heads[name] for mixer in mixers for name in mixer.copied_heads)
+        key = sharding.expert_parallel > 1, ranks if ranks > fewest else min(ranks, 2)
+        if key not in self._layers:
+            assert self.model.compute_dtype is not None
+            self._layers[key] = LayerMemory(self.model, self.model.compute_dtype, sharding)
+        return self._layers[key]
 
     def steps(self, config: Config) -> list[Step]:
         """Returns the sampled steps under a change of the configuration."""
-        key = config.data.max_tokens, *dataclasses.astuple(config.partition)
+        parallel = config.parallel
+        owners = parallel.sequence_parallel, parallel.expert_parallel > 1
+        key = config.data.max_tokens, *dataclasses.astuple(config.partition), *owners
         if key not in self._steps:
             loss = build.build_loss(config.loss)
-            step = build.build_tree_step(config, self.model, loss, torch.device("cpu"))
-            steps = sample_steps(config, self.sample, step.preparer(), self.gpus, self.num_steps)
-            self._steps[key] = steps
+            preparer = build.build_tree_step(config, self.model, loss, torch.device("cpu")).preparer()
+            costs = start_costs(self.model)
+            self._steps[key] = sample_steps(config, self.sample, preparer, costs, self.gpus, self.num_steps)
         return self._steps[key]
 
     def best_parallel(self) -> Settings:
         """Returns the settings of [parallel] with the fastest step that fits, or with the least memory.
 
-        Among those within 1 % of the fastest, it chooses the first: "last" before "every", resharding before
-        none, and the fewest ranks that shard experts.
+        Among those within 1 % of the fastest, it chooses the first: the fewest replicas, ranks that share
+        tokens, and ranks that shard experts; "last" before "every", and resharding before none. More ranks
+        than configured share tokens only if nothing fits otherwise, or if GPUs wait for others.
         """
-        estimates = [(settings, self.of(changed(self.config, settings))) for settings in self._parallel()]
+        best = self._best({1, self.config.parallel.sequence_parallel})
+        estimate = self.of(changed(self.config, best))
+        if estimate.fits and estimate.idle_share <= IDLE_SHARE:
+            return best
+        return self._best({self.config.parallel.sequence_parallel, *range(1, min(self.gpus, NODE_GPUS) + 1)})
+
+    def _best(self, sequence_parallel: Set[int]) -> Settings:
+        """Returns the best settings with one of these numbers of ranks that share tokens."""
+        settings = self._parallel(sequence_parallel)
+        estimates = [(each, self.of(changed(self.config, each))) for each in settings]
         valid = [(settings, each) for settings, each in estimates if not each.is_refused]
         fitting = [(settings, each) for settings, each in valid if each.fits]
         if not fitting:
@@ -181,19 +211,32 @@ class Planner:
         fastest = min(total(each.seconds) for _, each in fitting)
         return next(settings for settings, each in fitting if total(each.seconds) <= 1.01 * fastest)
 
-    def _parallel(self) -> Iterator[Settings]:
+    def _parallel(self, sequence_parallel: Set[int]) -> Iterator[Settings]:
         """Yields the settings of [parallel] that are possible. A new key is a new factor of the product."""
+        keys = (
+            "replicate",
+            "sequence_parallel",
+            "expert_parallel",
+            "reduce_gradients",
+            "reshard_after_forward",
+        )
+        replicas = sorted({1, max(self.gpus // NODE_GPUS, 1), self.config.parallel.replicate})
         degrees = range(1, self.gpus + 1) if self.model.experts else (1,)
-        for degree, reduce, reshard in product(degrees, ("last", "every"), (True, False)):
+        for values in product(replicas, sorted(sequence_parallel), degrees, ("last", "every"), (True, False)):
+            settings = dict(zip((f"parallel.{key}" for key in keys), values, strict=True))
             try:
-                check_parallel(self.model, self.gpus, expert_parallel=degree)
+                self._check(changed(self.config, settings))
             except UserError:
                 continue
-            yield {
-                "parallel.expert_parallel": degree,
-                "parallel.reduce_gradients": reduce,
-                "parallel.reshard_after_forward": reshard,
-            }
+            yield settings
+
+    def _check(self, config: Config) -> None:
+        """Raises UserError if the model or [partition] does not suit the settings of [parallel]."""
+        parallel = config.parallel
+        sharing = parallel.sequence_parallel, parallel.expert_parallel
+        check_parallel(self.model, self.gpus, parallel.replicate, *sharing)
+        if max(sharing) > 1:
+            build.build_activations(config.partition, torch.device("cpu")).check_lockstep()
 
     def savings(self) -> Iterator[tuple[Settings, Estimate]]:
         """Yields changes that need less memory than the configuration, and at last all of them together."""
@@ -241,13 +284,3 @@ def changed(config: Config, settings: Settings) -> Config:
             config, **{table: dataclasses.replace(getattr(config, table), **{name: value})}
         )
     return config
-
-
-def _check_supported(config: Config) -> None:
-    """Raises UserError if the configuration uses a setting that the estimate does not know."""
-    for key in ("replicate", "sequence_parallel"):
-        if (value := getattr(config.parallel, key)) != 1:
-            raise UserError(
-                f"parallel.{key}: expected 1, because titan-tree plan does not cover this setting, got "
-                f"{value}; append parallel.{key}=1"
-            )

@@ -45,9 +45,9 @@ def print_plan(console: Console, planner: Planner) -> None:
 
 def _run(planner: Planner) -> list[tuple[str, str]]:
     estimate = planner.estimate
-    ranks = [rank for step in estimate.steps for rank in step]
-    sizes = [len(rank.micro_batches) for rank in ranks], [len(rank.passes) for rank in ranks]
-    micro_batches, passes = (f"{sum(each) / len(ranks):,.1f} (at most {max(each):,})" for each in sizes)
+    owners = [owner for step in estimate.steps for owner in step]
+    sizes = [len(owner.micro_batches) for owner in owners], [len(owner.passes) for owner in owners]
+    micro_batches, passes = (f"{sum(each) / len(owners):,.1f} (at most {max(each):,})" for each in sizes)
     tokens = estimate.tokens
     return [
         ("model", f"{planner.model.config.family}, {planner.model.num_parameters():,} parameters"),
@@ -86,6 +86,7 @@ def _time(estimate: Estimate) -> list[tuple[str, str]]:
             f"{tokens.executed / seconds:,.0f} executed, {tokens.logical / seconds:,.0f} logical",
         ),
         ("MFU", f"{estimate.mfu:.1%}"),
+        ("idle share", f"{estimate.idle_share:.1%}: of the GPUs' time, waiting for others"),
     ]
 
 
@@ -128,7 +129,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
     """Returns the plan as JSON: bytes, seconds and tokens."""
     estimate = planner.estimate
     tokens = estimate.tokens
-    ranks = [rank for step in estimate.steps for rank in step]
+    owners = [owner for step in estimate.steps for owner in step]
     plan: dict[str, Any] = {
         "model": planner.model.config.family,
         "parameters": planner.model.num_parameters(),
@@ -140,7 +141,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "distinct_tokens": tokens.distinct,
         "executed_tokens": tokens.executed,
         "por": tokens.por,
-        "micro_batches": max(len(rank.micro_batches) for rank in ranks),
+        "micro_batches": max(len(owner.micro_batches) for owner in owners),
         "forward_passes": estimate.load.passes,
         "chain_tokens": estimate.load.chain_tokens,
         "memory": estimate.memory,
@@ -152,6 +153,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "seconds": dict(estimate.seconds),
         "seconds_sum": total(estimate.seconds),
         "mfu": estimate.mfu,
+        "idle_share": estimate.idle_share,
         "parallel": {},
         "savings": [],
         "notes": _notes(planner),

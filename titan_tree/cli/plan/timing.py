@@ -1,20 +1,24 @@
 """The expected time of a step, part by part: operations divided by the rates of hardware.py.
 
 Kernels of one GPU run one after another. FSDP2 gathers weights and sums gradients beside them; only the rest
-that no kernel hides counts. The exchange of tokens for experts hides behind nothing.
+that no kernel hides counts. The exchanges of tokens for experts and for heads hide behind nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
+
+from titan_tree.build import build_loss
 from titan_tree.cli.plan import hardware
 from titan_tree.cli.plan.hardware import Gpu, attention_seconds, bandwidth
-from titan_tree.cli.plan.memory import Sharding, ranks_of_token
+from titan_tree.cli.plan.sharding import Sharding, exchanged, ranks_of_token
 from titan_tree.cli.plan.workload import Pass, Step
 from titan_tree.config import Config
+from titan_tree.data.balance import idle_share
 from titan_tree.models.block import Block
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
@@ -31,13 +35,13 @@ class Forwards:
     attention: float
     others: float
     logits: float
-    exchanges: float  # all-to-all exchanges of a layer, backward ones included
+    exchanges: float  # of a layer, there and back: two in a forward pass and two in a backward pass
 
     @classmethod
     def of(cls, activation_checkpoint: str) -> Forwards:
         """Returns what the policy of activation checkpointing recomputes.
 
-        "selective" keeps every second matrix product, attention and the token copies that arrived.
+        "selective" keeps every second matrix product, attention and what ranks have exchanged.
         """
         return {
             "none": Forwards(1, 1, 1, 1, 4),
@@ -45,13 +49,13 @@ class Forwards:
             "full": Forwards(2, 2, 2, 2, 6),
         }[activation_checkpoint]
 
-    def recomputed(self) -> Forwards:
-        """Returns the same if all layers run forward once more."""
-        return replace(
-            self,
+    def repeated(self, logits: int = 0) -> Forwards:
+        """Returns the same if all layers run forward once more, and the vocabulary ``logits`` times."""
+        return Forwards(
             matrices=self.matrices + 1,
             attention=self.attention + 1,
             others=self.others + 1,
+            logits=self.logits + logits,
             exchanges=self.exchanges + 2,
         )
 
@@ -68,10 +72,11 @@ class Timing:
 
     def __init__(self, model: Decoder, config: Config, gpus: int, gpu: Gpu) -> None:
         self.model, self.config, self.gpus, self.gpu = model, config, gpus, gpu
-        self.sharding = Sharding(gpus, config.parallel.expert_parallel)
+        self.sharding = Sharding.of(gpus, config.parallel)
         self.item = 4 if config.training.dtype == "float32" else 2
         self.costs = ModelCosts.of(model)
         self.forwards = Forwards.of(config.training.activation_checkpoint)
+        self.needs_whole_paths = build_loss(config.loss).needs_whole_paths
         self.slower = hardware.GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
 
     def step(self, step: Step, imbalance: float = 1.0) -> Seconds:
@@ -80,42 +85,63 @@ class Timing:
         Args:
             imbalance: token copies of the busiest rank, relative to the mean.
         """
-        parallel = self.config.parallel
-        ranks = [[self._micro_batch(m, imbalance) for m in rank.micro_batches] for rank in step]
-        is_partitioned = any(len(m) > 1 for rank in step for m in rank.micro_batches)
-        if is_partitioned and parallel.expert_parallel == 1:  # no rank waits before the end of the step
-            kernels = max(map(add, ranks), key=total)
+        owners = self._owners(step, imbalance)
+        if self._run_freely(step):
+            kernels = max(map(add, owners), key=total)
         else:
-            columns = zip_longest(*ranks, fillvalue={})
-            kernels = add([max(column, key=total) for column in columns])
-        gathers = 1 if is_partitioned else max(len(rank.micro_batches) for rank in step)
+            kernels = add([max(row, key=total) for row in zip_longest(*owners, fillvalue={})])
+        is_partitioned = _is_partitioned(step)
+        gathers = 1 if is_partitioned else max(len(owner.micro_batches) for owner in step)
         return kernels | {
             "FSDP2, not hidden": self._fsdp(total(kernels), gathers),
             "optimizer, casts": self._optimizer(gathers),
         }
 
+    def idle_share(self, step: Step) -> float:
+        """Returns the share of the GPUs' time in which they wait for others, see data/balance.py."""
+        rows = zip_longest(*self._owners(step), fillvalue={})
+        work = np.array([[total(seconds) for seconds in row] for row in rows]).T
+        return idle_share(work.sum(1, keepdims=True) if self._run_freely(step) else work)
+
+    def _owners(self, step: Step, imbalance: float = 1.0) -> list[list[Seconds]]:
+        """Returns the seconds of each micro-batch of each owner."""
+        return [[self._micro_batch(m, imbalance) for m in owner.micro_batches] for owner in step]
+
+    def _run_freely(self, step: Step) -> bool:
+        """Returns whether no owner waits before the end of the step."""
+        return _is_partitioned(step) and self.sharding.expert_parallel == 1
+
     def _micro_batch(self, passes: Sequence[Pass], imbalance: float) -> Seconds:
-        seconds = add([self.of_pass(each, imbalance) for each in passes])
+        is_scored_first = self.needs_whole_paths and len(passes) > 1  # engine/whole_path_loss.py
+        seconds = add([self.of_pass(each, imbalance, is_scored_first) for each in passes])
         layer_passes = len(self.model.layers) * len(passes)
         if len(passes) > 1:
             seconds["partitions"] = hardware.PARTITION_SECONDS * layer_passes
         waits = hardware.HOST_SECONDS * layer_passes - total(seconds)
         return seconds | {"waiting for the host": max(0.0, waits)}
 
-    def of_pass(self, each: Pass, imbalance: float = 1.0) -> Seconds:
-        """Returns the seconds of one forward and backward pass, without communication of FSDP2."""
+    def of_pass(self, each: Pass, imbalance: float = 1.0, is_scored_first: bool = False) -> Seconds:
+        """Returns the seconds of one forward and backward pass on a GPU, without communication of FSDP2.
+
+        Args:
+            imbalance: see ``step``.
+            is_scored_first: whether a forward pass computes the log-probs before.
+        """
         model, costs, forwards = self.model, self.costs, self.forwards
         if each.is_suspended and self.config.partition.activations == "recompute":
-            forwards = forwards.recomputed()
+            forwards = forwards.repeated()
+        if is_scored_first:
+            forwards = forwards.repeated(logits=1)
+        own, ranks = self.sharding.own(each.tokens), self.sharding.sequence_parallel
         active = model.experts.active_parameters if model.experts else 0
         delta_nets = [layer.mixer for layer in model.blocks if isinstance(layer.mixer, GatedDeltaNet)]
         delta_net = sum(mixer.flops(1, 0) for mixer in delta_nets)
-        projections = each.tokens * (costs.flops_per_token - 6 * active - delta_net)
+        projections = own * (costs.flops_per_token - 6 * active - delta_net)
         logits = each.edges * model.config.vocab_size
         seconds: Seconds = {
             "projections": _passes(forwards.matrices) * projections / hardware.GEMM_FLOPS,
             "attention": attention_seconds(
-                each.pairs * costs.flops_per_pair / 3, each.pairs / each.tokens, forwards.attention
+                each.pairs * costs.flops_per_pair / 3 / ranks, each.pairs / each.tokens, forwards.attention
             ),
             "vocabulary": _passes(forwards.logits)
             * (
@@ -123,15 +149,20 @@ class Timing:
                 + hardware.VOCABULARY_BYTES * logits / self.gpu.bandwidth
             ),
             "norms, RoPE, SwiGLU": _passes(forwards.others)
-            * (hardware.ELEMENTWISE_SECONDS * self.slower * each.tokens * len(model.layers)),
+            * (hardware.ELEMENTWISE_SECONDS * self.slower * own * len(model.layers)),
         }
         if delta_nets:
-            values = each.tokens * sum(mixer.config.value_dim for mixer in delta_nets)
-            seconds["DeltaNet"] = _passes(forwards.others) * hardware.DELTA_NET_SECONDS * values
+            values = each.tokens * sum(mixer.config.value_dim for mixer in delta_nets) / ranks
+            chunks = each.serial_chunks * len(delta_nets)
+            seconds["DeltaNet"] = _passes(forwards.others) * (
+                hardware.DELTA_NET_SECONDS * values + hardware.DELTA_NET_CHUNK_SECONDS * chunks
+            )
         if active:
-            flops = 6 * active * each.tokens * (imbalance if self.sharding.expert_parallel > 1 else 1)
+            flops = 6 * active * own * (imbalance if self.sharding.expert_parallel > 1 else 1)
             seconds["experts"] = _passes(forwards.others) * flops / hardware.EXPERT_FLOPS
-            seconds["exchange"] = self._exchange(each.tokens, imbalance, forwards.exchanges)
+            seconds["exchange for experts"] = self._exchange(own, imbalance, forwards.exchanges)
+        if ranks > 1:
+            seconds["exchange for heads"] = self._exchange_heads(own, forwards.exchanges / 2)
         return seconds
 
     def _exchange(self, tokens: int, imbalance: float, exchanges: float) -> float:
@@ -141,6 +172,20 @@ class Timing:
         rows = tokens * ranks_of_token(sizes, ranks) * imbalance * (ranks - 1) / ranks
         size = rows * self.model.config.hidden_size * self.item
         return exchanges * sizes.num_layers * size / bandwidth(hardware.ALL_TO_ALL, ranks)
+
+    def _exchange_heads(self, tokens: int, passes: float) -> float:
+        """Returns the seconds of the exchanges around all mixers, each with one copy that sorts the numbers.
+
+        Args:
+            tokens: of this GPU.
+            passes: forward and backward passes.
+        """
+        ranks = self.sharding.sequence_parallel
+        tensors = [[*sent, out] for sent, out in (exchanged(b.mixer, ranks) for b in self.model.blocks)]
+        size = self.item * tokens * sum(map(sum, tensors))
+        sent = size * (ranks - 1) / ranks / bandwidth(hardware.ALL_TO_ALL, ranks)
+        calls = hardware.ALL_TO_ALL_SECONDS * sum(map(len, tensors))
+        return passes * (sent + calls + 2 * size / self.gpu.bandwidth)
 
     def _fsdp(self, compute: float, micro_batches: int) -> float:
         """Returns the seconds in which FSDP2 communicates and no kernel runs.
@@ -156,8 +201,10 @@ class Timing:
             return 0.0
         parallel, number = self.config.parallel, len(self.model.layers)
         layers, everything = sum(map(self._moved, self.model.blocks)), self._moved(self.model)
-        gather = self.item * layers / number / bandwidth(hardware.ALL_GATHER, self.gpus)
-        reduce = 4 * layers / number / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
+        ranks, blocks = self.sharding.ranks, sum(sum(self.sharding.shards(b)) for b in self.model.blocks)
+        gather = self.item * layers / number / bandwidth(hardware.ALL_GATHER, ranks)
+        reduce = 4 * layers / number / bandwidth(hardware.REDUCE_SCATTER, ranks)
+        reduce += self._over_replicas(blocks) / number
         sums = micro_batches if parallel.reduce_gradients == "every" else 1
         forward = compute / micro_batches / number / (self.forwards.matrices + 2)
         backward = compute / micro_batches / number - forward
@@ -168,9 +215,18 @@ class Timing:
             + (micro_batches - sums) * max(0.0, again - backward)
         )
         root = everything - layers
-        at_root = micro_batches * self.item * root / bandwidth(hardware.ALL_GATHER, self.gpus)
-        at_root += sums * 4 * root / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
+        at_root = micro_batches * self.item * root / bandwidth(hardware.ALL_GATHER, ranks)
+        at_root += sums * 4 * root / bandwidth(hardware.REDUCE_SCATTER, ranks)
+        at_root += sums * self._over_replicas(sum(self.sharding.shards(self.model)) - blocks)
         return number * per_layer + at_root
+
+    def _over_replicas(self, parameters: int) -> float:
+        """Returns the seconds in which replicas sum gradients of ``parameters``, a GPU's shards, in fp32.
+
+        A ring sends each number twice, to all but one of the replicas.
+        """
+        replicas = self.sharding.replicate
+        return 2 * 4 * parameters * (replicas - 1) / replicas / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
 
     def _moved(self, module: Decoder | Block) -> int:
         """Returns how many parameters a rank receives when it gathers a module."""
@@ -183,6 +239,10 @@ class Timing:
         if self.config.optimizer.name == "adamw8bit":
             return casts + hardware.ADAM_8BIT_SECONDS * own * self.slower
         return casts + hardware.ADAM_BYTES * own / self.gpu.bandwidth
+
+
+def _is_partitioned(step: Step) -> bool:
+    return any(len(passes) > 1 for owner in step for passes in owner.micro_batches)
 
 
 def _passes(forwards: float) -> float:

@@ -1,59 +1,82 @@
-"""The steps of a run as training would make them: how much each GPU runs, in which forward passes."""
+"""The steps of a run as training would make them: how much each owner runs, in which forward passes.
+
+An owner is a GPU, or the GPUs that share the tokens of each tree.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import shuffled
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.sharing import TreeSharing
+from titan_tree.data.tree_costs import TreeCosts
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.records import StepInput
 from titan_tree.models.costs import num_pairs
 from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.chains import Chains
 from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.shares import Share
 from titan_tree.tree.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass on one GPU: over a micro-batch, or over one of its partitions."""
+    """One forward and backward pass of an owner: over a micro-batch, or over one of its partitions."""
 
-    tokens: int
+    tokens: int  # of all GPUs of the owner
     keys: int  # tokens that attention sees: those of the pass and their ancestors in other partitions
     pairs: int  # of a token and a token that it sees
-    edges: int  # that the loss scores
+    edges: int  # that the loss scores, on the GPU with the most
     is_suspended: bool = False  # while other partitions run between its forward and its backward pass
+    serial_chunks: int = 0  # of a recurrence, that run one after another
 
     @classmethod
-    def of(cls, batch: TreeBatch, is_suspended: bool) -> Pass:
-        sizes = len(batch), len(batch.layout.subtree_end), num_pairs(batch), len(batch.edge_label)
-        return cls(*sizes, is_suspended)
+    def of(cls, batch: TreeBatch, is_suspended: bool, num_ranks: int) -> Pass:
+        """Returns the sizes of ``batch``, whose tokens ``num_ranks`` GPUs share."""
+        ends = np.cumsum(Share(num_ranks=num_ranks).sizes(len(batch)))
+        ranks = np.searchsorted(ends, batch.edge_source.numpy(), side="right")  # of the edges
+        edges = int(np.bincount(ranks, minlength=1).max())
+        sizes = len(batch), len(batch.layout.subtree_end), num_pairs(batch), edges
+        return cls(*sizes, is_suspended, _serial_chunks(batch.layout.chains))
+
+
+def _serial_chunks(chains: Chains | None) -> int:
+    """Returns the sum of the longest chains of all rounds."""
+    if chains is None:
+        return 0
+    longest = chains.rounds[:-1, 0]  # comes first in its round
+    return int((chains.end - chains.first)[longest].sum())
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """What one GPU runs in one optimizer step."""
+class OwnerStep:
+    """What an owner runs in one optimizer step."""
 
     micro_batches: list[list[Pass]]  # each with its partitions, or a single pass
-    chain_tokens: int  # the most tokens whose activations are live at once
+    chain_tokens: int  # the most tokens whose activations are live at once, on all GPUs of the owner
     cache: CacheRows  # the most rows of the gateway cache
     logical_tokens: int
     distinct_tokens: int
     flops: float  # of the model itself, without recomputation
 
     @classmethod
-    def of(cls, step: StepInput) -> RankStep:
+    def of(cls, step: StepInput, num_ranks: int = 1) -> OwnerStep:
+        """Returns the sizes of ``step``, whose tokens ``num_ranks`` GPUs share."""
         batches = [batch for micro_batch in step.micro_batches for batch in micro_batch]
         rows = [[a + b for a, b in zip(x.cache_offset, x.cache_writes, strict=True)] for x in batches]
         return cls(
-            micro_batches=[_passes(batches) for batches in step.micro_batches],
+            micro_batches=[_passes(batches, num_ranks) for batches in step.micro_batches],
             chain_tokens=step.chain_peak,
             cache=CacheRows(*(max(column) for column in zip(*rows, strict=True)))
             if rows
@@ -68,12 +91,12 @@ class RankStep:
         return [each for micro_batch in self.micro_batches for each in micro_batch]
 
 
-def _passes(partitions: Sequence[TreeBatch]) -> list[Pass]:
+def _passes(partitions: Sequence[TreeBatch], num_ranks: int) -> list[Pass]:
     parents = {batch.parent for batch in partitions}
-    return [Pass.of(batch, number in parents) for number, batch in enumerate(partitions)]
+    return [Pass.of(batch, number in parents, num_ranks) for number, batch in enumerate(partitions)]
 
 
-Step = list[RankStep]  # one entry per GPU
+Step = list[OwnerStep]  # one entry per owner
 
 
 class Sample(SampleReader):
@@ -109,24 +132,60 @@ class Sample(SampleReader):
 
 
 def sample_steps(
-    config: Config, sample: SampleReader, preparer: StepPreparer, gpus: int, num_steps: int
+    config: Config, sample: SampleReader, preparer: StepPreparer, costs: TreeCosts, gpus: int, num_steps: int
 ) -> list[Step]:
     """Returns the first steps of a run on ``gpus`` GPUs.
 
     Args:
         sample: is read again and again, as the epochs of a run.
-        preparer: of the run's ``TreeStep``.
+        preparer: of the run's ``TreeStep``, for whole batches.
+        costs: balance the trees.
     Raises:
         UserError: malformed data, or a tree that is too large.
     """
-    by_rank = []
-    for rank in range(gpus):
-        dataset = TreeDataset(
-            replace(config.data, shuffle_buffer=0),
-            sample,
-            allow_larger=config.partition.strategy != "none",
-            rank=rank,
-            world_size=gpus,
-        )
-        by_rank.append([RankStep.of(preparer(trees)) for trees in dataset.steps(num_steps)])
-    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    num_ranks = config.parallel.sequence_parallel
+    is_balanced = config.parallel.balance and gpus > 1
+
+    def dataset(rank: int, world_size: int) -> TreeDataset:
+        data, allow_larger = replace(config.data, shuffle_buffer=0), config.partition.strategy != "none"
+        return TreeDataset(data, sample, allow_larger=allow_larger, rank=rank, world_size=world_size)
+
+    owners = range(gpus // num_ranks)
+    if is_balanced:
+        sharings = [_sharing(config, costs, owner * num_ranks, gpus) for owner in owners]
+        trees = [list(chain.from_iterable(step)) for step in dataset(0, 1).steps(num_steps)]
+        by_owner = [[sharing.choose(0, each) for each in trees] for sharing in sharings]
+    else:
+        by_owner = [list(dataset(owner, len(owners)).steps(num_steps)) for owner in owners]
+    by_step = zip(*by_owner, strict=True)
+    return [[OwnerStep.of(preparer(trees), num_ranks) for trees in step] for step in by_step]
+
+
+def _sharing(config: Config, costs: TreeCosts, rank: int, gpus: int) -> TreeSharing:
+    """Returns what chooses the trees of a rank among those of all ranks."""
+    sharing = TreeSharing(
+        lambda _: _Alone(costs),
+        rank,
+        gpus,
+        config.data.max_tokens,
+        always_in_step=config.parallel.expert_parallel > 1,
+        ranks_per_owner=config.parallel.sequence_parallel,
+    )
+    sharing.join(0)
+    return sharing
+
+
+@dataclass
+class _Alone:
+    """Stands in for the group of all ranks, where one process has all trees."""
+
+    start_costs: TreeCosts
+
+    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
+        return [make()]
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
+        return list(parts)
+
+    def costs(self, version: int) -> TreeCosts:
+        return self.start_costs

@@ -1,0 +1,231 @@
+"""titan-tree plan, what layers keep: against the memory and the messages of real forward passes."""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.cli.test_plan_memory import Layers, config_of, model_of
+from tests.support.processes import process_group, run_ranks
+from titan_tree.cli.plan.activations import LayerMemory
+from titan_tree.cli.plan.memory import MemoryPlan
+from titan_tree.cli.plan.sharding import Sharding, exchanged
+from titan_tree.components.tree_attention import operator, plan
+from titan_tree.distributed import titan
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.sequence_parallel import HeadExchange, shard_sequence
+from titan_tree.models.block import LayerOutput
+from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.registry import build_model
+from titan_tree.registry import ATTENTION_BACKENDS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.shares import Share
+from titan_tree.tree.token_tree import TokenTree
+
+# Allocates what the kernels of attention write, and computes nothing.
+SIZES = SimpleNamespace(
+    is_automatic=lambda device: False,
+    refusal=lambda q, deterministic: None,
+    prepare=plan.prepare,
+    attention=partial(operator.attention, "sizes"),
+    forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
+)
+
+
+def memory_events(run: Callable[[], object]) -> list[int]:
+    """Returns the bytes that ``run`` allocates on a CPU, and less than 0 where it frees some, in order."""
+    gc.collect()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = run()
+        gc.collect()
+    del result
+    return [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+
+
+def allocated(make_model: Callable[[], Decoder], policy: str, num_tokens: int) -> int:
+    """Returns the bytes that the layers of a model allocate and do not free for this rank's tokens."""
+    model = make_model()
+    if policy != "none":
+        wrapper = titan.FullAC if policy == "full" else titan.TreeSelectiveAC
+        wrapper(wrapper.Config(preserve_rng_state=False)).apply(model)
+    for layer in model.blocks:
+        layer.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    path = TokenPath([1] * (num_tokens * model.share.num_ranks))
+    batch = model.share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
+    layout = model.prepare(batch.layout)
+    rope = model.make_rope(layout.positions)
+    x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward() -> LayerOutput:
+        hidden = x
+        for layer in model.blocks:
+            output = layer(hidden, rope, layout)
+            hidden = output.hidden
+        return output
+
+    forward()  # compiles
+    return sum(memory_events(forward))
+
+
+def slope(make_model: Callable[[], Decoder], policy: str) -> float:
+    """Returns the bytes that the layers keep per token."""
+    torch._dynamo.reset()
+    return (allocated(make_model, policy, 1024) - allocated(make_model, policy, 512)) / 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_traced_layers_keep_what_layers_on_a_cpu_allocate(name, policy):
+    ATTENTION_BACKENDS.register("sizes", SIZES)
+    try:
+        per_token = slope(lambda: build_model(name, "debug", "sizes").bfloat16(), policy)
+    finally:
+        del ATTENTION_BACKENDS._entries["sizes"]
+    kept = LayerMemory(model_of(name), torch.bfloat16).kept(policy)
+    # A graph's output of the last layer counts in both; experts of tokens are kept by the model only.
+    assert kept.per_token == pytest.approx(per_token, rel=0.01)
+    assert kept.per_row == 0
+
+
+ONE_KEY_HEAD = {"num_key_value_heads": 1}  # of which both ranks hold a copy
+
+
+def compare_shares(rank: int, ports: list[int], expected: dict[str, float]) -> None:
+    """Compares what two ranks keep, send and need for their exchanges with what is computed."""
+    ATTENTION_BACKENDS.register("sizes", SIZES)
+    with process_group(rank, 2, ports[0]):
+        group = dist.group.WORLD
+        assert group is not None
+
+        def make_model() -> Decoder:
+            model = build_model("qwen3", "debug", "sizes", **ONE_KEY_HEAD).bfloat16()
+            shard_sequence(model, group)
+            return model
+
+        for name in ("qwen3", "qwen3_5"):
+            compare_exchange(build_model(name, "debug", **ONE_KEY_HEAD).bfloat16(), group)
+        with pytest.MonkeyPatch.context() as patch:  # gloo frees buffers in threads that are not profiled
+            patch.setattr(dist, "all_to_all_single", lambda out, x, *_, **__: out.zero_())
+            compare_peak(group)
+            policy = list(expected)[rank]
+            assert slope(make_model, policy) == pytest.approx(expected[policy], rel=0.01), policy
+
+
+def compare_exchange(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Compares the numbers that all_to_all gets in a forward and a backward pass."""
+    shard_sequence(model, group)
+    model.init_weights(0)
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(x.numel())
+        return exchange(out, x, *args, **kwargs)
+
+    batch = model.share.of(TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * 64)])]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        model(batch).logprobs.sum().backward()
+    per_layer = [exchanged(block.mixer, 2) for block in model.blocks]
+    assert sum(sent) == 2 * 32 * sum(sum(to_heads) + out for to_heads, out in per_layer)
+    assert len(sent) == 2 * sum(len(to_heads) + 1 for to_heads, _ in per_layer)
+
+
+def compare_peak(group: dist.ProcessGroup) -> None:
+    """Compares the memory that the exchange of a layer needs in its backward pass, besides its input."""
+    tokens = 4096
+    tensors = [torch.zeros(tokens, n, 32, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
+    results = HeadExchange(group.group_name, Share(group.rank(), 2)).to_heads(tensors, 2 * tokens)
+    gradients = list(map(torch.ones_like, results))
+    peak = max(accumulate(memory_events(lambda: torch.autograd.grad(results, tensors, gradients))))
+    config = config_of(parallel__sequence_parallel=2)
+    computed = MemoryPlan(model_of("qwen3"), config, 2, Layers())._head_exchange()
+    assert peak == pytest.approx(2 * tokens * computed, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_that_share_tokens_keep_and_exchange_what_is_computed():
+    sharding = Sharding(2, sequence_parallel=2)
+    layers = LayerMemory(model_of("qwen3", **ONE_KEY_HEAD), torch.bfloat16, sharding)
+    kept = {policy: layers.kept(policy).per_token for policy in ("none", "selective")}  # one for each rank
+    alone = LayerMemory(model_of("qwen3", **ONE_KEY_HEAD), torch.bfloat16).kept("none").per_token
+    assert kept["none"] > alone  # the exchange keeps both copies of the key head
+    run_ranks(compare_shares, 2, kept)
+
+
+def test_layers_of_known_sizes():
+    layers = LayerMemory(model_of("qwen3"), torch.bfloat16)
+    assert layers.kept("full").per_token == 2 * 2 * 128  # the output of each of two layers
+    assert LayerMemory(model_of("qwen3"), torch.float32).kept("full").per_token == 4 * 2 * 128
+    everything, kept = layers.kept("none").per_token / 2, layers.kept("selective").per_token / 2
+    assert layers.work("selective").per_token == everything - kept
+    # DeltaNet's kernels keep T of each chunk, [64, 64] per head, and 7 numbers per token and head.
+    hybrid = model_of("qwen3_5")
+    heads = hybrid.config.linear_num_value_heads
+    attention_only = LayerMemory(model_of("qwen3_5", full_attention_interval=1), torch.bfloat16)
+    deltas = (
+        LayerMemory(hybrid, torch.bfloat16).kept("none").per_token - attention_only.kept("none").per_token / 4
+    )
+    assert deltas / 3 > heads * (64 * 2 + 7 * 4)
+
+
+def saved_by(model: nn.Module, batch: TreeBatch) -> tuple[list[torch.Tensor], ModelOutput]:
+    """Returns the tensors that autograd saves in a forward pass, and the output."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return saved, model(batch)
+
+
+def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
+    """Compares what autograd saves per row that arrives for this rank's experts."""
+    ATTENTION_BACKENDS.register("sizes", SIZES)
+    compile_module = nn.Module.compile
+    options = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": True}
+    with pytest.MonkeyPatch.context() as patch, process_group(rank, 2, ports[0]):
+        patch.setattr(nn.Module, "compile", lambda module, **_: compile_module(module, **options))
+        mesh = init_device_mesh("cpu", (2,))
+        for policy, per_row in expected.items():
+            torch._dynamo.reset()
+            model = build_model("qwen3_moe", "debug", "sizes", num_hidden_layers=1)
+            model.init_weights(0)
+            settings = {"activation_checkpoint": policy, "compile": True, "expert_parallel": 2}
+            parallelize(model, mesh, dtype=torch.bfloat16, **settings)
+            tokens = torch.randint(500, (640,), generator=torch.Generator().manual_seed(rank)).tolist()
+            batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath(tokens)])])
+            saved, out = saved_by(model, batch)
+            chosen = out.routed_experts[0].long()
+            everywhere = [torch.empty_like(chosen) for _ in range(2)]
+            dist.all_gather(everywhere, chosen)
+            rows = int((torch.cat(everywhere) // 4 == rank).any(1).sum())
+            assert rows != 640  # then rows and tokens have different shapes
+            shapes = (rows, 128), (rows, 2)
+            sizes = {x.untyped_storage()._cdata: x.nbytes for x in saved if x.shape in shapes}
+            assert sum(sizes.values()) == per_row * rows, policy
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
+    layers = LayerMemory(model_of(num_hidden_layers=1), torch.bfloat16, Sharding(2, 2))
+    # The row and its copies; besides, the weight and the slot of each copy, and the token of each row sent.
+    assert layers.kept("selective").per_row == 2 * 128 + 2 * 4 + 3 * 4
+    assert layers.kept("full").per_row == 0
+    run_ranks(compare_rows, 2, {"selective": 2 * 128 + 2 * 4, "full": 0})
