@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,9 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import HeadExchange, shard_sequence
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.decoder import Decoder, ModelOutput
+from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import build_model
+from titan_tree.models.tree_model import ModelOutput
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
@@ -34,9 +34,11 @@ from titan_tree.tree.token_tree import TokenTree
 # Allocates what the kernels of attention write, and computes nothing.
 SIZES = SimpleNamespace(
     is_automatic=lambda device: False,
-    refusal=lambda q, deterministic: None,
+    refusal=lambda *inputs: None,
     prepare=plan.prepare,
-    attention=partial(operator.attention, "sizes"),
+    attention=lambda q, k, v, context, layout, plan, scoring, deterministic: operator.attention(
+        "sizes", q, k, v, context, layout, plan, deterministic
+    ),
     forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),
 )
 
@@ -85,8 +87,17 @@ def slope(make_model: Callable[[], Decoder], policy: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("qwen3", "selective"),
+        ("qwen3_moe", "selective"),
+        pytest.param("qwen3", "none", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3", "full", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", "none", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", "full", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_traced_layers_keep_what_layers_on_a_cpu_allocate(name, policy):
     ATTENTION_BACKENDS.register("sizes", SIZES)
     try:
@@ -166,6 +177,7 @@ def test_ranks_that_share_tokens_keep_and_exchange_what_is_computed():
     run_ranks(compare_shares, 2, kept)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_known_sizes():
     layers = LayerMemory(model_of("qwen3"), torch.bfloat16)
     assert layers.kept("full").per_token == 2 * 2 * 128  # the output of each of two layers
@@ -223,6 +235,7 @@ def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
     layers = LayerMemory(model_of(num_hidden_layers=1), torch.bfloat16, Sharding(2, 2))
     # The row and its copies; besides, the weight and the slot of each copy, and the token of each row sent.

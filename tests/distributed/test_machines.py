@@ -134,6 +134,7 @@ def test_two_machines_train_as_one_process(whole: Config, tmp_path: Path) -> Non
     assert_same_run(whole, train(tiny_config(tmp_path, **OPTIONS)))
 
 
+@pytest.mark.exhaustive
 def test_all_machines_restart_after_a_rank_was_killed(whole: Config, tmp_path: Path) -> None:
     """Only one machine counts the restart: the other one stops its rank, which waits for the killed one."""
     with two_machines(tmp_path, "rank") as machines:
@@ -151,6 +152,7 @@ def test_a_machine_that_is_started_again_rejoins(whole: Config, tmp_path: Path) 
     assert read_metrics(machines.config) == read_metrics(whole)
 
 
+@pytest.mark.exhaustive
 def test_the_other_machine_goes_on_alone(whole: Config, tmp_path: Path) -> None:
     """With ``--nnodes=1:2``, a run needs no second machine."""
     with two_machines(tmp_path, "machine", nnodes="1:2") as machines:

@@ -26,7 +26,14 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize(("name", "num_tokens"), [("qwen3", 150), ("qwen3", 1500), ("qwen3_moe", 1500)])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        ("qwen3", 1500),
+        pytest.param("qwen3", 150, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", 1500, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_no_step_compiles_after_the_warm_up(name: str, num_tokens: int) -> None:
     torch._dynamo.reset()
     eager = build_model(name, "debug")
