@@ -144,6 +144,8 @@ def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
     [
         ("gpt2", {}, "model_type: gpt2 has not been tested on trees; expected one of cohere2, "),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout: expected 0 on trees, got 0.1; set it to 0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: expected 0 on trees, got 0.1"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "expected unquantized weights"),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "longrope"}},

@@ -106,8 +106,13 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
                 "beside it, so it cannot run on trees"
             )
     for field, value in config.to_dict().items():
-        if value and "dropout" in field:
+        if value and ("dropout" in field or "jitter" in field):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"{where}: quantization_config: expected unquantized weights; dequantize the model, for example "
+            "with transformers' Mxfp4Config(dequantize=True), and save it"
+        )
     if number := getattr(config, "num_kv_shared_layers", None):
         raise UserError(
             f"{where}: num_kv_shared_layers: only models whose layers have keys of their own can run on "
