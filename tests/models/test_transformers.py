@@ -181,25 +181,25 @@ def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
 
 
 def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "llama"
-    hf_family("llama").save_pretrained(folder)
+    folder = tmp_path / "mistral"
+    hf_family("mistral").save_pretrained(folder)
     with pytest.raises(UserError, match=r"^gdn: expected backend 'auto' for a model of transformers"):
         load_pretrained(folder, gdn="triton")
     weights = load_file(folder / "model.safetensors")
     removed = weights.pop("model.norm.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"llama: missing tensors: model\.norm\.weight; do weights and"):
+    with pytest.raises(UserError, match=r"mistral: missing tensors: model\.norm\.weight; do weights and"):
         load_pretrained(folder)
     save_file(
         {**weights, "model.norm.weight": removed * torch.nan}, folder / "model.safetensors", {"format": "pt"}
     )
-    with pytest.raises(UserError, match=r"llama: model\.norm\.weight: expected finite weights"):
+    with pytest.raises(UserError, match=r"mistral: model\.norm\.weight: expected finite weights"):
         load_pretrained(folder)
     (folder / "model.safetensors").write_bytes(b"1234")
-    with pytest.raises(UserError, match=r"llama: transformers cannot load it: "):
+    with pytest.raises(UserError, match=r"mistral: transformers cannot load it: "):
         load_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"llama: expected model.safetensors or "):
+    with pytest.raises(UserError, match=r"mistral: expected model.safetensors or "):
         load_pretrained(folder)
 
 
