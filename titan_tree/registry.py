@@ -74,6 +74,7 @@ MODELS: Registry[Any] = Registry(
         "qwen3_moe": "titan_tree.models.qwen3_moe:Qwen3Moe",
         "qwen3_5": "titan_tree.models.qwen3_5:Qwen35",
         "qwen3_5_moe": "titan_tree.models.qwen3_5_moe:Qwen35Moe",
+        "qwen3_next": "titan_tree.models.qwen3_next:Qwen3Next",
         "llama": "titan_tree.models.llama:Llama",
     },
 )

@@ -1,4 +1,4 @@
-"""Snapshots of models with Gated DeltaNet: Qwen3.5 with and without vision, and the dense Qwen3-Next."""
+"""Snapshots of models with Gated DeltaNet: Qwen3.5 with and without vision, and Qwen3-Next."""
 
 import json
 import logging
@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.oracle import hybrid_model, path_logprobs, tree_batch
 from tests.support.snapshots import TOKENS, assert_scores_like, edit_config
+from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.errors import UserError
 from titan_tree.models.hf import model_from_config
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
+from titan_tree.models.qwen3_next import Qwen3Next
 from titan_tree.tree.paths import TokenPath
 
 
@@ -46,9 +48,9 @@ def test_transformers_loads_a_saved_snapshot(tmp_path, tied):
     model = load_pretrained(tmp_path / "next", dtype=torch.float32)
     save_pretrained(model, tmp_path / "out", max_shard_bytes=30_000)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert type(again).__name__ == "Qwen3_5ForCausalLM"
-    want = dict(model.named_parameters())
-    got = {name.removeprefix("model."): weight for name, weight in again.named_parameters()}
+    assert type(again).__name__ == "Qwen3NextForCausalLM"
+    want = dict(hf.named_parameters())
+    got = dict(again.named_parameters())
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
     torch.testing.assert_close(path_logprobs(again, TOKENS), path_logprobs(hf, TOKENS))
@@ -110,7 +112,6 @@ def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
         ({"rope_parameters": ...}, "missing rope_theta"),
         ({"rope_parameters": "default"}, "rope_parameters: .* a table only, got default"),
         ({"layer_types": 5}, "layer_types: .* a list only, got 5"),
-        ({"mlp_only_layers": 4}, "mlp_only_layers: .* a list only, got 4"),
         ({"text_config": [1]}, r"text_config: .* a table only, got \[1\]"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: .* unquantized"),
         ({"model_type": ["x"]}, "model_type: expected one of"),
@@ -165,3 +166,24 @@ def test_the_source_must_be_of_the_same_family(tmp_path):
     with pytest.raises(UserError, match=r"model_type: expected .* the types of the model to save, got qwen3"):
         save_pretrained(model, tmp_path / "out", source=tmp_path / "in")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tree_through_qwen3_next_equals_transformers_on_every_path(tmp_path):
+    hf = hybrid_model(False, "Qwen3Next")
+    hf.save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path, dtype=torch.float32)
+    trunk = [3, 1, 4, 1, 5, 9, 2, 6] * 9  # longer than a chunk of the recurrence
+    paths = [[*trunk, 5, 3, 5, 8], [*trunk, 9, 7], [*trunk[:70], 9, 3, 2], trunk[:11]]
+    for max_tokens in (None, 40):
+        with torch.no_grad():
+            for got, path in zip(tree_logprobs(model, paths, max_tokens), paths, strict=True):
+                torch.testing.assert_close(got, path_logprobs(hf, path), rtol=1e-5, atol=2e-5)
+
+
+def test_the_published_qwen3_next_has_the_parameters_of_transformers():
+    with torch.device("meta"):
+        ours = Qwen3Next(Qwen3Next.flavors["80B-A3B"])
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3NextConfig())
+    assert ours.num_parameters() == theirs.num_parameters()
+    with pytest.raises(UserError, match="Qwen3-Next supports experts in every layer only"):
+        Qwen3Next.Config.from_hf({**theirs.config.to_dict(), "mlp_only_layers": [0]}, "here")

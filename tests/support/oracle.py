@@ -96,7 +96,7 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **si
 
 
 def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
-    """Returns transformers' Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or dense Qwen3-Next ("Qwen3Next").
+    """Returns transformers' Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or Qwen3-Next with experts ("Qwen3Next").
 
     ``kind`` picks one of them. The model is small and random, and every parameter matters.
     """
@@ -124,7 +124,7 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
     own = {
         "Qwen3_5": {},
         "Qwen3_5Moe": EXPERTS | {"shared_expert_intermediate_size": 20},
-        "Qwen3Next": {"mlp_only_layers": list(range(num_layers))},
+        "Qwen3Next": EXPERTS | {"shared_expert_intermediate_size": 20},
     }
     config_class = getattr(transformers, f"{kind}{text}Config")
     torch.manual_seed(seed)

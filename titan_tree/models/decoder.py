@@ -49,6 +49,7 @@ class Decoder(TreeModel):
     # Snapshot tensors that hold several parameters each. Maps the end of a tensor's name to the ends of the
     # names of its parameters.
     packed: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    publishes_packed: ClassVar[bool] = False  # snapshots have the tensors of ``packed``
     publishes_single_experts: ClassVar[bool] = False  # snapshots have one tensor per expert and projection
 
     config: DecoderConfig

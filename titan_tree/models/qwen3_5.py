@@ -119,13 +119,9 @@ class Qwen35Config(HybridConfig):
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
-        """Reads a ``config.json``, also that of a Qwen3-Next model whose layers are all dense."""
         config = super().from_hf(hf, where)
         text = hf.get("text_config", hf)
-        mlp_only = text.get("mlp_only_layers") or []
-        cls._expect(text, where, "mlp_only_layers", isinstance(mlp_only, list), "a list")
-        dense = set(mlp_only) >= set(range(config.num_hidden_layers))
-        cls._expect(text, where, "num_experts", not text.get("num_experts") or dense, "dense models")
+        cls._expect(text, where, "num_experts", not text.get("num_experts"), "dense models")
         return config
 
     def to_hf(self) -> dict[str, Any]:
@@ -205,7 +201,6 @@ class Qwen35(Hybrid):
     hf_architectures: ClassVar[dict[str, str]] = {
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",  # vision is not loaded
-        "qwen3_next": "Qwen3NextForCausalLM",
     }
     flavors: ClassVar[dict[str, Qwen35Config]] = {
         # Less than a million parameters: for the byte-level demo and for tests on a CPU.

@@ -151,6 +151,21 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
+def pack(weights: Mapping[str, Tensor], model: Decoder) -> dict[str, Tensor]:
+    """Returns ``weights`` with the tensors of ``model.packed`` in place of the parameters that they hold."""
+    packed = dict(weights)
+    for ending, parts in model.packed.items():
+        for prefix in [name.removesuffix(parts[0]) for name in weights if name.endswith(parts[0])]:
+            tensors = [packed.pop(prefix + part) for part in parts]
+            rows = sum(map(len, tensors))
+            whole = tensors[0].new_empty(rows, *tensors[0].shape[1:])
+            sources = model.unpack(prefix + ending, torch.arange(rows))
+            for source, tensor in zip(sources, tensors, strict=True):
+                whole[source] = tensor
+            packed[prefix + ending] = whole
+    return packed
+
+
 def model_name(stored: str) -> str:
     """Returns the name that a model uses for the tensor that snapshots call ``stored``."""
     return stored.removeprefix(TEXT_PREFIX).removeprefix(PREFIX)

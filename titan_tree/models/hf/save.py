@@ -27,7 +27,7 @@ from titan_tree.models.hf.files import (
     weight_files,
     write_json,
 )
-from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, split_experts
+from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, pack, split_experts
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def save_pretrained(
 
     with all_or_nothing(Path(folder)) as temporary:
         parts = split_experts(weights) if model.publishes_single_experts else weights
+        parts = pack(parts, model) if model.publishes_packed else parts
         named = {hf_name(name, exported.prefix): weight for name, weight in parts.items()}
         _write_weights(named | exported.other_weights, temporary, max_shard_bytes)
         write_json(temporary / CONFIG, exported.config)

@@ -69,7 +69,7 @@ REASONS = {
     "nemotron_h": STATE_SPACE,
     "qwen3_5_moe_text": 'its recurrent layers need model.implementation = "native"',
     "qwen3_5_text": 'its recurrent layers need model.implementation = "native"',
-    "qwen3_next": STATE_SPACE,
+    "qwen3_next": 'its recurrent layers need model.implementation = "native"',
     "recurrent_gemma": STATE_SPACE,
     "rwkv": STATE_SPACE,
     "zamba": STATE_SPACE,
