@@ -124,7 +124,7 @@ def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: 
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("model.name=qwen9", "one of qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, got 'qwen9'"),
+        ("model.name=qwen9", "one of qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen3_next, llama, got 'qwen9'"),
         ("model.attention=fast", "one of auto, hopper, triton, flash, flex, reference, got 'fast'"),
         ("model.gdn=fast", "one of auto, hopper, triton, reference, got 'fast'"),
         ("data.format=xml", "one of auto, jsonl"),

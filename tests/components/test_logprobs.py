@@ -106,7 +106,7 @@ def test_gradcheck_over_two_blocks():
 def test_probabilities_are_kept_only_for_a_backward_that_reads_them(monkeypatch):
     kept = []
     softmax = module._softmax
-    monkeypatch.setattr(module, "_softmax", lambda *args: kept.append(args[4]) or softmax(*args))
+    monkeypatch.setattr(module, "_softmax", lambda *args: kept.append(args[3]) or softmax(*args))
     hidden, weight, label, _ = case(3, 7, 4, torch.float32)
     with torch.no_grad():
         edge_logprobs(hidden, weight, label, recompute=False)
