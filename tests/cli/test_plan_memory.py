@@ -42,7 +42,7 @@ ROOT = 512 * 128 + 128
 # Allocates what the kernels of attention write, and computes nothing.
 SIZES = SimpleNamespace(
     is_automatic=lambda device: False,
-    refusal=lambda q, deterministic: None,
+    refusal=lambda q, v, scoring, deterministic: None,
     prepare=plan.prepare,
     attention=partial(operator.attention, "sizes"),
     forward=lambda q, *_: (torch.empty_like(q), plan.empty_lse(q)),

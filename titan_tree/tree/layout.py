@@ -100,9 +100,13 @@ class TreeLayout:
 
         This holds for keys that ``dense_mask`` shows to the query. Other entries mean nothing.
         """
+        depth = self.key_depths()
+        return depth[self.key_index][:, None] - depth < window
+
+    def key_depths(self) -> Tensor:
+        """Returns [M] int64: the number of tokens before each key on its path. It waits for no device."""
         # All ancestors of a key are keys. So its depth is the number of keys before it, without those whose
         # subtrees have ended.
-        num_keys = len(self.subtree_end)
-        ended = torch.bincount(self.subtree_end, minlength=num_keys + 1)[:num_keys].cumsum(0)
-        depth = torch.arange(num_keys, device=ended.device) - ended
-        return depth[self.key_index][:, None] - depth < window
+        end = self.subtree_end
+        key = torch.arange(len(end), dtype=end.dtype, device=end.device)
+        return key - torch.searchsorted(end.sort().values, key, right=True)
