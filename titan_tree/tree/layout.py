@@ -86,7 +86,7 @@ class TreeLayout:
         return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
 
     def with_plan(self, plan: Any) -> TreeLayout:
-        """Returns the same layout with the ``attention_plan`` of a backend."""
+        """Returns the same layout with an ``attention_plan``: a backend's plans, by the layers' windows."""
         return dataclasses.replace(self, attention_plan=plan)
 
     def dense_mask(self) -> Tensor:
