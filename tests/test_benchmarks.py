@@ -15,6 +15,7 @@ SCRIPTS = ROOT / "scripts" / "benchmark"
 # Arguments with which each benchmark runs on a CPU, and the column that names its rows.
 BENCHMARKS = {
     "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
+    "attention_options": ("--tree bushy --tokens 64 --rounds 1 --cases gpt-oss DeepSeek-V3", "attention"),
     "gdn": ("--tree chain bushy --tokens 64 --rounds 1 --heads 1 2 --head-dim 16", "what"),
     "step": ("--flavor debug --tokens 64 --rounds 1 --warmup 0 --steps 1 --peer --no-compile", "step of"),
     "experts": (

@@ -1,4 +1,4 @@
-"""Compiles Gluon kernels for Hopper on a machine without a GPU, and reports what ptxas says about them.
+"""Compiles kernels for Hopper on a machine without a GPU, and reports what ptxas says about them.
 
 Compiling all kernels takes more than a minute. Their reports are therefore recorded in hopper_reports.json,
 each with a fingerprint of the code and of Triton's version. A test compiles kernels only if the fingerprint
@@ -30,6 +30,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 ROOT = Path(__file__).parents[2]
+MODULES = (
+    "tests.components.tree_attention.test_hopper_builds",
+    "tests.components.tree_attention.test_triton_builds",
+    "tests.components.tree_gdn.test_hopper_builds",
+)
 RECORD = Path(__file__).with_name("hopper_reports.json")
 SHARED_MEMORY = 227 * 1024  # bytes that one block can use on Hopper
 Report = list[dict[str, Any]]  # one entry per compiled kernel
@@ -48,16 +53,19 @@ class HopperDriver:
         return 0
 
 
-def compile_launches(*names: str) -> None:
-    """Makes every later launch in this process compile its Gluon kernel instead of running it.
+def compile_launches(*names: str, gluon: bool = True) -> None:
+    """Makes every later launch in this process compile its kernel instead of running it.
 
-    Each new kernel prints one line of JSON: its name, bytes of shared memory, bytes of spilled registers,
-    ptxas's warnings that it serializes products, and the constants called ``names``.
+    Each new kernel prints one line of JSON: its name, bytes of shared memory, registers per thread, bytes of
+    spilled registers, ptxas's warnings that it serializes products, and the constants called ``names``.
+
+    Args:
+        gluon: compile Gluon kernels, or else Triton kernels. Launches of the others do nothing.
     """
     run = JITFunction.run
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        if not kernel.is_gluon():
+        if kernel.is_gluon() != gluon:
             return
         with contextlib.redirect_stdout(io.StringIO()) as log:  # ptxas's log; empty if already compiled
             compiled = run(kernel, *args, grid=grid, warmup=True, **constants)
@@ -65,6 +73,7 @@ def compile_launches(*names: str) -> None:
             result = {"kernel": kernel.__name__} | {name.lower(): constants.get(name) for name in names}
             result |= {
                 "shared": compiled.metadata.shared,
+                "registers": int(re.findall(r"Used (\d+) registers", log.getvalue())[0]),
                 "spills": sum(map(int, spills)),
                 "warnings": re.findall(r".*C75\d\d.*", log.getvalue()),
             }
@@ -123,12 +132,11 @@ def _name(module: str, arguments: tuple[Any, ...]) -> str:
 def record() -> None:
     """Compiles all kernels and records their reports."""
     reports = {}
-    for name in ("tree_attention", "tree_gdn"):
-        module = f"tests.components.{name}.test_hopper_builds"
+    for module in MODULES:
         test = importlib.import_module(module)
-        for dim in test.DIMS:
-            report = _compile(module, (dim,))
-            reports[_name(module, (dim,))] = {
+        for case in test.BUILDS:
+            report = _compile(module, (case,))
+            reports[_name(module, (case,))] = {
                 "fingerprint": _fingerprint(module, test.SOURCES),
                 "report": report,
             }

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_attention import TreeAttention
+from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.components.tree_attention.backend import PLAIN
 from titan_tree.tree.layout import TreeLayout
 
 Nodes = list[tuple[int, int]]  # DFS order; parent -1: a root
@@ -73,12 +74,30 @@ def ancestor_mask(nodes: Nodes, queries: np.ndarray | None = None) -> Tensor:
     return mask if queries is None else mask[torch.from_numpy(queries)]
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Returns softmax(q k^T / sqrt(D)) v in float64, [N, Hq, D]."""
+def window_mask(nodes: Nodes, queries: np.ndarray | None, window: int) -> Tensor:
+    """Returns [N, M] bool: the last ``window`` columns that each query sees.
+
+    Ancestors precede their descendants in DFS order, so these are the last tokens of the query's path.
+    """
+    mask = ancestor_mask(nodes, queries)
+    num_later = mask.flip(1).cumsum(1).flip(1)  # visible columns from each column on
+    return mask & (num_later <= window)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None, scoring: Scoring = PLAIN
+) -> Tensor:
+    """Returns attention in float64, [N, Hq, Dv]. ``mask`` contains the window."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    total = scores.logsumexp(-1)
+    if scoring.sinks is not None:
+        total = torch.logaddexp(total, scoring.sinks.double()[:, None])
+    return torch.einsum("hqk,khd->qhd", (scores - total[..., None]).exp(), v)
 
 
 def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, layout: TreeLayout) -> list[Tensor]:

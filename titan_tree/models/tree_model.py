@@ -8,7 +8,7 @@ N tokens, E edges, L layers with experts, k experts of a token, d hidden size, V
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,7 @@ class TreeModel(nn.Module, ABC):
         compute_dtype: dtype of the activations; None: that of the weights.
         recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
+        windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
     Raises:
         UserError: an unknown backend.
     """
@@ -81,6 +82,7 @@ class TreeModel(nn.Module, ABC):
     experts: ExpertInfo | None = None
     num_recurrent_layers = 0  # layers of Gated DeltaNet
     logit_cap: float | None = None
+    windows: Collection[int | None] = (None,)
 
     def __init__(self, config: Any, attention: str = "auto") -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class TreeModel(nn.Module, ABC):
         """
         if "states" not in self.cache_streams:
             layout = layout.for_attention()
-        return self.attention.prepare(layout)
+        return self.attention.prepare(layout, self.windows)
 
     @property
     def communicates(self) -> bool:

@@ -87,7 +87,7 @@ class TreeLayout:
         return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
 
     def with_plan(self, plan: Any) -> TreeLayout:
-        """Returns the same layout with the ``attention_plan`` of a backend."""
+        """Returns the same layout with an ``attention_plan``: a backend's plans, by the layers' windows."""
         return dataclasses.replace(self, attention_plan=plan)
 
     def dense_mask(self) -> Tensor:
@@ -101,9 +101,13 @@ class TreeLayout:
 
         This holds for keys that ``dense_mask`` shows to the query. Other entries mean nothing.
         """
+        depth = self.key_depths()
+        return depth[self.key_index][:, None] - depth < window
+
+    def key_depths(self) -> Tensor:
+        """Returns [M] int64: the number of tokens before each key on its path. It waits for no device."""
         # All ancestors of a key are keys. So its depth is the number of keys before it, without those whose
         # subtrees have ended.
-        num_keys = len(self.subtree_end)
-        ended = torch.bincount(self.subtree_end, minlength=num_keys + 1)[:num_keys].cumsum(0)
-        depth = torch.arange(num_keys, device=ended.device) - ended
-        return depth[self.key_index][:, None] - depth < window
+        end = self.subtree_end
+        key = torch.arange(len(end), dtype=end.dtype, device=end.device)
+        return key - torch.searchsorted(end.sort().values, key, right=True)

@@ -20,7 +20,7 @@ from tests.support.layouts import (
     random_nodes,
     random_qkv,
 )
-from titan_tree.components.tree_attention import hopper, triton_kernels
+from titan_tree.components.tree_attention import Scoring, hopper, triton_kernels
 from titan_tree.components.tree_attention import plan as plans
 from titan_tree.components.tree_attention.hopper import (
     forward_pass,
@@ -45,6 +45,7 @@ KERNELS = (
     (wide_key_pass, "_wide_keys_kernel"),
     (query_pass, "_queries_kernel"),
 )
+SCALE = 0.1  # of scores
 SOME = np.random.default_rng(0)
 TRUNK: Nodes = [(-1, 300), *[(0, 3)] * 50]
 FOREST = random_nodes(7, 60, 1, 12)
@@ -91,7 +92,7 @@ def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     layout, mask = make_layout(case.nodes, case.queries), ancestor_mask(case.nodes, case.queries)
     n, m = mask.shape
     q, k, v, do = random_qkv(n, m, case.heads, case.dim, dtype=case.dtype)
-    exact = exact_attention(q, k, v, mask)
+    exact = exact_attention(q.double() * (SCALE * case.dim**0.5), k, v, mask)
     exact_gradients = torch.autograd.grad(exact, (q, k, v), do.double())
     q, k, v = (x.detach() for x in (q, k, v))
     tree = layout.subtree_end, layout.key_index, prepare(layout)
@@ -101,15 +102,16 @@ def assert_exact(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
         for module, kernel in KERNELS:
             emulated = EmulatedKernel(getattr(module, kernel), _tma_add=Descriptor.add)
             patch.setattr(module, kernel, emulated)
-        o, lse = forward_pass.forward(q, k, v, *tree)
+        options = SCALE, Scoring()
+        o, lse = hopper.forward(q, k, v, *tree, *options)
         gradients = {
-            deterministic: hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
+            deterministic: hopper.backward(do, q, k, v, o, lse, *tree, *options, deterministic)
             for deterministic in (True, False)
         }
 
     assert error(o, exact, do) < tolerance
     k_of_head = k.double().repeat_interleave(case.heads[0] // case.heads[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q.double() * case.dim**-0.5, k_of_head)
+    scores = torch.einsum("qhd,khd->hqk", q.double() * SCALE, k_of_head)
     exact_lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1) / math.log(2)
     assert (lse[:, :n] - exact_lse).abs().max() < 1e-5
     assert (lse[:, n:] == torch.inf).all()

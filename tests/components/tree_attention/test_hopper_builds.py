@@ -6,7 +6,7 @@ import torch
 
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from tests.support.layouts import make_layout, random_qkv
-from titan_tree.components.tree_attention import hopper
+from titan_tree.components.tree_attention import Scoring, hopper
 from titan_tree.components.tree_attention.hopper import forward_pass, query_pass
 from titan_tree.components.tree_attention.plan import prepare
 
@@ -17,7 +17,7 @@ LAUNCHES = {
     128: [("not square", False), ("not square", True), ("square", True)],
     256: [("not square", True)],
 }
-DIMS = tuple(LAUNCHES)
+BUILDS = tuple(LAUNCHES)
 SOURCES = (
     "components/rings.py",
     "components/tree_attention/hopper",
@@ -35,12 +35,13 @@ def compile_kernels(dim: int) -> None:
         layout = make_layout([(-1, n_keys)], np.arange(n_keys - 200, n_keys))
         tree = layout.subtree_end, layout.key_index, prepare(layout)
         q, k, v, do = random_qkv(200, n_keys, (32, 8), dim, dtype=torch.bfloat16)
-        o, lse = forward_pass.forward(q, k, v, *tree)
-        hopper.backward(do, q, k, v, o, lse, *tree, deterministic)
+        options = dim**-0.5, Scoring()
+        o, lse = hopper.forward(q, k, v, *tree, *options)
+        hopper.backward(do, q, k, v, o, lse, *tree, *options, deterministic)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", BUILDS)
 def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)

@@ -11,7 +11,7 @@ from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
 from titan_tree.tree.chains import make_chains
 from titan_tree.tree.chunks import make_chunks
 
-DIMS = (64, 128)
+BUILDS = (64, 128)
 SOURCES = (
     "components/rings.py",
     "components/tree_gdn/hopper",
@@ -34,7 +34,7 @@ def compile_kernels(dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", BUILDS)
 def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)

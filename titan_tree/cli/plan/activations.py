@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -101,8 +101,8 @@ class LayerMemory:
 class _Attention(TreeAttention):
     """TreeAttention whose operator sees only shapes."""
 
-    def prepare(self, layout: TreeLayout) -> TreeLayout:
-        return layout.with_plan(plan.prepare(layout))
+    def prepare(self, layout: TreeLayout, windows: Collection[int | None] = (None,)) -> TreeLayout:
+        return layout.with_plan({window: plan.prepare(layout, window) for window in windows})
 
     def forward(
         self,
@@ -114,7 +114,8 @@ class _Attention(TreeAttention):
         scale: float | None = None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        return operator.attention(BACKEND, q, k, v, context, layout, layout.attention_plan, False)
+        plan = layout.attention_plan[scoring.window]
+        return operator.attention(BACKEND, q, k, v, context, layout, plan, 1.0, scoring, False)
 
 
 class _DeltaNet(TreeGDN):

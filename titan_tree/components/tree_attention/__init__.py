@@ -18,6 +18,7 @@ A backend requested by name is used or refused, never replaced by another one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class TreeAttention(nn.Module):
     Args:
         backend: a name from ``registry.ATTENTION_BACKENDS``, or "auto".
             "hopper": kernels for Hopper GPUs, in Gluon. 16-bit dtypes, head dim 64, 128 or 256.
-            "triton": kernels for any GPU. 16-bit dtypes and float32, head dim 16 to 256.
+            "triton": kernels for any GPU. 16-bit dtypes and float32, head dims up to 256 that 8 divides.
             "flash": FlexAttention on FlashAttention-4's kernels; needs a Hopper GPU and flash-attn-4.
             "flex": compiled FlexAttention, on any GPU.
             "reference": plain PyTorch with a dense [N, M] mask. Any device and float dtype; small trees only.
@@ -62,10 +63,14 @@ class TreeAttention(nn.Module):
         self.deterministic = deterministic
         self._logged = False
 
-    def prepare(self, layout: TreeLayout) -> TreeLayout:
-        """Returns the layout with this backend's plan. Call it once per batch, before the first layer.
+    def prepare(self, layout: TreeLayout, windows: Collection[int | None] = (None,)) -> TreeLayout:
+        """Returns the layout with this backend's plans. Call it once per batch, before the first layer.
 
-        All layers and the recomputation in the backward pass share the plan.
+        All layers and the recomputation in the backward pass share them.
+
+        Args:
+            windows: the sliding windows of the layers, see ``Scoring``; None stands for layers without one.
+                There is one plan for each.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -77,7 +82,8 @@ class TreeAttention(nn.Module):
                 logger.info("TreeAttention: backend 'auto' tries %s", ", then ".join(names))
                 self._logged = True
         with torch.no_grad():
-            return layout.with_plan(ATTENTION_BACKENDS[names[0]].prepare(layout))
+            backend = ATTENTION_BACKENDS[names[0]]
+            return layout.with_plan({window: backend.prepare(layout, window) for window in windows})
 
     def forward(
         self,
@@ -96,32 +102,38 @@ class TreeAttention(nn.Module):
             k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention). With ``context`` only the
                 partition's own tokens: [N, Hkv, D].
             v: like k, but its heads may have another size Dv.
-            layout: of N queries and M keys, from ``prepare``. A layout without a plan is prepared here, in
+            layout: of N queries and M keys, from ``prepare``. A layout without plans is prepared here, in
                 every call. The layout's tensors must not change after ``prepare``.
             context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
                 "hopper" and "triton" keep no copy of these keys and values for the backward pass.
             scale: factor of the scores instead of 1 / sqrt(D).
-            scoring: a sliding window, a soft cap or sinks, which only "reference" computes.
+            scoring: a sliding window, a soft cap or sinks. "hopper" and "flash" have none of them.
 
         Returns:
             [N, Hq, Dv] in q's dtype.
 
         Raises:
             UserError: shapes or dtypes do not fit, the backend refuses the tensors, or the layout was
-                prepared for another backend.
+                prepared for another backend or other windows.
         """
         _check(q, k, v, layout, context)
+        _check_scoring(q, scoring)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
         name = resolve(
             "TreeAttention", ATTENTION_BACKENDS, self.backend, q.device, q, v, scoring, deterministic
         )
         if layout.attention_plan is None:
-            layout = self.prepare(layout)
-        if scale is not None and scale != q.shape[-1] ** -0.5:
-            q = q * (scale * q.shape[-1] ** 0.5)
+            layout = self.prepare(layout, [scoring.window])
+        plans, scale = layout.attention_plan, q.shape[-1] ** -0.5 if scale is None else scale
+        if scoring.window not in plans:
+            raise UserError(
+                f"TreeAttention: window {scoring.window}: the layout was prepared for {list(plans)}; "
+                f"call prepare(layout, windows=[{scoring.window}])"
+            )
         backend = ATTENTION_BACKENDS[name]
-        return backend.attention(q, k, v, context, layout, layout.attention_plan, scoring, deterministic)
+        plan = plans[scoring.window]
+        return backend.attention(q, k, v, context, layout, plan, scale, scoring, deterministic)
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}, deterministic={self.deterministic}"
@@ -130,10 +142,11 @@ class TreeAttention(nn.Module):
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor | None) -> None:
     n, m = layout.key_index.shape[0], layout.subtree_end.shape[0]
     if context is not None:
-        if layout.key_source is None or context.ndim != 4 or context.shape[1:] != (2, *k.shape[1:]):
+        fits = context.ndim == 4 and context.shape[1:] == (2, *k.shape[1:]) == (2, *v.shape[1:])
+        if layout.key_source is None or not fits:
             raise UserError(
-                "TreeAttention: context: expected [R, 2, Hkv, D] with k of [N, Hkv, D] and a layout that has "
-                f"key_source, got context {list(context.shape)} with k {list(k.shape)}"
+                "TreeAttention: context: expected [R, 2, Hkv, D] with k and v of [N, Hkv, D] and a layout "
+                f"that has key_source, got {list(context.shape)} with {list(k.shape)} and {list(v.shape)}"
             )
         m = n
     fits = q.ndim == k.ndim == v.ndim == 3 and len(q) == n and len(k) == m and k.shape[:2] == v.shape[:2]
@@ -147,4 +160,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, context: Tensor 
     if len(set(dtypes)) > 1:
         raise UserError(
             f"TreeAttention: expected q, k, v and context of one dtype, got {', '.join(map(str, dtypes))}"
+        )
+
+
+def _check_scoring(q: Tensor, scoring: Scoring) -> None:
+    window, cap, sinks = scoring
+    if window is not None and window < 1:
+        raise UserError(f"TreeAttention: window: expected at least 1 token, got {window}")
+    if cap is not None and cap <= 0:
+        raise UserError(f"TreeAttention: softcap: expected a number above 0, got {cap}")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise UserError(
+            f"TreeAttention: sinks: expected one for each of {q.shape[1]} heads, got {list(sinks.shape)}"
         )

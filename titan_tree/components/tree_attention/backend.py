@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_attention.plan import Plan
 from titan_tree.tree.layout import TreeLayout
 
 
@@ -44,8 +43,11 @@ class AttentionBackend(Protocol):
         got, and which backend to use instead. torch.compile traces this function, so it must not read values.
         """
 
-    def prepare(self, layout: TreeLayout) -> Any:
-        """Returns what ``attention`` derives from a layout alone, once per batch and shared by all layers.
+    def prepare(self, layout: TreeLayout, window: int | None) -> Any:
+        """Returns what ``attention`` derives from a layout, once per batch and shared by all layers.
+
+        Args:
+            window: that of the layers, see ``Scoring``.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -59,6 +61,7 @@ class AttentionBackend(Protocol):
         context: Tensor | None,
         layout: TreeLayout,
         plan: Any,
+        scale: float,
         scoring: Scoring,
         deterministic: bool,
     ) -> Tensor:
@@ -67,7 +70,8 @@ class AttentionBackend(Protocol):
         Other arguments are those of ``TreeAttention.forward``.
 
         Args:
-            plan: the result of ``prepare(layout)``.
+            plan: the result of ``prepare(layout, scoring.window)``.
+            scale: factor of the scores.
             scoring: options of the layer that ``refusal`` has accepted.
             deterministic: whether equal inputs must give equal gradients, bit for bit.
         """
@@ -81,16 +85,26 @@ class KernelBackend(AttentionBackend, Protocol):
     """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        end: Tensor,
+        column: Tensor,
+        plan: Any,
+        scale: float,
+        scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output o [N, H, D] and lse [H, padded N], see ``plan.empty_lse``.
+        """Returns the output o [N, H, Dv] and lse [H, padded N], see ``plan.empty_lse``.
 
         Args:
             q: [N, H, D].
-            k: [M, Hkv, D]; v likewise.
+            k: [M, Hkv, D]; v: [M, Hkv, Dv].
             end: [M] int32, ``TreeLayout.subtree_end``.
             column: [N] int32, ``TreeLayout.key_index``.
-            plan: which blocks of queries and keys meet.
+            plan: which blocks of queries and keys meet: a ``Plan``, or a ``WindowPlan`` for a window.
+            scale: factor of the scores.
+            scoring: options that ``refusal`` has accepted, without the window, which the plan contains.
         """
 
     def backward(
@@ -103,16 +117,18 @@ class KernelBackend(AttentionBackend, Protocol):
         lse: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Plan,
+        plan: Any,
+        scale: float,
+        scoring: Scoring,
         deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns dq, dk and dv, in the dtypes of q, k and v, from the gradient do [N, H, D] of o."""
+    ) -> list[Tensor]:
+        """Returns dq, dk, dv and, with sinks, their gradient, from the gradient do [N, H, Dv] of o."""
 
 
 def plain_only(q: Tensor, v: Tensor, scoring: Scoring) -> str | None:
     """Returns a reason to refuse everything but plain softmax over heads of one size, or None."""
     if given := [name for name, value in scoring._asdict().items() if value is not None]:
-        return f"has no {' and '.join(given)}; use 'reference'"
+        return f"has no {' and '.join(given)}; use 'triton'"
     if v.shape[-1] != q.shape[-1]:
-        return f"expected values as wide as queries, {q.shape[-1]}, got {v.shape[-1]}; use 'reference'"
+        return f"expected values as wide as queries, {q.shape[-1]}, got {v.shape[-1]}; use 'triton'"
     return None

@@ -40,7 +40,7 @@ def available(device: torch.device) -> bool:
     return _is_installed() and is_hopper(device)
 
 
-def prepare(layout: TreeLayout) -> BlockMask:
+def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
     """Returns the mask in blocks of 128 x 128.
 
     Raises:
@@ -53,15 +53,15 @@ def prepare(layout: TreeLayout) -> BlockMask:
         )
     if not _is_installed():
         raise UserError("TreeAttention: backend 'flash' needs flash-attn-4: pip install -e '.[flash]'")
-    return flex.prepare(layout)
+    return flex.prepare(layout, window)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: BlockMask,
-    scoring: Scoring, deterministic: bool,
+    scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return flex.attention(q, k, v, context, layout, plan, scoring, deterministic, kernels="FLASH")
+    return flex.attention(q, k, v, context, layout, plan, scale, scoring, deterministic, kernels="FLASH")
 
 
 def _is_installed() -> bool:

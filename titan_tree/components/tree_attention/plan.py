@@ -8,12 +8,16 @@ of the key's subtree in DFS order. This costs one int32 per key. Two facts make 
   block.
 - A pass that keeps a block of queries reads a list of the key blocks that the queries see.
 
+A sliding window counts tokens of a path, so the queries that see a key are no range any more. A layer with a
+window has a plan of its own (``WindowPlan``), which has lists for both passes.
+
 The plan is made by tensor operations on the layout's device. The host never waits for the device, since all
 shapes depend on N and M alone. The largest tensor is the list of pieces: N * M / 4096 int32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,8 +72,34 @@ class Plan(NamedTuple):
     job_part: Tensor  # [nj]: place of its sums among the parts of all cut ranges; -1 for an uncut range
 
 
-def prepare(layout: TreeLayout) -> Plan:
-    """Returns the plan of a layout, on its device. All layers and the recomputation share it.
+class WindowPlan(NamedTuple):
+    """Int32 tensors for layers with a sliding window. Backend "triton" reads them. nq, nk: see ``Plan``.
+
+    The lists leave out blocks whose deepest key is above the windows of all queries of the other block.
+    """
+
+    key_blocks: Tensor  # [nq, nk]: key blocks that each query block sees, ordered as in ``Plan``
+    n_partial: Tensor  # [nq]: how many are partly visible
+    n_visible: Tensor  # [nq]: how many are visible
+    query_order: Tensor  # [nq]: query blocks, most work first
+    query_blocks: Tensor  # [nk, nq]: query blocks that see each key block, ordered likewise
+    n_partial_queries: Tensor  # [nk]
+    n_visible_queries: Tensor  # [nk]
+    key_order: Tensor  # [nk]: key blocks, most work first
+    depth: Tensor  # [M]: the number of keys before each key on its path
+    window_start: Tensor  # [N]: the depth of the first key in each query's window
+
+
+def plan_of(columns: Sequence[Tensor]) -> Plan | WindowPlan:
+    """Returns the plan that has these columns."""
+    return Plan(*columns) if len(columns) == len(Plan._fields) else WindowPlan(*columns)
+
+
+def prepare(layout: TreeLayout, window: int | None = None) -> Plan | WindowPlan:
+    """Returns the plan of a layout, on its device. All layers with one window and the recomputation share it.
+
+    Args:
+        window: tokens of a path that a query sees, see ``Scoring``; None: all.
 
     Raises:
         UserError: the layout is empty or not int32.
@@ -80,6 +110,8 @@ def prepare(layout: TreeLayout) -> Plan:
             "TreeAttention: expected a layout of int32 tensors with at least one query, "
             f"got {end.dtype}, {column.dtype}, {len(column)} queries"
         )
+    if window is not None:
+        return _window_plan(layout, window)
     query_bounds = _block_bounds(column, QUERIES, pad=column[-1:])
     columns = *_key_blocks(end, *query_bounds), *_pieces(end, *query_bounds), *_ranges_and_jobs(end, column)
     return Plan(*(x.int() for x in columns))
@@ -103,15 +135,41 @@ def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[1], -(-q.shape[0] // QUERIES) * QUERIES, dtype=torch.float32)
 
 
+def _window_plan(layout: TreeLayout, window: int) -> WindowPlan:
+    end, column = layout.subtree_end, layout.key_index
+    depth = layout.key_depths()
+    start = depth[column] - (window - 1)
+    seen, full, _ = _visibility(end, KEYS, *_block_bounds(column, QUERIES, pad=column[-1:]))
+    shallowest, deepest = _block_bounds(depth, KEYS, pad=depth[-1:])
+    first_start, last_start = _block_bounds(start, QUERIES, pad=start[-1:])
+    seen &= deepest >= first_start[:, None]
+    full &= shallowest >= last_start[:, None]
+    columns: list[Tensor] = []
+    for seen_by_row, full_by_row in ((seen, full), (seen.T.contiguous(), full.T.contiguous())):
+        lists, n_partial, n_visible = _lists(seen_by_row, full_by_row)
+        columns += lists, n_partial, n_visible, n_visible.argsort(stable=True, descending=True)
+    return WindowPlan(*(x.int() for x in (*columns, depth, start)))
+
+
+def _lists(seen: Tensor, full: Tensor) -> tuple[Tensor, ...]:
+    """Returns the blocks of each row, how many are partly visible and how many are visible.
+
+    Args:
+        seen: [rows, blocks] bool: which blocks are visible.
+        full: likewise, which of these are fully visible.
+    """
+    kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
+    n_visible = seen.sum(1)
+    return kind.argsort(dim=1, stable=True), n_visible - full.sum(1), n_visible
+
+
 def _key_blocks(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:
     """Returns the plan's columns key_blocks, n_partial and n_visible.
 
     The queries of block i have key columns first[i] .. last[i].
     """
     seen, full, _ = _visibility(end, KEYS, first, last)
-    kind = _bytes_like(seen, 2).masked_fill_(seen, 0).masked_fill_(full, 1)
-    n_visible = seen.sum(1)
-    return kind.argsort(dim=1, stable=True), n_visible - full.sum(1), n_visible
+    return _lists(seen, full)
 
 
 def _pieces(end: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, ...]:

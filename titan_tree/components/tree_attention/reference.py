@@ -24,31 +24,31 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
     return None
 
 
-def prepare(layout: TreeLayout) -> Tensor:
+def prepare(layout: TreeLayout, window: int | None = None) -> Tensor:
     """Returns the mask [N, M] bool. Its size is N * M bytes."""
-    return layout.dense_mask()
+    mask = layout.dense_mask()
+    return mask if window is None else mask & layout.in_window(window)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Tensor, scale: float,
     scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
     k, v = join(k, v, context, layout.key_source)
-    mask = plan if scoring.window is None else plan & layout.in_window(scoring.window)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, N or M, D]
     if scoring.softcap is None and scoring.sinks is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=plan, scale=scale)[0]
     else:
-        out = _weights(q, k, mask, scoring).to(v.dtype) @ v
+        out = _weights(q, k, plan, scale, scoring).to(v.dtype) @ v
     return out.transpose(0, 1)
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, scoring: Scoring) -> Tensor:
     """Returns the weight [H, N, M] of each key, in fp32 or wider."""
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if (cap := scoring.softcap) is not None:
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~mask, -torch.inf)

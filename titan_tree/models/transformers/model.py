@@ -74,6 +74,7 @@ class TransformersModel(TreeModel):
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
             self._run(two, two, survey)
         self.sizes = survey.sizes
+        self.windows = list(dict.fromkeys(layer.call.scoring.window for layer in self.sizes))
         self.cache_streams = ["keys"] * (2 * len(self.layers))
 
     def run_layers(

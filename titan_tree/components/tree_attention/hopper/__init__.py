@@ -20,8 +20,7 @@ from torch import Tensor
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import operator, triton_kernels
 from titan_tree.components.tree_attention.backend import Scoring, plain_only
-from titan_tree.components.tree_attention.hopper import key_pass, query_pass, wide_key_pass
-from titan_tree.components.tree_attention.hopper.forward_pass import SLOTS, forward
+from titan_tree.components.tree_attention.hopper import forward_pass, key_pass, query_pass, wide_key_pass
 from titan_tree.components.tree_attention.plan import Plan, prepare
 from titan_tree.tree.layout import TreeLayout
 
@@ -35,30 +34,38 @@ def is_automatic(device: torch.device) -> bool:
 
 def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
     """See ``AttentionBackend.refusal``."""
-    if is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in SLOTS:
+    dims = forward_pass.SLOTS
+    if is_hopper(q.device) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in dims:
         return plain_only(q, v, scoring)
     return (
         "needs a GPU of compute capability 9.0, bfloat16 or float16, and head dim "
-        f"{', '.join(map(str, SLOTS))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
+        f"{', '.join(map(str, dims))}; got {q.device}, {q.dtype}, {q.shape[-1]}; use 'triton'"
     )
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
-    scoring: Scoring, deterministic: bool,
+    scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return operator.attention("hopper", q, k, v, context, layout, plan, deterministic)
+    return operator.attention("hopper", q, k, v, context, layout, plan, scale, scoring, deterministic)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan, scale: float, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """See ``KernelBackend.forward``."""
+    return forward_pass.forward(q, k, v, end, column, plan, scale)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan: Plan, scale: float, scoring: Scoring, deterministic: bool,
+) -> list[Tensor]:  # fmt: skip
     """See ``KernelBackend.backward``."""
-    inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, plan
+    inputs = do, q, k, v, lse, triton_kernels.row_sums(do, o, lse), end, column, plan, scale
     if q.shape[-1] in key_pass.SLOTS:
         dk, dv, dq = key_pass.gradients(*inputs, with_dq=not deterministic)
     else:
         (dk, dv), dq = wide_key_pass.gradients(*inputs), None
-    return query_pass.gradient(*inputs) if dq is None else dq, dk, dv
+    return [query_pass.gradient(*inputs) if dq is None else dq, dk, dv]

@@ -281,7 +281,7 @@ SLOTS = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See ``KernelBackend.forward``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
@@ -294,7 +294,7 @@ def forward(
         matrix(k, block_k, dim), matrix(v, block_k, dim), matrix(o, QUERIES // 2, dim),
         vector(end, PIECE_KEYS), lse, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E.value,
+        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=block_k, D=dim, STAGES=stages,
         O_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip

@@ -276,7 +276,7 @@ SLOTS = {64: (4, 4), 128: (3, 4)}
 
 def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, with_dq: bool,
+    plan: Plan, scale: float, with_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns dk, dv and, if with_dq, dq, in the dtypes of their inputs. delta: see ``row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
@@ -289,7 +289,7 @@ def gradients(
         vector(lse, TILE), vector(delta, TILE),
         None if dq_sum is None else matrix(dq_sum, TILE, dim // 2), dk, dv, parts, end, column,
         plan.first_full, plan.end_full, plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
-        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E.value,
+        n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=SLOTS[dim][not with_dq],
         SQUARE=n == m, WITH_DQ=with_dq, num_warps=4,
     )  # fmt: skip
@@ -297,5 +297,5 @@ def gradients(
     if dq_sum is None:
         return dk, dv, None
     dq = torch.empty_like(q)
-    _scale_kernel[(triton.cdiv(q.numel(), 4096),)](dq_sum, dq, q.numel(), dim**-0.5, BLOCK=4096, num_warps=8)
+    _scale_kernel[(triton.cdiv(q.numel(), 4096),)](dq_sum, dq, q.numel(), scale, BLOCK=4096, num_warps=8)
     return dk, dv, dq

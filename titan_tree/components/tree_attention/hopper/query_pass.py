@@ -267,7 +267,7 @@ SIZES = {64: Sizes(128, 3, 3), 128: Sizes(64, 4, 4), 256: Sizes(64, 2, 1)}
 
 def gradient(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan,
+    plan: Plan, scale: float,
 ) -> Tensor:  # fmt: skip
     """Returns dq [N, H, D] in the dtype of q. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), heads_k = q.shape, k.shape[1]
@@ -280,7 +280,7 @@ def gradient(
         matrix(v, PIECE_KEYS, dim), matrix(k, sizes.block_k, dim), matrix(v, sizes.block_k, dim),
         matrix(dq, QUERIES // 2, dim), vector(end, PIECE_KEYS), lse, delta, column,
         plan.pieces, plan.n_diagonal, plan.n_masked, plan.n_pieces, plan.query_order,
-        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], dim**-0.5 * LOG2_E.value,
+        plan.pieces.shape[1], n_blocks, n_items, n, lse.shape[1], scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=QUERIES, BLOCK_K=sizes.block_k, D=dim, STAGES_K=sizes.stages_k,
         STAGES_V=sizes.stages_v, DQ_IN_Q=dim == 256, num_warps=4,
     )  # fmt: skip

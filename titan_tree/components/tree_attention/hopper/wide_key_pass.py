@@ -195,7 +195,7 @@ STAGES = 2  # slots for query tiles: as many as fit into 227 KiB
 
 def gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan,
+    plan: Plan, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv [M, Hkv, D] in the dtypes of k and v. delta: see ``triton_kernels.row_sums``."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
@@ -206,7 +206,7 @@ def gradients(
         matrix(q, TILE, dim), matrix(k, KEYS // 2, dim), matrix(v, KEYS // 2, dim), matrix(do, TILE, dim),
         vector(lse, TILE), vector(delta, TILE), dk, dv, parts, end, column, plan.first_full, plan.end_full,
         plan.job_block, plan.job_begin, plan.job_end, plan.job_part, n_jobs,
-        n, m, lse.shape[1], heads_k, dim**-0.5 * LOG2_E.value,
+        n, m, lse.shape[1], heads_k, scale * LOG2_E.value,
         G=heads // heads_k, BLOCK_Q=TILE, BLOCK_K=KEYS, D=dim, STAGES=STAGES, SQUARE=n == m, num_warps=4,
     )  # fmt: skip
     sum_parts(parts, dk, dv, plan)

@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_tree.components.tree_attention import operator
-from titan_tree.components.tree_attention.backend import Scoring, plain_only
-from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, empty_lse, prepare
+from titan_tree.components.tree_attention.backend import Scoring
+from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, prepare
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
 
@@ -37,17 +37,18 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
         return f"needs a CUDA device, got {q.device}; use 'reference', or set TRITON_INTERPRET=1 to debug"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"expected bfloat16, float16 or float32, got {q.dtype}; use 'reference' for other dtypes"
-    if q.shape[-1] not in (16, 32, 64, 128, 256):
-        return f"expected head dim 16, 32, 64, 128 or 256, got {q.shape[-1]}; use 'flex' or 'reference'"
-    return plain_only(q, v, scoring)
+    dims = q.shape[-1], v.shape[-1]
+    if max(dims) > 256 or dims[0] % 8 or dims[1] % 8:
+        return f"expected multiples of 8 up to 256 as head dims, got {dims[0]} and {dims[1]}; use 'reference'"
+    return None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: Plan,
-    scoring: Scoring, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout,
+    plan: Plan | WindowPlan, scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return operator.attention("triton", q, k, v, context, layout, plan, deterministic)
+    return operator.attention("triton", q, k, v, context, layout, plan, scale, scoring, deterministic)
 
 
 class Tile(NamedTuple):
@@ -60,19 +61,21 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of the three large kernels for one head dim."""
+    """Tile sizes of the three large kernels."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
+    narrow_dkdv: Tile | None = None  # for scoring that needs more registers, if it needs a tile of its own
 
 
-# By head dim; head dims below 64 use the row of 64. Chosen by measurement on an H200: in the backward pass,
-# two programs of 4 warps per multiprocessor are faster than one of 8.
+# By the larger head dim, of keys or values, rounded up to one of the table's. Chosen by measurement on an
+# H200: in the backward pass, two programs of 4 warps per multiprocessor are faster than one of 8. The narrow
+# tiles were chosen by ptxas's reports: the others would spill 300 to 830 bytes per thread.
 TILES_16BIT = {
     64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(128, 32, 8, 2)),
+    128: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 # For GPUs with as little as 99 KiB of shared memory per block: Ada, consumer Ampere and consumer Blackwell.
 TILES_16BIT_99K = {
@@ -94,21 +97,57 @@ def _shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def _tiles(q: Tensor) -> Tiles:
+def _padded(dim: int) -> int:
+    """Returns a head dim rounded up to what the tensor cores' tiles can have."""
+    return max(triton.next_power_of_2(dim), 16)
+
+
+def _cap(scoring: Scoring) -> float | None:
+    """Returns the soft cap of scores in base 2."""
+    return None if scoring.softcap is None else scoring.softcap * kernels.LOG2_E.value
+
+
+def _tiles(q: Tensor, v: Tensor) -> Tiles:
     if q.dtype == torch.float32:
         table = TILES_FP32
     else:
         table = TILES_16BIT if _shared_memory(q.get_device()) > 200 * 1024 else TILES_16BIT_99K
-    return table[max(q.shape[-1], 64)]
+    return table[max(_padded(q.shape[2]), _padded(v.shape[2]), 64)]
+
+
+def _dkdv_tile(q: Tensor, v: Tensor, plan: Plan | WindowPlan, cap: float | None) -> Tile:
+    tiles = _tiles(q, v)
+    windows_spill = max(q.shape[2], v.shape[2]) > 128
+    if tiles.narrow_dkdv and (cap is not None or (windows_spill and isinstance(plan, WindowPlan))):
+        return tiles.narrow_dkdv
+    return tiles.dkdv
 
 
 def _rows(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a descriptor of x [N, H, D] as a matrix [N, H * D], in tiles of ``block`` rows of one head.
+    """Returns a descriptor of x [N, H, D] in tiles of ``block`` rows of one head.
 
-    Rows past the end read as zero and are not written. Coordinates are rows and columns, so no offset exceeds
-    32 bits. On Hopper, Triton compiles these accesses to TMA transfers.
+    If D is a power of two, it is a matrix [N, H * D]. Otherwise it is an array [H, N, D], whose tiles are
+    padded to a power of two. Elements past an end read as zero and are not written. Coordinates are indices,
+    so no offset exceeds 32 bits. On Hopper, Triton compiles these accesses to TMA transfers.
     """
-    return TensorDescriptor.from_tensor(x.flatten(1), [block, x.shape[2]])
+    n, heads, dim = x.shape
+    if _padded(dim) == dim:
+        return TensorDescriptor.from_tensor(x.flatten(1), [block, dim])
+    return TensorDescriptor(x, [heads, n, dim], [dim, heads * dim, 1], [1, block, _padded(dim)])
+
+
+def _window(plan: Plan | WindowPlan) -> tuple[Tensor | None, Tensor | None]:
+    """Returns what kernels read about windows."""
+    return (plan.depth, plan.window_start) if isinstance(plan, WindowPlan) else (None, None)
+
+
+def _queries(plan: Plan | WindowPlan) -> tuple[Tensor | None, ...]:
+    """Returns what ``_dkdv_kernel`` reads about the queries of key blocks: ranges or lists, and the order."""
+    if isinstance(plan, Plan):
+        ranges = plan.first, plan.first_full, plan.end_full, plan.last
+        return *ranges, None, None, None, plan.range_order
+    lists = plan.query_blocks, plan.n_partial_queries, plan.n_visible_queries
+    return None, None, None, None, *lists, plan.key_order
 
 
 def _precision(q: Tensor) -> str:
@@ -116,19 +155,21 @@ def _precision(q: Tensor) -> str:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, end: Tensor, column: Tensor, plan: Plan | WindowPlan, scale: float,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``KernelBackend.forward``."""
-    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
-    o, lse = torch.empty_like(q), empty_lse(q)
-    tile, group = _tiles(q).forward, heads // heads_k
+    (n, heads, _), (m, heads_k, dim_v) = q.shape, v.shape
+    o, lse = q.new_empty(n, heads, dim_v), empty_lse(q)
+    sinks = None if scoring.sinks is None else scoring.sinks.contiguous()
+    tile, group = _tiles(q, v).forward, heads // heads_k
     q_split = QUERIES // tile.block_q
     kernels._forward_kernel[(len(plan.query_order) * q_split * group, heads_k)](
         _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(o, tile.block_q),
         lse, end, column, plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order,
-        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
-        G=group, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
-        K_SPLIT=KEYS // tile.block_k, PRECISION=_precision(q),
+        *_window(plan), sinks, n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
+        G=group, DV=_padded(dim_v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
+        K_SPLIT=KEYS // tile.block_k, CAP=_cap(scoring), PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return o, lse
@@ -136,59 +177,63 @@ def forward(
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, end: Tensor, column: Tensor,
-    plan: Plan, deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan: Plan | WindowPlan, scale: float, scoring: Scoring, deterministic: bool,
+) -> list[Tensor]:  # fmt: skip
     """See ``KernelBackend.backward``. The gradients are always deterministic."""
     delta = row_sums(do, o, lse)
-    dk, dv = _key_gradients(do, q, k, v, lse, delta, end, column, plan)
-    return _query_gradients(do, q, k, v, lse, delta, end, column, plan), dk, dv
+    inputs = do, q, k, v, lse, delta, end, column, plan, scale, _cap(scoring)
+    gradients = [_query_gradients(*inputs), *_key_gradients(*inputs)]
+    if scoring.sinks is not None:  # the softmax gives sink h the weight w[h, n], but it has no value
+        w = torch.exp2(scoring.sinks.float()[:, None] * kernels.LOG2_E.value - lse)
+        gradients.append(-(w * delta).sum(1).to(scoring.sinks.dtype))
+    return gradients
 
 
 def row_sums(do: Tensor, o: Tensor, lse: Tensor) -> Tensor:
     """Returns delta = rowsum(O * dO) in the shape of lse, 0 past row N. Backend "hopper" uses it too."""
     delta = torch.empty_like(lse)
     kernels._delta_kernel[(lse.shape[1] // 64, len(lse))](
-        _rows(o, 64), _rows(do, 64), delta, lse.shape[1], D=o.shape[2], BLOCK=64
+        _rows(o, 64), _rows(do, 64), delta, lse.shape[1], BLOCK=64
     )
     return delta
 
 
 def _key_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan,
+    plan: Plan | WindowPlan, scale: float, cap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv."""
-    (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
+    (n, heads, dim), (m, heads_k, dim_v) = q.shape, v.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    tile = _tiles(q).dkdv
+    tile = _dkdv_tile(q, v, plan, cap)
     k_split = KEYS // tile.block_k
-    kernels._dkdv_kernel[(len(plan.range_order) * k_split, heads_k)](
+    kernels._dkdv_kernel[(triton.cdiv(m, KEYS) * k_split, heads_k)](
         _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
         lse, delta, _rows(dk, tile.block_k), _rows(dv, tile.block_k), end, column,
-        plan.first, plan.first_full, plan.end_full, plan.last, plan.range_order,
-        n, m, lse.shape[1], dim**-0.5,
-        G=heads // heads_k, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, K_SPLIT=k_split,
-        PRECISION=_precision(q), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        *_queries(plan), *_window(plan), n, m, plan.key_blocks.shape[0], lse.shape[1], scale,
+        G=heads // heads_k, D=_padded(dim), DV=_padded(dim_v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
+        Q_SPLIT=QUERIES // tile.block_q, K_SPLIT=k_split, CAP=cap, PRECISION=_precision(q),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dk, dv
 
 
 def _query_gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, end: Tensor, column: Tensor,
-    plan: Plan,
+    plan: Plan | WindowPlan, scale: float, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Returns dq."""
     (n, heads, dim), (m, heads_k, _) = q.shape, k.shape
     dq = torch.empty_like(q)
-    tile, group = _tiles(q).dq, heads // heads_k
+    tile, group = _tiles(q, v).dq, heads // heads_k
     q_split = QUERIES // tile.block_q
     kernels._dq_kernel[(len(plan.query_order) * q_split * group, heads_k)](
         _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(do, tile.block_q),
         lse, delta, _rows(dq, tile.block_q), end, column,
-        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order,
-        n, m, plan.key_blocks.shape[1], lse.shape[1], dim**-0.5,
-        G=group, D=dim, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
-        K_SPLIT=KEYS // tile.block_k, PRECISION=_precision(q),
+        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order, *_window(plan),
+        n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
+        G=group, D=_padded(dim), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
+        K_SPLIT=KEYS // tile.block_k, CAP=cap, PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return dq
