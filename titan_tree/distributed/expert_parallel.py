@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import Experts
 from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.errors import UserError
@@ -51,6 +52,8 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
     where = "parallel.expert_parallel: expected"
     if not (layers := _layers(model)):
         raise UserError(f"{where} 1, because the model has no experts, got {num_ranks}")
+    if any(is_factor(name) for name, _ in layers[0].named_parameters()):
+        raise UserError(f"{where} 1 if LoRA targets routed experts, got {num_ranks}; change lora.targets")
     if (num_experts := len(layers[0].gate_up_proj)) % num_ranks:
         raise UserError(f"{where} a divisor of the number of experts, {num_experts}, got {num_ranks}")
     for weight in layers[0].parameters():

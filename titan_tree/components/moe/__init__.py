@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_tree.components.lora import Factors, factors
 from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
 from titan_tree.components.moe.bias import RouterBias
 from titan_tree.components.moe.experts import Dispatcher, expert_mlps
@@ -45,6 +46,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.dispatcher: Dispatcher | None = None
         self.local_weights: tuple[Tensor, Tensor] | None = None
+
+    def updates(self, dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
+        """Returns the factors of LoRA's updates of both weights, [E, rank, in] and [E, out, rank]."""
+        return factors(self, "gate_up_proj", dtype), factors(self, "down_proj", dtype)
 
 
 class MoEOutput(NamedTuple):
@@ -132,7 +137,8 @@ class MoE(nn.Module):
         weights = self.experts.local_weights or (self.experts.gate_up_proj, self.experts.down_proj)
         gate_up, down = (w.to(x.dtype) for w in weights)
         if dispatcher is None or counted is None:
-            out = expert_mlps(x, gate_up, down, expert, weight, is_chosen.sum(0))
+            updates = self.experts.updates(x.dtype)
+            out = expert_mlps(x, gate_up, down, expert, weight, is_chosen.sum(0), *updates)
         else:
             out = dispatcher(x, gate_up, down, expert, weight, counted)
         out = out if shared is None else out + shared

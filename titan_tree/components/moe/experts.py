@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_tree.components.lora import Factors
 from titan_tree.errors import UserError
 
 
@@ -57,6 +58,8 @@ def expert_mlps(
     expert: Tensor,
     weight: Tensor,
     num_copies: Tensor,
+    gate_up_update: Factors | None = None,
+    down_update: Factors | None = None,
 ) -> Tensor:
     """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
 
@@ -70,8 +73,9 @@ def expert_mlps(
         expert: [N, k] int64, different experts in each row.
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
+        gate_up_update, down_update: factors of LoRA's updates in x's dtype, or None.
     Raises:
-        UserError: in bf16 on a GPU, d or m is not a multiple of 8.
+        UserError: in bf16 on a GPU, d, m or the rank of an update is not a multiple of 8.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = inverse_permutation(order)
@@ -79,9 +83,19 @@ def expert_mlps(
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
     ends = num_copies.cumsum(0).to(torch.int32)
-    gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
+    gate, up = _updated_linear(copies, gate_up, gate_up_update, ends).chunk(2, dim=-1)
     hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    return _Gather.apply(grouped_linear(hidden, down, ends), order, inverse, expert.shape[1])
+    out = _updated_linear(hidden, down, down_update, ends)
+    return _Gather.apply(out, order, inverse, expert.shape[1])
+
+
+def _updated_linear(x: Tensor, weight: Tensor, update: Factors | None, ends: Tensor) -> Tensor:
+    """Returns ``grouped_linear`` with the update of the weight, if there is one."""
+    out = grouped_linear(x, weight, ends)
+    if update is None:
+        return out
+    a, b = update
+    return out + grouped_linear(grouped_linear(x, a, ends), b, ends)
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
@@ -169,8 +183,8 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Computes ``grouped_linear`` in one kernel, which needs rows of a multiple of 16 bytes."""
     if x.shape[1] % 8 or weight.shape[1] % 8:
         raise UserError(
-            "experts: expected hidden_size and moe_intermediate_size to be multiples of 8 in bfloat16 on a "
-            f"GPU, got a matrix with sides {weight.shape[2]} and {weight.shape[1]}"
+            "experts: expected hidden_size, moe_intermediate_size and lora.rank to be multiples of 8 in "
+            f"bfloat16 on a GPU, got a matrix with sides {weight.shape[2]} and {weight.shape[1]}"
         )
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
