@@ -31,7 +31,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "experts": {"data__max_tokens": 70, **EXPERTS, **EXPERT_TARGETS, "router_bias__rate": 1e-2},
     "sequence": {**CUT, "parallel__sequence_parallel": 2},
-    "exchanged experts": {**CUT, **EXPERTS, "parallel__expert_parallel": 2},
+    "sharded experts": {
+        **CUT,
+        **EXPERTS,
+        **EXPERT_TARGETS,
+        "parallel__expert_parallel": 2,
+        "training__activation_checkpoint": "selective",
+    },
     "bfloat16": {"training__dtype": "bfloat16"},
 }
 PATHS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 3, 4], [5, 6, 20, 21]]

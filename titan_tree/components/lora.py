@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,17 +65,22 @@ def add_factors(module: nn.Module, weight: str, lora: LoRA) -> None:
         module.register_forward_hook(_add_update)
 
 
-def factors(module: nn.Module, weight: str, dtype: torch.dtype) -> Factors | None:
+def factors(
+    module: nn.Module, weight: str, dtype: torch.dtype, local: Mapping[str, Tensor] | None = None
+) -> Factors | None:
     """Returns A, and B times the scaling, in ``dtype``; None if the weight has no update or updates are off.
 
     Args:
         module: that of the weight.
         weight: attribute name of the weight.
+        local: the parameters of ``module`` by name, if its own are DTensors.
     """
-    if not getattr(module, "lora_scaling", 0.0) or f"{weight}_lora_A" not in module._parameters:
+    scaling: float = getattr(module, "lora_scaling", 0.0)
+    if not scaling or f"{weight}_lora_A" not in module._parameters:
         return None
-    a, b = (getattr(module, f"{weight}_lora_{factor}") for factor in "AB")
-    return a.to(dtype), b.to(dtype) * module.lora_scaling
+    names = (f"{weight}_lora_A", f"{weight}_lora_B")
+    a, b = (getattr(module, name) if local is None else local[name] for name in names)
+    return a.to(dtype), b.to(dtype) * scaling
 
 
 def _add_update(linear: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import Experts
 from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.errors import UserError
@@ -52,8 +51,6 @@ def check_experts(model: Decoder, num_ranks: int, sharing: int) -> None:
     where = "parallel.expert_parallel: expected"
     if not (layers := _layers(model)):
         raise UserError(f"{where} 1, because the model has no experts, got {num_ranks}")
-    if any(is_factor(name) for name, _ in layers[0].named_parameters()):
-        raise UserError(f"{where} 1 if LoRA targets routed experts, got {num_ranks}; change lora.targets")
     if (num_experts := len(layers[0].gate_up_proj)) % num_ranks:
         raise UserError(f"{where} a divisor of the number of experts, {num_experts}, got {num_ranks}")
     for weight in layers[0].parameters():
@@ -105,16 +102,15 @@ def fully_shard_experts(
 
 
 class _TakeLocal:
-    """Sets ``Experts.local_weights`` before a block runs, so that no graph sees a DTensor."""
+    """Sets ``Experts.local`` before a block runs, so that no graph sees a DTensor."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
 
     @torch._dynamo.disable
     def __call__(self, *_: Any) -> None:
-        weights = self.experts.gate_up_proj, self.experts.down_proj
         # Activation checkpointing recomputes a block without calling this hook. The weights of the last call
         # must then require gradients, even if that call was in a forward pass without gradients.
         with torch.enable_grad():
-            gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
-        self.experts.local_weights = gate_up, down
+            parameters = self.experts.named_parameters()
+            self.experts.local = {name: cast(DTensor, weight).to_local() for name, weight in parameters}

@@ -9,16 +9,50 @@ N tokens, k experts of a token, S = N k copies, E experts, d hidden size, m inte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titan_tree.components.lora import Factors
 from titan_tree.errors import UserError
+
+
+class ExpertWeight(NamedTuple):
+    """A weight of all experts, and the factors of LoRA's update, in the dtype of the computation."""
+
+    base: Tensor  # [E, n, c]
+    a: Tensor | None = None  # [E, rank, c]
+    b: Tensor | None = None  # [E, n, rank], times the scaling
+
+    def linear(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Returns ``grouped_linear`` of x [S, c] with the updated weight: [S, n]."""
+        out = grouped_linear(x, self.base, ends)
+        if self.a is None or self.b is None:
+            return out
+        return out + grouped_linear(grouped_linear(x, self.a, ends), self.b, ends)
+
+    def transposed(self, dy: Tensor, ends: Tensor) -> Tensor:
+        """Returns the gradient [S, c] of x for the gradient [S, n] of ``linear``."""
+        dx = grouped_linear(dy, self.base.transpose(1, 2), ends)
+        if self.a is None or self.b is None:
+            return dx
+        inner = grouped_linear(dy, self.b.transpose(1, 2), ends)
+        return dx + grouped_linear(inner, self.a.transpose(1, 2), ends)
+
+    def gradients(self, x: Tensor, dy: Tensor, ends: Tensor, is_trained: Sequence[bool]) -> list[Tensor]:
+        """Returns the gradients of those of base, a and b that ``is_trained`` selects."""
+        found = []
+        if is_trained[0]:
+            found.append(grouped_outer(dy, x, ends))
+        if is_trained[1] and self.b is not None:
+            found.append(grouped_outer(grouped_linear(dy, self.b.transpose(1, 2), ends), x, ends))
+        if is_trained[2] and self.a is not None:
+            found.append(grouped_outer(dy, grouped_linear(x, self.a, ends), ends))
+        return found
 
 
 class Dispatcher(Protocol):
@@ -37,8 +71,8 @@ class Dispatcher(Protocol):
     def __call__(
         self,
         x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         expert: Tensor,
         weight: Tensor,
         counted: tuple[Tensor, Tensor],
@@ -53,13 +87,11 @@ class Dispatcher(Protocol):
 
 def expert_mlps(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     expert: Tensor,
     weight: Tensor,
     num_copies: Tensor,
-    gate_up_update: Factors | None = None,
-    down_update: Factors | None = None,
 ) -> Tensor:
     """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
 
@@ -73,7 +105,6 @@ def expert_mlps(
         expert: [N, k] int64, different experts in each row.
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
-        gate_up_update, down_update: factors of LoRA's updates in x's dtype, or None.
     Raises:
         UserError: in bf16 on a GPU, d, m or the rank of an update is not a multiple of 8.
     """
@@ -83,19 +114,9 @@ def expert_mlps(
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
     ends = num_copies.cumsum(0).to(torch.int32)
-    gate, up = _updated_linear(copies, gate_up, gate_up_update, ends).chunk(2, dim=-1)
+    gate, up = gate_up.linear(copies, ends).chunk(2, dim=-1)
     hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    out = _updated_linear(hidden, down, down_update, ends)
-    return _Gather.apply(out, order, inverse, expert.shape[1])
-
-
-def _updated_linear(x: Tensor, weight: Tensor, update: Factors | None, ends: Tensor) -> Tensor:
-    """Returns ``grouped_linear`` with the update of the weight, if there is one."""
-    out = grouped_linear(x, weight, ends)
-    if update is None:
-        return out
-    a, b = update
-    return out + grouped_linear(grouped_linear(x, a, ends), b, ends)
+    return _Gather.apply(down.linear(hidden, ends), order, inverse, expert.shape[1])
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
