@@ -29,8 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
         "training__activation_checkpoint": "full",
         "partition__activations": "recompute",
     },
-    "experts": {"data__max_tokens": 70, **EXPERTS, **EXPERT_TARGETS, "router_bias__rate": 1e-2},
-    "sequence": {**CUT, "parallel__sequence_parallel": 2},
+    "experts, sequence": {
+        **CUT,
+        **EXPERTS,
+        **EXPERT_TARGETS,
+        "router_bias__rate": 1e-2,
+        "parallel__sequence_parallel": 2,
+    },
     "sharded experts": {
         **CUT,
         **EXPERTS,
