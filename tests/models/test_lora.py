@@ -189,6 +189,7 @@ def test_default_targets_are_linears_without_routers_and_experts() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"activation_checkpoint": "full"}, {"compile": True, "activation_checkpoint": "selective"}],
