@@ -167,8 +167,8 @@ def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
         one = copies[rows].to(torch.promote_types(copies.dtype, torch.float32))
         total = one if total is None else total + one
     assert total is not None
-    # In torch 2.11, a compiled autograd function has zero gradients if its forward pass ends with a cast to the
-    # same dtype.
+    # In torch 2.11, a compiled autograd function has zero gradients if its forward pass ends with a cast to
+    # the same dtype.
     return total if total.dtype == copies.dtype else total.to(copies.dtype)
 
 
