@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from titan_tree.engine.scoring import tree_logprobs as tree_logprobs
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError
+    from titan_tree.models.lora import adapters_off as adapters_off
+    from titan_tree.models.peft import load_adapter as load_adapter
+    from titan_tree.models.peft import save_adapter as save_adapter
     from titan_tree.models.pretrained import load_pretrained as load_pretrained
     from titan_tree.models.pretrained import save_pretrained as save_pretrained
     from titan_tree.models.registry import build_model as build_model

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import RouterBias, RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -21,6 +23,7 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import (
     Config,
     DataConfig,
+    LoRAConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
@@ -42,6 +45,9 @@ from titan_tree.engine.balancing import Balancing
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf.files import fingerprint
+from titan_tree.models.lora import init_lora
+from titan_tree.models.peft import fill_lora, read_adapter
 from titan_tree.models.pretrained import load_weights, model_from_config
 from titan_tree.models.registry import build_model
 from titan_tree.models.tree_model import TreeModel
@@ -52,20 +58,28 @@ DEFAULT_STEPS = 1000  # of a run that sets neither training.steps nor training.e
 
 
 def build_parallel_model(
-    model: ModelConfig, training: TrainingConfig, parallel: ParallelConfig, mesh: DeviceMesh
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh,
+    lora: LoRAConfig | None = None,
 ) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
+
+    With LoRA, the weights are frozen and have the dtype of the computation. Only the factors are fp32.
 
     No rank ever holds the whole model. The model is created on the meta device and sharded; then each rank
     reads or draws its own shards. Random weights are the same for any number of ranks.
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
+    updates, weights = build_lora(lora or LoRAConfig(), built)
     parallelize(
         built,
         mesh,
         dtype=getattr(torch, training.dtype),
         float8=training.float8,
+        lora=updates,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -80,7 +94,21 @@ def build_parallel_model(
         assert isinstance(built, Decoder)
         built.to_empty(device=mesh.device_type)
         built.init_weights(training.seed, weight_shards(built))
+    if weights is None:
+        init_lora(weight_shards(built), training.seed)
+    else:
+        fill_lora(weight_shards(built), weights)
     return built
+
+
+def build_lora(config: LoRAConfig, model: TreeModel) -> tuple[LoRA | None, dict[str, Tensor] | None]:
+    """Returns the updates for ``model``, and their factors if they come from a PEFT adapter."""
+    if config.adapter is not None:
+        return read_adapter(model, config.adapter)
+    targets = tuple(config.targets)
+    if not config.is_on:
+        return None, None
+    return LoRA(rank=config.rank, alpha=config.alpha, targets=targets, rslora=config.rslora), None
 
 
 def build_model_without_weights(model: ModelConfig) -> TreeModel:
@@ -103,6 +131,8 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
 def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh) -> dict[str, Any]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
+    if model.lora is not None:
+        described |= {"lora": vars(model.lora), "base": _base(config)}
     if model.experts is not None and model.experts.router_biases():
         described["router_bias"] = True
     # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
@@ -112,6 +142,13 @@ def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh) ->
     if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < replica:
         described["ranks_that_share_an_expert"] = sharing
     return described
+
+
+def _base(config: Config) -> str:
+    """Returns what determines the frozen weights, which checkpoints do not hold."""
+    if config.model.hf_path:
+        return f"snapshot {fingerprint(Path(config.model.hf_path))}"
+    return f"random weights, training.seed {config.training.seed}"
 
 
 def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: torch.device) -> TreeStep:

@@ -37,7 +37,7 @@ from titan_tree.build import (
     num_steps,
     num_workers,
 )
-from titan_tree.checkpoint import Checkpoints, Progress, export_hf
+from titan_tree.checkpoint import Checkpoints, Progress, export_adapter, export_hf
 from titan_tree.components.moe import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
@@ -146,7 +146,9 @@ class Trainer:
         for name in config.metrics.loggers:
             LOGGERS[name]  # imports its package
 
-        self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
+        self.model = build_parallel_model(
+            config.model, config.training, config.parallel, self.mesh, config.lora
+        )
         self.optimizers = build_optimizers(config.optimizer, self.model)
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, self.device)
@@ -212,6 +214,10 @@ class Trainer:
                 set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
                 self.checkpoints.close()  # before the loggers, which may fail to close
             self._log_summary()
+            if self.model.lora is not None:
+                export_adapter(
+                    self.model, self.folder.path / "adapter", self.folder.run, config.model.hf_path
+                )
             if config.checkpoint.export_hf:
                 dtype = getattr(torch, config.training.dtype)
                 export_hf(self.model, self.folder.path / "hf", self.folder.run, dtype, config.model.hf_path)

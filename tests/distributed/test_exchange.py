@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.moe import Experts, MoE
+from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.distributed.exchange import Arrived, count_rows, dispatch, waits
 from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
@@ -109,7 +110,7 @@ def run_experts(case: Case, rank: int, num_ranks: int) -> list[Tensor]:
     weights = [w.detach().chunk(num_ranks)[rank].requires_grad_() for w in make_layer().experts.parameters()]
     experts = ShardedExperts(cast(dist.ProcessGroup, dist.group.WORLD))
     counted = experts.count(torch.zeros(len(x), NUM_EXPERTS, dtype=torch.bool).scatter(1, expert, True))
-    y = experts(x, *weights, expert, weight, counted)
+    y = experts(x, *map(ExpertWeight, weights), expert, weight, counted)
     return [y.detach(), *torch.autograd.grad(y, [x, weight, *weights], dy)]
 
 

@@ -189,10 +189,15 @@ class Checkpoints:
         return self.folder / f"step-{step}.{self.lock.run}.partial"
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of the model and of the optimizer. Loading replaces their values in place."""
+        """Returns the tensors of the model and of the optimizer. Loading replaces their values in place.
+
+        Frozen weights are left out: the run reads or draws them again when it starts.
+        """
         states = self.optimizers.state_dict()
+        weights = self.model.state_dict(keep_vars=True)
+        frozen = {n for n, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad}
         return {
-            "model": self.model.state_dict(),
+            "model": {name: w.detach() for name, w in weights.items() if name not in frozen},
             "optimizer": {name: value for name, value in states.items() if isinstance(value, Tensor)},
         }
 
@@ -215,7 +220,7 @@ class Checkpoints:
         tensors = self._tensors()
         with _damaged(path):
             dcp.load(tensors, storage_reader=reader)
-        self.model.load_state_dict(tensors["model"])
+        self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
         with warnings.catch_warnings():

@@ -1,17 +1,21 @@
-"""Writes the weights of a run as a Hugging Face snapshot."""
+"""Writes the weights of a run as a Hugging Face snapshot, and LoRA as an adapter of PEFT."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_tree.checkpoint.lock import set_aside
+from titan_tree.components.lora import is_factor
+from titan_tree.models.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 
@@ -30,18 +34,43 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
         source: folder of the snapshot that the weights started from, or None. Its tokenizer and other
             files are copied.
     """
-    weights: dict[str, Tensor] = {}
-    parameters = dict(model.named_parameters())
-    for name, value in model.state_dict().items():
+    state = model.state_dict(keep_vars=True)
+    # Factors of LoRA are added to weights in fp32.
+    cast = {n for n, value in state.items() if isinstance(value, nn.Parameter) and not is_factor(n)}
+    weights = {n: full.to(dtype if n in cast else None) for n, full in _gather(state).items()}
+    if dist.get_rank() == 0:
+        with _replaced(folder, run, "Hugging Face snapshot") as unfinished:
+            save_pretrained(model, unfinished, weights, source=source)
+    dist.barrier()
+
+
+def export_adapter(model: TreeModel, folder: Path, run: str, source: str | None) -> None:
+    """Writes LoRA as an adapter of PEFT, in fp32. Collective. Arguments and names: see ``export_hf``."""
+    factors = _gather({name: value for name, value in model.state_dict().items() if is_factor(name)})
+    if dist.get_rank() == 0:
+        with _replaced(folder, run, "PEFT adapter") as unfinished:
+            save_adapter(model, unfinished, factors, source)
+    dist.barrier()
+
+
+def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns whole tensors on the CPU of rank 0, and {} on other ranks. Collective."""
+    gathered: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        value = value.detach()
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            weights[name] = full.to("cpu", dtype if name in parameters else None)
-    if dist.get_rank() == 0:
-        unfinished = folder.with_name(f"{folder.name}.{run}.partial")
-        shutil.rmtree(unfinished, ignore_errors=True)  # an earlier start was interrupted
-        save_pretrained(model, unfinished, weights, source=source)
-        if earlier := set_aside(folder, "earlier"):
-            logger.info("earlier snapshot: moved to %s", earlier)
-        unfinished.rename(folder)
-        logger.info("Hugging Face snapshot: %s", folder)
-    dist.barrier()
+            gathered[name] = full.to("cpu")
+    return gathered
+
+
+@contextmanager
+def _replaced(folder: Path, run: str, kind: str) -> Iterator[Path]:
+    """Yields the path of a folder to write, which is then renamed to ``folder``. An earlier one is kept."""
+    unfinished = folder.with_name(f"{folder.name}.{run}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)  # an earlier start was interrupted
+    yield unfinished
+    if earlier := set_aside(folder, "earlier"):
+        logger.info("earlier %s: moved to %s", kind, earlier)
+    unfinished.rename(folder)
+    logger.info("%s: %s", kind, folder)

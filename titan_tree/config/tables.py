@@ -19,6 +19,7 @@ from titan_tree.config.checks import (
     finite,
     list_of,
     one_of,
+    positive_number,
     require,
     setting,
 )
@@ -60,6 +61,37 @@ class ModelConfig(Checked, table="model"):
     attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # backend of TreeAttention
     gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # backend of TreeGDN, in models that have it
     overrides: dict[str, Any] = setting({})  # sizes that replace those of the flavor
+
+
+@dataclass
+class LoRAConfig(Checked, table="lora"):
+    """Trains low-rank updates of frozen weights, see LoRA. Set either ``rank`` or ``adapter``, or neither."""
+
+    rank: int = setting(0, at_least(0))  # of the updates; 0: all weights are trained
+    alpha: float = setting(16.0, positive_number)  # an update is multiplied by alpha / rank
+    # Names of linears, such as "q_proj", or ends of their names, such as "self_attn.q_proj". Routed experts
+    # are "experts.gate_up_proj" and "experts.down_proj". Default: all linears of the layers, without routers
+    # and routed experts.
+    targets: list[str] = setting([])
+    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
+    adapter: str | None = None  # folder of a PEFT adapter to start from; it sets all other keys
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapter is not None:
+            default = LoRAConfig()
+            for name in ("rank", "alpha", "targets", "rslora"):
+                value = getattr(self, name)
+                require(
+                    value == getattr(default, name),
+                    f"lora.{name}",
+                    "no value together with lora.adapter, which sets it",
+                    value,
+                )
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank > 0 or self.adapter is not None
 
 
 @dataclass
@@ -210,6 +242,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     router_loss: RouterLossConfig = field(default_factory=RouterLossConfig)
     router_bias: RouterBiasConfig = field(default_factory=RouterBiasConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -101,16 +101,15 @@ def fully_shard_experts(
 
 
 class _TakeLocal:
-    """Sets ``Experts.local_weights`` before a block runs, so that no graph sees a DTensor."""
+    """Sets ``Experts.local`` before a block runs, so that no graph sees a DTensor."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
 
     @torch._dynamo.disable
     def __call__(self, *_: Any) -> None:
-        weights = self.experts.gate_up_proj, self.experts.down_proj
         # Activation checkpointing recomputes a block without calling this hook. The weights of the last call
         # must then require gradients, even if that call was in a forward pass without gradients.
         with torch.enable_grad():
-            gate_up, down = (cast(DTensor, weight).to_local() for weight in weights)
-        self.experts.local_weights = gate_up, down
+            parameters = self.experts.named_parameters()
+            self.experts.local = {name: cast(DTensor, weight).to_local() for name, weight in parameters}

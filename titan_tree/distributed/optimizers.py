@@ -70,15 +70,15 @@ class Optimizers(titan.OptimizersContainer):
 
 
 def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
-    """Returns the optimizer of all parameters of ``model``.
+    """Returns the optimizer of all parameters of ``model`` that are not frozen.
 
     Vectors, which are the weights of norms and DeltaNet's decays, get no weight decay. Experts form a group
     of their own, because one fused kernel can only update tensors with the same sharding.
     """
-    names = [name for name, _ in model.named_parameters()]
-    vectors = "|".join(re.escape(name) for name, p in model.named_parameters() if p.ndim == 1)
-    decays = {f"^({vectors})$": 0.0}
-    if any(".experts." in name for name in names):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = "|".join(re.escape(name) for name, p in trained.items() if p.ndim == 1)
+    decays = {f"^({vectors})$": 0.0} if vectors else {}
+    if any(".experts." in name for name in trained):
         decays[r"\.experts\."] = config.weight_decay
     decays[".*"] = config.weight_decay
     options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}

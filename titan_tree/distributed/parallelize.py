@@ -18,12 +18,14 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao, titan
 from titan_tree.distributed.expert_parallel import check_experts, fully_shard_experts, shard_experts
 from titan_tree.distributed.mesh import Meshes, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import add_lora
 from titan_tree.models.tree_model import TreeModel
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -35,6 +37,7 @@ def parallelize(
     *,
     dtype: torch.dtype = torch.bfloat16,
     float8: ao.Float8 = "none",
+    lora: LoRA | None = None,
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
@@ -42,17 +45,18 @@ def parallelize(
     sequence_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> TreeModel:
-    """Applies float8, sequence and expert parallelism, checkpointing, torch.compile and FSDP2, in place.
+    """Applies float8, LoRA, all kinds of parallelism, checkpointing and torch.compile to a model, in place.
 
     The order matters:
 
-    1. Float8, sequence and expert parallelism replace modules and parameters, so they come first.
+    1. Float8, LoRA, sequence and expert parallelism change modules and parameters, so they come first.
     2. Checkpointing wraps each block before compile. The compiler then sees what is recomputed and can fuse
        across it.
     3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
 
-    Weights and gradients stay in fp32. Gradients are summed over ranks, not averaged, because the loss is
-    already divided by the normalizer of the global batch.
+    Weights and gradients stay in fp32, except that LoRA casts the weights that it freezes to ``dtype``.
+    Gradients are summed over ranks, not averaged, because the loss is already divided by the normalizer of
+    the global batch.
 
     Args:
         model: on any device, also on "meta".
@@ -62,6 +66,7 @@ def parallelize(
             experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights once and
             gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
+        lora: the updates to add, see ``add_lora``; None: the weights of the model are trained.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
@@ -75,13 +80,15 @@ def parallelize(
     Returns:
         ``model``.
     Raises:
-        UserError: float8, sequence_parallel or expert_parallel does not suit the model, or the GPU or the
-            number of ranks.
+        UserError: float8, lora, sequence_parallel or expert_parallel does not suit the model, or the GPU or
+            the number of ranks.
     """
-    check_parallel(model, mesh.size(), replicate, sequence_parallel, expert_parallel)
-    meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
+    if lora is not None:
+        add_lora(model, lora, dtype)
+    check_parallel(model, mesh.size(), replicate, sequence_parallel, expert_parallel)
+    meshes = Meshes.of(mesh, replicate, sequence_parallel, expert_parallel)
     if meshes.sequence is not None:
         assert isinstance(model, Decoder)
         shard_sequence(model, meshes.sequence.get_group("sequence"))

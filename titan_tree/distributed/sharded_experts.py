@@ -12,13 +12,13 @@ Letters: as in exchange.py, and m intermediate size of an expert.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_tree.components.moe.experts import grouped_linear, grouped_outer
+from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward
 from titan_tree.distributed.exchange import (
     Arrived,
@@ -29,6 +29,13 @@ from titan_tree.distributed.exchange import (
     start_all_to_all,
     waits,
 )
+
+
+class Products(NamedTuple):
+    """For each weight, the inputs of its matrix product and the gradients of the outputs."""
+
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
 
 
 class ShardedExperts:
@@ -43,22 +50,32 @@ class ShardedExperts:
     def __call__(
         self,
         x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         expert: Tensor,
         weight: Tensor,
         counted: tuple[Tensor, Tensor],
     ) -> Tensor:
         arrived = dispatch(x.detach(), weight.detach(), expert, *counted, self.group)
-        return sharded_experts(x, weight, gate_up, down, list(arrived), counted[1], self.group)
+        return sharded_experts(x, weight, *gate_up, *down, list(arrived), counted[1], self.group)
 
 
-# ``arrived`` is ``Arrived``, because operators know no named tuples.
+# ``arrived`` is ``Arrived``, because operators know no named tuples. An ``ExpertWeight`` is three arguments.
 
 
 @torch.library.custom_op("titan_tree::sharded_experts", mutates_args=())
 def sharded_experts(
-    x: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, arrived: list[Tensor], sizes: Tensor, group: str
+    x: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    down: Tensor,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    arrived: list[Tensor],
+    sizes: Tensor,
+    group: str,
 ) -> Tensor:
     """Returns the weighted sum of each token's experts, SwiGLU networks, as [N, d] in x's dtype.
 
@@ -66,18 +83,20 @@ def sharded_experts(
         x, weight: what ``dispatch`` sent. Only their gradients are computed here.
         gate_up: [e, 2 m, d] in x's dtype, for each expert of this rank the rows of the gate first.
         down: [e, d, m] in x's dtype.
+        gate_up_a, gate_up_b, down_a, down_b: factors of their updates, see ``ExpertWeight``.
         arrived, sizes: from ``dispatch`` and ``count_rows``.
         group: name of the process group.
     """
     a = Arrived(*arrived)
+    first, second = ExpertWeight(gate_up, gate_up_a, gate_up_b), ExpertWeight(down, down_a, down_b)
     returned = x.new_empty(len(a.token), x.shape[1])
     returns = []
     for half, ends, wait in zip(halves(sizes), a.ends, waits(a.rows), strict=True):
         wait()
         y = a.rows[half.arrived]
         if len(y):
-            h = grouped_linear(y.index_select(0, _source(a, half)), gate_up, ends)
-            y = grouped_linear(swiglu(h, a.scale[half.copies]), down, ends)
+            h = first.linear(y.index_select(0, _source(a, half)), ends)
+            y = second.linear(swiglu(h, a.scale[half.copies]), ends)
             y = sum_rows(y, a.copy[half.arrived])
         returns.append(start_all_to_all(returned[half.own], y, half.sent, half.received, group))
     for wait in returns:
@@ -88,18 +107,20 @@ def sharded_experts(
 @torch.library.custom_op("titan_tree::sharded_experts_backward", mutates_args=())
 def sharded_experts_backward(
     grad: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    weights: list[Tensor | None],
     arrived: list[Tensor],
     sizes: Tensor,
     group: str,
-    trains_experts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight, gate_up and down for the gradient [N, d] of ``sharded_experts``.
+    is_trained: list[bool],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns the gradients of x, weight and the experts for the gradient [N, d] of ``sharded_experts``.
 
-    Without ``trains_experts``, those of gate_up and down are empty tensors.
+    Args:
+        weights: gate_up and down, three tensors each.
+        is_trained: for each of ``weights``, whether to return its gradient.
     """
     a, parts = Arrived(*arrived), halves(sizes)
+    gate_up, down = _expert_weights(weights)
     top_k = a.copy.shape[1]
     dy = torch.empty_like(a.rows)
     gradients_arrive = [
@@ -110,32 +131,40 @@ def sharded_experts_backward(
     ]
     dx, dweight = grad.new_empty(len(a.token), grad.shape[1]), a.scale.new_empty(len(a.token), top_k)
     dslots = a.scale.new_zeros(len(dy), top_k)
-    dexperts: list[Tensor] = []  # of gate_up and down
+    dexperts: list[Tensor] = []
     returns = []
     for half, ends, *arrivals in zip(parts, a.ends, waits(a.rows), gradients_arrive, strict=True):
         for wait in arrivals:
             wait()
         drows = dy[half.arrived]
-        factors: list[tuple[Tensor, Tensor]] = []
+        new: list[Tensor] = []
+        products: Products | None = None
         if len(drows):
-            dcopies, dscale, factors = _backward_of_half(a, half, ends, drows, gate_up, down)
+            dcopies, dscale, products = _backward_of_half(a, half, ends, drows, gate_up, down)
             drows = sum_rows(dcopies, a.copy[half.arrived])
             dslots.view(-1, 1).index_copy_(0, a.slot[half.copies].long(), dscale)
         for out, rows in ((dx, drows), (dweight, dslots[half.arrived])):
             returns.append(start_all_to_all(out[half.own], rows, half.sent, half.received, group))
-        if trains_experts and factors:
-            products = [grouped_outer(left, right, ends) for left, right in factors]
-            dexperts = (
-                [total.add_(new) for total, new in zip(dexperts, products, strict=True)]
-                if dexperts
-                else products
-            )
+        if products is not None:
+            new = gate_up.gradients(*products.gate_up, ends, is_trained[:3])
+            new += down.gradients(*products.down, ends, is_trained[3:])
+            dexperts = [total.add_(n) for total, n in zip(dexperts, new, strict=True)] if dexperts else new
     for wait in returns:
         wait()
     if not dexperts:
-        dexperts = [torch.zeros_like(w) if trains_experts else w.new_empty(0) for w in (gate_up, down)]
-    dgate_up, ddown = dexperts
-    return sum_rows(dx, a.row), sum_rows(dweight, a.row), dgate_up, ddown
+        dexperts = [torch.zeros_like(w) for w in _trained(weights, is_trained)]
+    return sum_rows(dx, a.row), sum_rows(dweight, a.row), dexperts
+
+
+def _expert_weights(weights: list[Tensor | None]) -> tuple[ExpertWeight, ExpertWeight]:
+    gate_up, gate_up_a, gate_up_b, down, down_a, down_b = weights
+    assert gate_up is not None
+    assert down is not None
+    return ExpertWeight(gate_up, gate_up_a, gate_up_b), ExpertWeight(down, down_a, down_b)
+
+
+def _trained(weights: list[Tensor | None], is_trained: list[bool]) -> list[Tensor]:
+    return [w for w, trained in zip(weights, is_trained, strict=True) if trained and w is not None]
 
 
 def _source(a: Arrived, half: Half) -> Tensor:
@@ -144,57 +173,52 @@ def _source(a: Arrived, half: Half) -> Tensor:
 
 
 def _backward_of_half(
-    a: Arrived, half: Half, ends: Tensor, drows: Tensor, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Computes gradients from those of the rows of a half.
+    a: Arrived, half: Half, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
+) -> tuple[Tensor, Tensor, Products]:
+    """Computes gradients from those of the rows of a half: of the copies, and of their scale.
 
-    Returns:
-        The gradients of the copies and of their scale, and the arguments with which ``grouped_outer`` returns
-        those of gate_up and down.
+    It also returns what the gradients of gate_up and down are computed from.
     """
     source, scale = _source(a, half), a.scale[half.copies]
     copies, dy = a.rows[half.arrived].index_select(0, source), drows.index_select(0, source)
-    h = grouped_linear(copies, gate_up, ends)
-    dhidden = grouped_linear(dy, down.transpose(1, 2), ends)
-    hidden, dh, dscale = swiglu_backward(h, scale, dhidden)
-    return grouped_linear(dh, gate_up.transpose(1, 2), ends), dscale, [(dh, copies), (dy, hidden)]
+    h = gate_up.linear(copies, ends)
+    hidden, dh, dscale = swiglu_backward(h, scale, down.transposed(dy, ends))
+    return gate_up.transposed(dh, ends), dscale, Products((copies, dh), (hidden, dy))
 
 
 @sharded_experts.register_fake
-def _(
-    x: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, arrived: list[Tensor], sizes: Tensor, group: str
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
 @sharded_experts_backward.register_fake
 def _(
     grad: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    weights: list[Tensor | None],
     arrived: list[Tensor],
     sizes: Tensor,
     group: str,
-    trains_experts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    is_trained: list[bool],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     _, scale, _, copy, *_ = arrived
-    dgate_up, ddown = (torch.empty_like(w) if trains_experts else w.new_empty(0) for w in (gate_up, down))
-    return torch.empty_like(grad), scale.new_empty(grad.shape[0], copy.shape[1]), dgate_up, ddown
+    dexperts = [torch.empty_like(w) for w in _trained(weights, is_trained)]
+    return torch.empty_like(grad), scale.new_empty(grad.shape[0], copy.shape[1]), dexperts
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, gate_up, down, arrived, sizes, ctx.group = inputs
-    ctx.save_for_backward(gate_up, down, sizes, *arrived)
+    _, _, *weights, arrived, sizes, ctx.group = inputs
+    ctx.save_for_backward(*weights, sizes, *arrived)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    gate_up, down, sizes, *arrived = ctx.saved_tensors
-    trains_experts = any(ctx.needs_input_grad[2:4])
-    dx, dweight, dgate_up, ddown = sharded_experts_backward(
-        grad.contiguous(), gate_up, down, arrived, sizes, ctx.group, trains_experts
+    saved, is_trained = ctx.saved_tensors, list(ctx.needs_input_grad[2:8])
+    weights, sizes, arrived = list(saved[:6]), saved[6], list(saved[7:])
+    dx, dweight, dexperts = sharded_experts_backward(
+        grad.contiguous(), weights, arrived, sizes, ctx.group, is_trained
     )
-    dexperts = (dgate_up, ddown) if trains_experts else (None, None)
-    return dx, dweight, *dexperts, [None] * len(arrived), None, None
+    found = iter(dexperts)
+    by_weight = [next(found) if trained else None for trained in is_trained]
+    return dx, dweight, *by_weight, [None] * len(arrived), None, None
 
 
 sharded_experts.register_autograd(_autograd, setup_context=_setup_context)

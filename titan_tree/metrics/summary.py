@@ -17,11 +17,12 @@ def introduction(
 ) -> str:
     """Returns one line that says what is trained, on what hardware, for how long, and where results go."""
     done = f", {steps_done} of them done" if steps_done else ""
+    trained = "" if model.lora is None else f", {model.num_trained():,} of them trained (LoRA)"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return (
         f"{model.family} {config.model.flavor or config.model.hf_path}, "
-        f"{model.num_parameters():,} parameters, on {world_size} x {name} in {config.training.dtype}; "
-        f"{steps} steps{done}; results in {config.folder}"
+        f"{model.num_parameters():,} parameters{trained}, on {world_size} x {name} in "
+        f"{config.training.dtype}; {steps} steps{done}; results in {config.folder}"
     )
 
 

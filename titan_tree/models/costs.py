@@ -35,10 +35,11 @@ class ModelCosts:
         dtype = model.compute_dtype or model.embedding_weight.dtype
         like = torch.empty(0, dtype=dtype, device="meta")
         cached = row_bytes(model.cache_streams, model.empty_rows(like))
+        head = model.embedding_weight if model.output_weight is None else model.output_weight
         return ModelCosts(
             flops_per_token=model.layer_flops(1, 0),
             flops_per_pair=model.layer_flops(0, 1),
-            flops_per_edge=6 * model.config.vocab_size * model.config.hidden_size,
+            flops_per_edge=(6 if head.requires_grad else 4) * head.numel(),
             num_recurrent_layers=model.num_recurrent_layers,
             num_layers=len(model.layers),
             key_bytes=cached["keys"],
@@ -48,9 +49,9 @@ class ModelCosts:
     def training_flops(self, batch: TreeBatch) -> int:
         """Returns the floating-point operations of a forward and backward pass, without recomputation.
 
-        Each token counts 6 per parameter of the layers' matrices; of the routed experts, only those that the
-        token uses count. Each edge counts 6 per parameter of the output projection. ``Mixer.flops`` adds what
-        mixes tokens. The batch must be on the CPU.
+        Each token counts 6 per parameter of the layers' matrices, or 4 if it is frozen; of the routed
+        experts, only those that the token uses count. Each edge counts the same for the output projection.
+        ``Mixer.flops`` adds what mixes tokens. The batch must be on the CPU.
         """
         tokens, pairs, edges, _ = self.sizes(batch)
         return self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_edge * edges

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN
@@ -25,7 +26,7 @@ from titan_tree.models.layers import Linear, RMSNorm
 from titan_tree.models.random_weights import ElementDraws, draw_weights
 from titan_tree.models.rope import Rope
 from titan_tree.models.shards import WeightShards, whole_weights
-from titan_tree.models.tree_model import LayersOutput, TreeModel
+from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
@@ -85,10 +86,11 @@ class Decoder(TreeModel):
     ) -> LayersOutput:
         rope = self.make_rope(layout.positions)
         x = F.embedding(batch.tokens, embedding)
-        if self.communicates and torch.is_grad_enabled():
-            # All ranks must exchange gradients in the same layers. If the weights below a layer are frozen, a
-            # partition still needs the exchange there, for the gradients of its gateway. A dummy batch on
-            # another rank has no gateway, and would skip the exchange if x did not require gradients.
+        if torch.is_grad_enabled():
+            # Matters if the embedding is frozen. All layers then share compiled graphs. And all ranks must
+            # exchange gradients in the same layers: if the weights below a layer are frozen, a partition
+            # still needs the exchange there, for the gradients of its gateway. A dummy batch on another rank
+            # has no gateway, and would skip the exchange if x did not require gradients.
             x.requires_grad_()
         rows = iter(gateway)
         exports: list[Tensor] = []
@@ -111,11 +113,12 @@ class Decoder(TreeModel):
         return [(head, head, Scoring())]
 
     def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
-        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
+        flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
-            matrices += self.experts.active_parameters
+            experts = (p for name, p in self.layers.named_parameters() if ".experts." in name)
+            flops += matrix_flops(experts) * self.experts.sizes.top_k // self.experts.sizes.num_experts
         mixers = sum(layer.mixer.flops(num_tokens, num_pairs) for layer in self.blocks)
-        return 6 * matrices * num_tokens + mixers
+        return flops * num_tokens + mixers
 
     @property
     def family(self) -> str:
@@ -166,7 +169,8 @@ class Decoder(TreeModel):
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
         for name, shard in (whole_weights(self) if shards is None else shards).items():
-            draw_weights(shard, name, seed, self.initial_values)
+            if not is_factor(name):  # those of LoRA are drawn by ``init_lora``
+                draw_weights(shard, name, seed, self.initial_values)
 
     def initial_values(self, name: str, draws: ElementDraws) -> Tensor:
         """Returns initial values for some elements of the parameter ``name``.

@@ -17,6 +17,7 @@ from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.files import CONFIG, read_json
 from titan_tree.models.hf.save import COPIED_FILES, MAX_SHARD_BYTES, all_or_nothing
+from titan_tree.models.lora import merge
 from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import MODELS
@@ -108,7 +109,7 @@ def save_pretrained(
     save therefore leaves no files.
 
     The published formats have no place for router biases (``RouterBias``). They go to a file of their own,
-    which only titan_tree reads; a warning says so.
+    which only titan_tree reads; a warning says so. Updates of LoRA are added to their weights.
 
     Args:
         folder: must be empty or not exist.
@@ -121,10 +122,12 @@ def save_pretrained(
     Raises:
         UserError: ``folder`` is taken, ``source`` is no snapshot or of another family, or writing failed.
     """
-    if isinstance(model, Decoder):
-        hf.save_pretrained(model, folder, state_dict, source, max_shard_bytes)
-        return
     weights = model.state_dict() if state_dict is None else state_dict
+    if model.lora is not None:
+        weights = merge(model, weights)
+    if isinstance(model, Decoder):
+        hf.save_pretrained(model, folder, weights, source, max_shard_bytes)
+        return
     with all_or_nothing(Path(folder)) as temporary:
         _transformers().save(model, temporary, weights, max_shard_bytes)
         for name in COPIED_FILES if source is not None else ():

@@ -25,6 +25,12 @@ class WeightShard(NamedTuple):
     def whole(cls, parameter: Tensor) -> WeightShard:
         return cls(parameter.detach(), (0,) * parameter.ndim, tuple(parameter.shape))
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The elements of the box, as an index of the parameter."""
+        ranges = zip(self.start, self.values.shape, strict=True)
+        return tuple(slice(start, start + length) for start, length in ranges)
+
 
 WeightShards = Mapping[str, WeightShard]  # by the names of ``state_dict``
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
+from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
@@ -54,6 +55,14 @@ class LayersOutput(NamedTuple):
     routed_experts: Sequence[Tensor] = ()  # likewise
 
 
+def matrix_flops(matrices: Iterable[Tensor]) -> int:
+    """Returns the operations that matrices need for a token, forward and backward.
+
+    They are 6 per parameter, and 4 if it is frozen: its gradient is not computed.
+    """
+    return sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
+
+
 class TreeModel(nn.Module, ABC):
     """A model that runs on a ``TreeBatch``: a ``Decoder``, or a model of the library transformers.
 
@@ -72,6 +81,7 @@ class TreeModel(nn.Module, ABC):
             forward and backward pass. None: each rank has all. Set by distributed/sequence_parallel.py.
         compute_dtype: dtype of the activations; None: that of the weights.
         recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
+        lora: the updates that are trained instead of the weights; None: there are none. Set by ``add_lora``.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
     Raises:
@@ -81,6 +91,7 @@ class TreeModel(nn.Module, ABC):
     layers: nn.ModuleList
     experts: ExpertInfo | None = None
     num_recurrent_layers = 0  # layers of Gated DeltaNet
+    lora: LoRA | None = None
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
 
@@ -121,7 +132,7 @@ class TreeModel(nn.Module, ABC):
         They are linear in both arguments.
 
         Args:
-            num_tokens: N. Each counts 6 per parameter of the matrices that it uses.
+            num_tokens: N. Each counts ``matrix_flops`` of the matrices that it uses.
             num_pairs: pairs of a token and a token that it sees, itself included.
         """
 
@@ -217,6 +228,10 @@ class TreeModel(nn.Module, ABC):
     def num_parameters(self) -> int:
         """Returns the number of parameters. A tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def num_trained(self) -> int:
+        """Returns the number of parameters that are not frozen."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def _scores(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool

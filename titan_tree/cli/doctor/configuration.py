@@ -25,6 +25,7 @@ from titan_tree.data.files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
+from titan_tree.models.lora import add_lora
 from titan_tree.models.shards import whole_weights
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
@@ -70,6 +71,9 @@ class _Run:
         model, folder = self.config.model, self.config.model.hf_path
         with torch.device("meta"):
             built = self._model = build.build_model_without_weights(model)
+            lora, _ = build.build_lora(self.config.lora, built)
+            if lora is not None:
+                add_lora(built, lora)
         text = f"{built.config.family}, {built.num_parameters():,} parameters"
         if not folder:
             yield Finding("model", f"{text}, random weights")
@@ -151,12 +155,12 @@ class _Run:
         elif self._model is None:
             yield Finding("checkpoints", "not checked, because their size depends on the model", ok=None)
         else:
-            yield self._disk(self._model.num_parameters(), folder / checkpoint.folder)
+            yield self._disk(self._model.num_trained(), folder / checkpoint.folder)
 
-    def _disk(self, num_parameters: int, folder: Path) -> Finding:
+    def _disk(self, num_trained: int, folder: Path) -> Finding:
         config = self.config
         state_bytes = STATE_BYTES.get(config.optimizer.name, STATE_BYTES["adamw"])
-        size = num_parameters * (WEIGHT_BYTES + state_bytes)
+        size = num_trained * (WEIGHT_BYTES + state_bytes)
         free = shutil.disk_usage(existing(folder)).free
         fit = math.floor(free / size)
         keep, steps = config.checkpoint.keep, config.training.steps

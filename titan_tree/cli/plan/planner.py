@@ -122,6 +122,11 @@ class Planner:
             model = build.build_model_without_weights(config.model)
         if not isinstance(model, Decoder):
             raise UserError(f"model: titan-tree plan knows titan_tree's own models only, got {model.family}")
+        if config.lora.is_on:
+            raise UserError(
+                "lora: titan-tree plan does not cover LoRA; append lora.rank=0 lora.adapter=null for what a "
+                "run that trains all weights needs, which is more"
+            )
         self.model = model
         self.model.compute_dtype = getattr(torch, config.training.dtype)
         self._check(config)

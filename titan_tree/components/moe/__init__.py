@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_tree.components.lora import factors
 from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
 from titan_tree.components.moe.bias import RouterBias
-from titan_tree.components.moe.experts import Dispatcher, expert_mlps
+from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
 
 __all__ = ["BIAS", "Experts", "MoE", "MoEOutput", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
 
@@ -35,7 +36,7 @@ class Experts(nn.Module):
 
     Attributes:
         dispatcher: with expert parallelism, computes the experts together with the ranks that hold them.
-        local_weights: with expert parallelism, both weights of this rank's experts as plain tensors.
+        local: with expert parallelism, the parameters of this rank's experts as plain tensors, by name.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -44,7 +45,13 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.dispatcher: Dispatcher | None = None
-        self.local_weights: tuple[Tensor, Tensor] | None = None
+        self.local: dict[str, Tensor] | None = None
+
+    def weight(self, name: str, dtype: torch.dtype) -> ExpertWeight:
+        """Returns the weight ``name`` with its update, if LoRA has added one."""
+        base = getattr(self, name) if self.local is None else self.local[name]
+        update = factors(self, name, dtype, self.local)
+        return ExpertWeight(base.to(dtype), *(update or ()))
 
 
 class MoEOutput(NamedTuple):
@@ -129,8 +136,7 @@ class MoE(nn.Module):
             gate = F.linear(x, self.shared_expert_gate.weight.to(x.dtype))
             shared = torch.sigmoid(gate) * self.shared_expert(x)
 
-        weights = self.experts.local_weights or (self.experts.gate_up_proj, self.experts.down_proj)
-        gate_up, down = (w.to(x.dtype) for w in weights)
+        gate_up, down = (self.experts.weight(name, x.dtype) for name in ("gate_up_proj", "down_proj"))
         if dispatcher is None or counted is None:
             out = expert_mlps(x, gate_up, down, expert, weight, is_chosen.sum(0))
         else:

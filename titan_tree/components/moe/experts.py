@@ -9,8 +9,9 @@ N tokens, k experts of a token, S = N k copies, E experts, d hidden size, m inte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_tree.errors import UserError
+
+
+class ExpertWeight(NamedTuple):
+    """A weight of all experts, and the factors of LoRA's update, in the dtype of the computation."""
+
+    base: Tensor  # [E, n, c]
+    a: Tensor | None = None  # [E, rank, c]
+    b: Tensor | None = None  # [E, n, rank], times the scaling
+
+    def linear(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Returns ``grouped_linear`` of x [S, c] with the updated weight: [S, n]."""
+        out = grouped_linear(x, self.base, ends)
+        if self.a is None or self.b is None:
+            return out
+        return out + grouped_linear(grouped_linear(x, self.a, ends), self.b, ends)
+
+    def transposed(self, dy: Tensor, ends: Tensor) -> Tensor:
+        """Returns the gradient [S, c] of x for the gradient [S, n] of ``linear``."""
+        dx = grouped_linear(dy, self.base.transpose(1, 2), ends)
+        if self.a is None or self.b is None:
+            return dx
+        inner = grouped_linear(dy, self.b.transpose(1, 2), ends)
+        return dx + grouped_linear(inner, self.a.transpose(1, 2), ends)
+
+    def gradients(self, x: Tensor, dy: Tensor, ends: Tensor, is_trained: Sequence[bool]) -> list[Tensor]:
+        """Returns the gradients of those of base, a and b that ``is_trained`` selects."""
+        found = []
+        if is_trained[0]:
+            found.append(grouped_outer(dy, x, ends))
+        if is_trained[1] and self.b is not None:
+            found.append(grouped_outer(grouped_linear(dy, self.b.transpose(1, 2), ends), x, ends))
+        if is_trained[2] and self.a is not None:
+            found.append(grouped_outer(dy, grouped_linear(x, self.a, ends), ends))
+        return found
 
 
 class Dispatcher(Protocol):
@@ -36,8 +71,8 @@ class Dispatcher(Protocol):
     def __call__(
         self,
         x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         expert: Tensor,
         weight: Tensor,
         counted: tuple[Tensor, Tensor],
@@ -52,8 +87,8 @@ class Dispatcher(Protocol):
 
 def expert_mlps(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     expert: Tensor,
     weight: Tensor,
     num_copies: Tensor,
@@ -71,7 +106,7 @@ def expert_mlps(
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
     Raises:
-        UserError: in bf16 on a GPU, d or m is not a multiple of 8.
+        UserError: in bf16 on a GPU, d, m or the rank of an update is not a multiple of 8.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = inverse_permutation(order)
@@ -79,9 +114,9 @@ def expert_mlps(
     scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
     ends = num_copies.cumsum(0).to(torch.int32)
-    gate, up = grouped_linear(copies, gate_up, ends).chunk(2, dim=-1)
+    gate, up = gate_up.linear(copies, ends).chunk(2, dim=-1)
     hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    return _Gather.apply(grouped_linear(hidden, down, ends), order, inverse, expert.shape[1])
+    return _Gather.apply(down.linear(hidden, ends), order, inverse, expert.shape[1])
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
@@ -132,7 +167,9 @@ def _sum_copies(copies: Tensor, inverse: Tensor, k: int) -> Tensor:
         one = copies[rows].to(torch.promote_types(copies.dtype, torch.float32))
         total = one if total is None else total + one
     assert total is not None
-    return total.to(copies.dtype)
+    # In torch 2.11, a compiled autograd function has zero gradients if its forward pass ends with a cast to
+    # the same dtype.
+    return total if total.dtype == copies.dtype else total.to(copies.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -169,8 +206,8 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Computes ``grouped_linear`` in one kernel, which needs rows of a multiple of 16 bytes."""
     if x.shape[1] % 8 or weight.shape[1] % 8:
         raise UserError(
-            "experts: expected hidden_size and moe_intermediate_size to be multiples of 8 in bfloat16 on a "
-            f"GPU, got a matrix with sides {weight.shape[2]} and {weight.shape[1]}"
+            "experts: expected hidden_size, moe_intermediate_size and lora.rank to be multiples of 8 in "
+            f"bfloat16 on a GPU, got a matrix with sides {weight.shape[2]} and {weight.shape[1]}"
         )
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # titan_tree's own file, for what the published formats have no place for. It is not a safetensors file,
 # because inference engines read all of those.
 ROUTER_BIASES = "router_biases.json"
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of a fingerprint, per file
 MAX_JSON_BYTES = 1 << 27  # an index of a million tensors is smaller
 
 
@@ -68,6 +70,22 @@ def weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise UserError(f"{file}: named in {INDEX}, but missing; complete the download")
     return files
+
+
+def fingerprint(folder: Path) -> str:
+    """Returns a checksum of the sizes of a snapshot's weight files, and of samples of their bytes.
+
+    It reads at most 64 KiB of each file. Two snapshots of the same architecture differ in almost all bytes.
+    """
+    checksum = 0
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for i in range(SAMPLES):
+                opened.seek(size * i // SAMPLES)
+                checksum = zlib.crc32(opened.read(SAMPLE_BYTES), checksum)
+        checksum = zlib.crc32(str(size).encode(), checksum)
+    return f"{checksum:08x}"
 
 
 @contextmanager

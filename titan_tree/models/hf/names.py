@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_tree.components.lora import is_factor
 from titan_tree.models.decoder import Decoder
 
 # Prefix of a text model's weights: in a snapshot of its own, and in one with vision.
@@ -114,7 +115,8 @@ def correspondences(model: Decoder, stored: Collection[str]) -> list[Corresponde
     Each parameter occurs in exactly one correspondence, also if the snapshot lacks its tensors. The
     correspondence then names the tensors that are expected.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    weights = model.state_dict().items()
+    shapes = {name: tuple(parameter.shape) for name, parameter in weights if not is_factor(name)}
     found: list[Correspondence] = []
     for name in stored:
         for ending, parts in model.packed.items():

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.files import (
@@ -74,7 +75,8 @@ def save_pretrained(
 ) -> None:
     """Saves a ``Decoder``. See ``titan_tree.models.pretrained.save_pretrained``."""
     weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
-    assert weights.keys() == model.state_dict().keys(), "state_dict is not this model's"
+    names = {name for name in model.state_dict() if not is_factor(name)}
+    assert weights.keys() == names, "state_dict is not this model's"
     # The model's own biases, because those in ``weights`` may have been cast to a narrower dtype.
     biases = model.experts.router_biases() if model.experts else {}
     weights = {name: weight for name, weight in weights.items() if name not in biases}
@@ -165,11 +167,15 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file, shard in zip(names, shards, strict=True):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
-        path = folder / file
-        path.touch()
-        mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
-        save_file(contiguous, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        write_tensors(contiguous, folder / file)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a safetensors file. All tensors must be contiguous."""
+    path.touch()
+    mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention import NAME, arguments
 from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
 from titan_tree.models.transformers.support import check_supported
-from titan_tree.models.tree_model import LayersOutput, TreeModel
+from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
@@ -99,12 +99,12 @@ class TransformersModel(TreeModel):
 
     def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
-        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2)
+        flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         text = self.hf_config.get_text_config()
         for experts in (p for p in self.layers.parameters() if p.ndim == 3):  # one matrix per expert
-            matrices += experts[0].numel() * text.num_experts_per_tok
+            flops += matrix_flops([experts]) // len(experts) * text.num_experts_per_tok
         calls = [layer.call for layer in self.sizes]
-        return 6 * matrices * num_tokens + num_pairs * sum(
+        return flops * num_tokens + num_pairs * sum(
             6 * call.num_heads * sum(call.head_dims) for call in calls
         )
 

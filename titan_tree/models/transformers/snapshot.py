@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError
 from titan_tree.models.hf.files import CONFIG, read_json, weight_files
 from titan_tree.models.shards import WeightShards
@@ -52,9 +53,8 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
     source = TransformersModel(_read(folder))
     weights = source.state_dict()
     for name, shard in shards.items():
-        ranges = zip(shard.start, shard.values.shape, strict=True)
-        box = tuple(slice(start, start + length) for start, length in ranges)
-        shard.values.copy_(weights[name][box])
+        if not is_factor(name):
+            shard.values.copy_(weights[name][shard.box])
     constants = dict(source.named_buffers())
     for name, constant in model.named_buffers():
         constant.copy_(constants[name])

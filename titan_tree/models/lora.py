@@ -1,0 +1,146 @@
+"""LoRA for a whole model: chooses weights, freezes the base, draws factors, and switches updates off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from titan_tree.components.lora import FACTOR, LoRA, add_factors, is_factor, merged
+from titan_tree.components.moe import Experts
+from titan_tree.errors import UserError
+from titan_tree.models.random_weights import ElementDraws, draw_weights
+from titan_tree.models.shards import WeightShards
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import unknown_name
+
+ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
+EXPERTS = ("gate_up_proj", "down_proj")  # weights of ``Experts``
+
+
+def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> None:
+    """Freezes all weights of ``model`` and adds uninitialized factors, in place.
+
+    Args:
+        model: without LoRA, on any device, also "meta".
+        dtype: dtype for the frozen weights; None: they keep theirs. Factors are fp32.
+    Raises:
+        UserError: a target names no weight, or the model has LoRA already.
+    """
+    if model.lora is not None:
+        raise UserError("lora: expected a model without LoRA, but this one has it; load the base model again")
+    chosen = choose(model, lora.targets)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+    for name in chosen:
+        add_factors(*owner(model, name), lora)
+    model.lora = replace(lora, targets=tuple(shortest(model, chosen)))
+
+
+def adaptable(model: nn.Module) -> list[str]:
+    """Returns the names that LoRA can target: of linears of the layers, and of weights of routed experts."""
+    found = []
+    for path, module in model.named_modules():
+        if path.startswith("layers.") and isinstance(module, nn.Linear):
+            found += [path] if path.rpartition(".")[2] not in ROUTERS else []
+        elif isinstance(module, Experts):
+            found += [f"{path}.{weight}" for weight in EXPERTS]
+    return found
+
+
+def choose(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
+    """Returns the names in ``adaptable(model)`` that ``targets`` match.
+
+    Raises:
+        UserError: a target matches none.
+    """
+    names = adaptable(model)
+    if not targets:
+        return [name for name in names if not is_expert(name)]
+    for target in targets:
+        if not any(_matches(name, target) for name in names):
+            raise unknown_name("target of LoRA (lora.targets)", target, shortest(model, names))
+    return [name for name in names if any(_matches(name, target) for target in targets)]
+
+
+def shortest(model: nn.Module, chosen: list[str]) -> list[str]:
+    """Returns targets that match exactly ``chosen``: the last parts of names, or else the whole names."""
+    short = sorted({".".join(name.split(".")[-2 if is_expert(name) else -1 :]) for name in chosen})
+    return short if choose(model, tuple(short)) == chosen else chosen
+
+
+def is_expert(name: str) -> bool:
+    """Returns whether a name in ``adaptable`` is that of routed experts."""
+    return name.split(".")[-2] == "experts"
+
+
+def _matches(name: str, target: str) -> bool:
+    """Returns whether ``target`` ends the name. Routed experts need the part "experts." in it."""
+    return name == target or (name.endswith("." + target) and ("." in target or not is_expert(name)))
+
+
+def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the module and the weight's attribute for a name in ``adaptable``."""
+    if is_expert(name):
+        path, _, weight = name.rpartition(".")
+        return model.get_submodule(path), weight
+    return model.get_submodule(name), "weight"
+
+
+def init_lora(shards: WeightShards, seed: int) -> None:
+    """Draws the factors among ``shards``: A as Linear of torch and PEFT do, uniformly; B is 0.
+
+    Args:
+        shards: the part of each parameter that this rank holds. Other parameters stay unchanged.
+        seed: determines all numbers, for any number of ranks.
+    """
+    for name, shard in shards.items():
+        if match := FACTOR.fullmatch(name):
+            bound = 1 / math.sqrt(shard.shape[-1]) if match[2] == "A" else 0.0
+
+            def values(_: str, draws: ElementDraws, bound: float = bound) -> Tensor:
+                return draws.uniform(-bound, bound)
+
+            draw_weights(shard, name, seed, values)
+
+
+def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of the model without LoRA that computes the same.
+
+    Args:
+        weights: of ``model``, by its names; not sharded. Sums are rounded to the dtype of the weight.
+    """
+    assert model.lora is not None
+    result = {name: weight for name, weight in weights.items() if not is_factor(name)}
+    for name in result:
+        if f"{name}_lora_A" in weights:
+            a, b = weights[f"{name}_lora_A"], weights[f"{name}_lora_B"]
+            result[name] = merged(result[name], a, b, model.lora.scaling)
+    return result
+
+
+@contextmanager
+def adapters_off(model: TreeModel) -> Iterator[None]:
+    """Makes ``model`` compute what its base computes, without LoRA's updates, while the context is open.
+
+    Use it for the log-probs of a reference policy. It is meant for passes without gradients: a backward pass
+    after the context has closed would recompute activations with the updates.
+
+    Args:
+        model: plain, or sharded by ``parallelize``. A model without LoRA stays as it is.
+    """
+    scaled = [module for module in model.modules() if "lora_scaling" in vars(module)]
+    values = [vars(module)["lora_scaling"] for module in scaled]
+    try:
+        for module in scaled:
+            vars(module)["lora_scaling"] = 0.0
+        yield
+    finally:
+        for module, value in zip(scaled, values, strict=True):
+            vars(module)["lora_scaling"] = value
