@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_tree.checkpoint.lock import set_aside
+from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 
@@ -34,9 +35,9 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
     parameters = dict(model.named_parameters())
     for name, value in model.state_dict().items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
+        if rank() == 0:
             weights[name] = full.to("cpu", dtype if name in parameters else None)
-    if dist.get_rank() == 0:
+    if rank() == 0:
         unfinished = folder.with_name(f"{folder.name}.{run}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)  # an earlier start was interrupted
         save_pretrained(model, unfinished, weights, source=source)
@@ -44,4 +45,5 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
             logger.info("earlier snapshot: moved to %s", earlier)
         unfinished.rename(folder)
         logger.info("Hugging Face snapshot: %s", folder)
-    dist.barrier()
+    if world_size() > 1:
+        dist.barrier()
