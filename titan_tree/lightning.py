@@ -177,6 +177,7 @@ class TreeLightningModule(L.LightningModule):
         self._log(validation_values(validate(self.tree_step, inputs)))
 
     def on_train_end(self) -> None:
+        """Exports the weights of a finished run if the configuration says so."""
         config = self.config
         if config.checkpoint.export_hf and self.global_step >= self.num_steps:
             assert self.model is not None
