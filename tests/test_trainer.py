@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
+from titan_tree import OneRank, build, clip_and_step
 from titan_tree.checkpoint.storage import CheckpointWriter, read_manifest
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig
@@ -243,6 +244,31 @@ def test_a_run_over_epochs_trains_on_every_group_that_often(tmp_path: Path) -> N
     assert sizes is not None
     assert sizes.groups == 9
     assert 2 * sizes.samples == trainer.counts.num_paths
+
+
+def test_a_loop_of_your_own_equals_the_trainer(tmp_path: Path) -> None:
+    """It has another optimizer object, and no process group. Its positions continue the stream of data."""
+    config, mesh = tiny_config(tmp_path, data__max_tokens=24), OneRank()
+    rows = read_metrics(train(config).config)
+    model = build.build_parallel_model(config.model, config.training, config.parallel, mesh)
+    step = build.build_tree_step(config, model, build.build_loss(config.loss), torch.device("cpu"))
+    vectors, matrices = ([p for p in model.parameters() if (p.ndim == 1) == flag] for flag in (True, False))
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    reader = build.build_reader(config.data, None, model)
+    position: dict[str, int] = {}
+    for row in rows:
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = float(row["lr"])
+        dataset = build.build_dataset(reader, config, None, mesh)
+        dataset.load_state_dict(dataset.state_dict() | position)
+        ((inputs, position),) = build.build_step_loader(config, step, dataset, num_steps=1)
+        result = step.run(inputs)
+        norm = clip_and_step([optimizer], result.loss, config.optimizer.max_grad_norm)
+        optimizer.zero_grad()
+        assert float(result.loss) == pytest.approx(float(row["loss"]), rel=1e-5)
+        assert float(norm) == pytest.approx(float(row["grad_norm"]), rel=1e-5)
+    assert len(rows) == 4
+    assert not torch.distributed.is_initialized()
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from titan_tree.components.tree_tokenizer import TreeTokenizer as TreeTokenizer
     from titan_tree.config.toml import load_config as load_config
     from titan_tree.data.dataset import TreeDataset as TreeDataset
+    from titan_tree.distributed.mesh import OneRank as OneRank
+    from titan_tree.distributed.optimizers import clip_and_step as clip_and_step
     from titan_tree.engine.scoring import tree_logprobs as tree_logprobs
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError

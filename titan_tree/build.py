@@ -35,13 +35,17 @@ from titan_tree.config import (
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
+from titan_tree.data.loader import PREFETCH, StepLoader
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed import titan
-from titan_tree.distributed.collectives import agreed
+from titan_tree.distributed.collectives import agreed, all_reduce_max
+from titan_tree.distributed.faults import start_timeout
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.balancing import Balancing
+from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -55,13 +59,14 @@ from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.paths import ModelLimits
 
 DEFAULT_STEPS = 1000  # of a run that sets neither training.steps nor training.epochs
+WARM_UP_TOKENS = 16_384  # enough for the compiler to choose kernels for large batches
 
 
 def build_parallel_model(
     model: ModelConfig,
     training: TrainingConfig,
     parallel: ParallelConfig,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | OneRank,
     lora: LoRAConfig | None = None,
 ) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
@@ -128,7 +133,7 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
     return model_from_config(model.hf_path, torch.float32, model.attention, model.gdn, model.implementation)
 
 
-def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh) -> dict[str, Any]:
+def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, Any]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
     if model.lora is not None:
@@ -206,7 +211,12 @@ def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: Tre
 
 
 def build_dataset(
-    reader: SampleReader, config: Config, epochs: int | None, mesh: DeviceMesh, *, is_balanced: bool = False
+    reader: SampleReader,
+    config: Config,
+    epochs: int | None,
+    mesh: DeviceMesh | OneRank,
+    *,
+    is_balanced: bool = False,
 ) -> TreeDataset:
     """Returns this rank's share of the data.
 
@@ -226,7 +236,7 @@ def build_dataset(
 
 
 def build_validation(
-    config: Config, tokenizer: TreeTokenizer | None, model: TreeModel, mesh: DeviceMesh
+    config: Config, tokenizer: TreeTokenizer | None, model: TreeModel, mesh: DeviceMesh | OneRank
 ) -> TreeDataset | None:
     """Returns one epoch of the validation files in their own order, or None if there are none."""
     if config.validation.files is None:
@@ -250,7 +260,7 @@ def num_steps(config: Config, dataset: TreeDataset, sizes: DataSizes | None) -> 
 
 
 def build_balancing(
-    config: Config, model: TreeModel, loss: TreeLoss, mesh: DeviceMesh, device: torch.device
+    config: Config, model: TreeModel, loss: TreeLoss, mesh: DeviceMesh | OneRank, device: torch.device
 ) -> Balancing | None:
     """Returns what balances trees over ranks, or None if there is one rank or the configuration says no.
 
@@ -269,6 +279,46 @@ def build_balancing(
         expert_parallel=config.parallel.expert_parallel > 1,
         fixed=config.training.deterministic,
         splits=not loss.compares_paths and not is_balanced_per_batch,
+    )
+
+
+def build_step_loader(
+    config: Config,
+    tree_step: TreeStep,
+    dataset: TreeDataset,
+    num_steps: int,
+    balancing: Balancing | None = None,
+    done: int = 0,
+) -> StepLoader[StepInput]:
+    """Returns what makes this rank's inputs of the next steps, ahead of training.
+
+    Collective with ``balancing``.
+
+    Iterating over it yields (input, position). The position is that of the dataset after the step. The
+    dataset itself is ahead of training, so a checkpoint must store the position.
+
+    Args:
+        dataset: at the position to start from.
+        num_steps: steps to make.
+        balancing: see ``build_balancing``.
+        done: steps of earlier parts of the run.
+    """
+    on_gpu, sharing = tree_step.device.type == "cuda", None
+    workers = num_workers(config.data.workers, tree_step.device)
+    if balancing:
+        # Hosts may have different numbers of cores, but every worker needs one of each other rank.
+        workers = -int(all_reduce_max(torch.tensor(-workers)))
+        timeout_s = config.parallel.timeout_s
+        sharing = balancing.sharing(done, start_timeout(timeout_s), timeout_s, PREFETCH + 2)
+    return StepLoader(dataset, tree_step.preparer(), num_steps, workers, pin=on_gpu, sharing=sharing)
+
+
+def warm_up(config: Config, tree_step: TreeStep) -> None:
+    """Compiles the graphs of a run before its first step, see ``TreeStep.warm_up``."""
+    tree_step.warm_up(
+        min(config.data.max_tokens, WARM_UP_TOKENS),
+        replay=config.data.replay != "off",
+        evaluates=config.validation.files is not None or config.partition.device_gb is not None,
     )
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,12 +29,13 @@ from titan_tree.build import (
     build_profiler,
     build_reader,
     build_router_bias,
+    build_step_loader,
     build_tokenizer,
     build_tree_step,
     build_validation,
     describe_architecture,
     num_steps,
-    num_workers,
+    warm_up,
 )
 from titan_tree.checkpoint import Checkpoints, Progress, export_adapter, export_hf
 from titan_tree.components.moe import RouterBias
@@ -43,10 +43,9 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
-from titan_tree.data.loader import PREFETCH, StepLoader
+from titan_tree.data.loader import refuse_in_worker
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
-from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
@@ -71,7 +70,6 @@ from titan_tree.registry import LOGGERS, OPTIMIZERS
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 16_384  # enough for the compiler to choose kernels for large batches
 SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
@@ -125,12 +123,7 @@ class Trainer:
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            # A worker process is importing the script. Another training run there would never end.
-            raise UserError(
-                "this script trains while a worker process imports it; put the training under if __name__ == "
-                '"__main__":'
-            )
+        refuse_in_worker()
         self.config = config
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             record_collectives(Path(config.folder))
@@ -229,14 +222,10 @@ class Trainer:
 
     def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
-        started, partition = time.perf_counter(), self.config.partition
+        started = time.perf_counter()
         kept = keep_compiled(Path(self.config.folder) / "compiled")
         logger.info("compiling into %s; a later start reads it from there", kept)
-        self.tree_step.warm_up(
-            min(self.config.data.max_tokens, WARM_UP_TOKENS),
-            replay=self.config.data.replay != "off",
-            evaluates=bool(self.validation_inputs) or partition.device_gb is not None,
-        )
+        warm_up(self.config, self.tree_step)
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
     def close(self) -> None:
@@ -251,17 +240,10 @@ class Trainer:
         the state of the dataset after the step. Inputs are made ahead, so the dataset itself is ahead of
         training. With the position, a checkpoint does not skip data that was not trained on.
         """
-        num_steps = self.num_steps - self.progress.step
-        workers = num_workers(self.config.data.workers, self.device)
-        on_gpu, sharing = self.device.type == "cuda", None
-        if self.balancing:
-            # Hosts may have different numbers of cores, but every worker needs one of each other rank.
-            workers = -int(all_reduce_max(torch.tensor(-workers)))
-            timeout_s = self.config.parallel.timeout_s
-            start = start_timeout(timeout_s)
-            sharing = self.balancing.sharing(self.progress.step, start, timeout_s, PREFETCH + 2)
-        prepare = self.tree_step.preparer()
-        loader = StepLoader(self.dataset, prepare, num_steps, workers, pin=on_gpu, sharing=sharing)
+        done = self.progress.step
+        loader = build_step_loader(
+            self.config, self.tree_step, self.dataset, self.num_steps - done, self.balancing, done
+        )
         return self.leaving.agree(iter(loader))
 
     def train_step(self, inputs: Iterator[AgreedInput]) -> None:
@@ -320,17 +302,20 @@ class Trainer:
         is_due = step % self.config.validation.interval == 0 or step == self.num_steps
         if not self.validation_inputs or not is_due:
             return {}
-        if not (values := self.tree_step.evaluate(self.validation_inputs)):
-            raise AgreedError(
-                "validation.files: expected tokens to score, but all loss masks or weights are 0"
-            )
-        return values
+        return validate(self.tree_step, self.validation_inputs)
 
     def _log_summary(self) -> None:
         logger.info(summary(self.steps_trained, self.counts, self.bad_steps.total))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def validate(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:
+    """Returns the mean loss and accuracy of validation inputs. Raises AgreedError if no token counts."""
+    if not (values := tree_step.evaluate(inputs)):
+        raise AgreedError("validation.files: expected tokens to score, but all loss masks or weights are 0")
+    return values
 
 
 def resume_data(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool) -> None:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
-from tests.support.partitions import OneRank
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import keep_compiled, parallelize
 from titan_tree.distributed.titan import TreeSelectiveAC
 from titan_tree.models.registry import build_model

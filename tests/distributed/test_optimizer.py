@@ -84,6 +84,40 @@ def test_a_checkpoint_after_a_bad_first_step_changes_nothing(name):
         assert torch.equal(without, after)
 
 
+class Wrapper:
+    """What a framework hands out instead of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_several_optimizers_of_torch_are_clipped_to_one_norm(fused):
+    """The reference is torch's clipping. A wrapper's own step is called."""
+    models = [model_and_optimizers("adamw")[0] for _ in range(2)]
+    optimizers = []
+    for model in models:
+        draw_gradients(model, seed=1)
+        halves = [p for p in model.parameters() if p.ndim == 1], [p for p in model.parameters() if p.ndim > 1]
+        optimizers.append([torch.optim.AdamW(half, lr=1e-2, eps=1e-3, fused=fused) for half in halves])
+    want = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
+    for optimizer in optimizers[1]:
+        optimizer.step()
+    plain, wrapped = optimizers[0][0], Wrapper(optimizers[0][1])
+    norm = clip_and_step([plain, wrapped], torch.ones(()), 0.5)
+    torch.testing.assert_close(norm, want)
+    assert wrapped.steps == 1
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    before = [p.detach().clone() for p in models[0].parameters()]
+    clip_and_step([plain, wrapped], torch.tensor(math.nan), 0.5)
+    assert all(map(torch.equal, before, models[0].parameters()))
+
+
 def test_a_new_optimizer_is_one_spec():
     """SGD ignores unused options; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
     OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))

@@ -10,10 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.oracle import hf_model, in_one_pass, per_path, random_groups, relative_error, tree_model
-from tests.support.partitions import CPU, OneRank, RandomCuts, forest_of, in_partitions
+from tests.support.partitions import CPU, RandomCuts, forest_of, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_loss.policy_gradient import gspo
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.support.oracle import hf_model, tree_model
-from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.serialization import from_bytes, to_bytes
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep

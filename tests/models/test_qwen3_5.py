@@ -16,9 +16,10 @@ from tests.support.oracle import (
     tree_batch,
     tree_model,
 )
-from tests.support.partitions import OneRank, RandomCuts, forest_of, in_partitions
+from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
-from tests.support.partitions import OneRank
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep

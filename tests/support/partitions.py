@@ -14,12 +14,6 @@ from titan_tree.tree.token_tree import TokenTree
 CPU = torch.device("cpu")
 
 
-class OneRank:
-    """Stands in for a device mesh of one rank."""
-
-    size = staticmethod(lambda: 1)
-
-
 class RandomCuts:
     """A partitioner that cuts each edge with probability ``share``.
 

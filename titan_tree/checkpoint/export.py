@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_tree.checkpoint.lock import set_aside
 from titan_tree.components.lora import is_factor
+from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.models.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
@@ -38,19 +39,21 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
     # Factors of LoRA are added to weights in fp32.
     cast = {n for n, value in state.items() if isinstance(value, nn.Parameter) and not is_factor(n)}
     weights = {n: full.to(dtype if n in cast else None) for n, full in _gather(state).items()}
-    if dist.get_rank() == 0:
+    if rank() == 0:
         with _replaced(folder, run, "Hugging Face snapshot") as unfinished:
             save_pretrained(model, unfinished, weights, source=source)
-    dist.barrier()
+    if world_size() > 1:
+        dist.barrier()
 
 
 def export_adapter(model: TreeModel, folder: Path, run: str, source: str | None) -> None:
     """Writes LoRA as an adapter of PEFT, in fp32. Collective. Arguments and names: see ``export_hf``."""
     factors = _gather({name: value for name, value in model.state_dict().items() if is_factor(name)})
-    if dist.get_rank() == 0:
+    if rank() == 0:
         with _replaced(folder, run, "PEFT adapter") as unfinished:
             save_adapter(model, unfinished, factors, source)
-    dist.barrier()
+    if world_size() > 1:
+        dist.barrier()
 
 
 def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,7 +62,7 @@ def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in tensors.items():
         value = value.detach()
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
+        if rank() == 0:
             gathered[name] = full.to("cpu")
     return gathered
 

@@ -39,6 +39,15 @@ Position = dict[str, int]
 PREFETCH = 2  # steps that each worker makes in advance
 
 
+def refuse_in_worker() -> None:
+    """Raises UserError in a worker process, which imports the script. Training there would never end."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            "this script trains while a worker process imports it; put the training under if __name__ == "
+            '"__main__":'
+        )
+
+
 class StepLoader(Generic[T]):
     """Iterates over (input, position) of the next steps. The position is the dataset's, after the step.
 

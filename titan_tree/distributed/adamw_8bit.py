@@ -23,7 +23,7 @@ class AdamW8bit(torch.optim.Optimizer):
     block lies within the shard of one rank. A shard has moments in the dtype of the weights if it has fewer
     than 4,096 numbers, or if its size is not a multiple of 256.
 
-    The optimizer is fused, see ``OptimizerSpec``: the host never waits for the device. The state of a weight
+    The optimizer is fused, see ``clip_and_step``: the host never waits for the device. The state of a weight
     is what torchao's AdamW8bit stores, but "step" lies on the weight's device.
 
     Args:
@@ -32,6 +32,7 @@ class AdamW8bit(torch.optim.Optimizer):
         UserError: torchao is missing, which defines the class of quantized moments.
     """
 
+    _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 

@@ -21,6 +21,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Returns the number of this rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def named_group(name: str) -> dist.ProcessGroup:
     """Returns the group called ``name``: arguments of custom operators cannot be process groups."""
     return _resolve_process_group(cast(Any, name))
@@ -89,5 +94,4 @@ def agreed(function: Callable[[], T]) -> T:
 
 def on_rank_0(function: Callable[[], T]) -> T:
     """Calls a function on rank 0 only. All ranks return its result, or raise its error."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return agreed(function if is_first else lambda: cast(T, None))
+    return agreed(function if rank() == 0 else lambda: cast(T, None))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.faults import START_TIMEOUT_S
 from titan_tree.errors import UserError
 
@@ -46,7 +47,29 @@ def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, to
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)), device
+    return _mesh(device.type), device
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The mesh of a process that trains alone, without a process group."""
+
+    device_type: str = "cpu"
+
+    def size(self) -> int:
+        return 1
+
+    def get_rank(self) -> int:
+        return 0
+
+
+def all_ranks(device_type: str) -> DeviceMesh | OneRank:
+    """Returns the one-dimensional mesh of all ranks, whoever has created the process group."""
+    return _mesh(device_type) if world_size() > 1 else OneRank(device_type)
+
+
+def _mesh(device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
 
 def _store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
@@ -93,13 +116,13 @@ class Meshes:
             experts, which FSDP2 shards over them. None: each rank has all experts.
     """
 
-    fsdp: DeviceMesh
+    fsdp: DeviceMesh | OneRank
     sequence: DeviceMesh | None
     experts: DeviceMesh | None
 
     @staticmethod
     def of(
-        ranks: DeviceMesh, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
+        ranks: DeviceMesh | OneRank, replicate: int = 1, sequence_parallel: int = 1, expert_parallel: int = 1
     ) -> Meshes:
         """Divides all ranks, a one-dimensional mesh, in numbers that ``check_sizes`` accepts."""
 

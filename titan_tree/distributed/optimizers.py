@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,7 @@ class OptimizerSpec:
         load: imports and returns the constructor, a subclass of ``torch.optim.Optimizer``. Raises UserError
             if a package is missing. The constructor receives parameter groups, each with ``params``, ``lr``,
             ``betas``, ``eps`` and ``weight_decay``; it may ignore the options that it does not need.
-        fused: the optimizer has a fused kernel that divides gradients by the attribute ``grad_scale`` and
-            skips the step if the attribute ``found_inf`` is 1, as ``torch.optim.AdamW`` does.
+        fused: the constructor takes ``fused=True``, or is always fused. See ``clip_and_step``.
         reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
     """
 
@@ -104,7 +103,7 @@ def build_lr_schedulers(
     ).build(optimizers=optimizers, training_steps=steps)
 
 
-def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tensor:
+def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max_norm: float) -> Tensor:
     """Clips the gradients to a global 2-norm of ``max_norm``, then steps. Collective for a sharded model.
 
     If the loss or the norm is not finite, weights and states stay unchanged. A fused optimizer scales the
@@ -112,29 +111,37 @@ def clip_and_step(optimizers: Optimizers, loss: Tensor, max_norm: float) -> Tens
     waiting for the device. For other optimizers the gradients are scaled first, and the host waits for the
     norm.
 
+    An optimizer is fused if its attribute ``_step_supports_amp_scaling`` is true, as in PyTorch. Its kernel
+    divides gradients by the attribute ``grad_scale``, and skips the step if the attribute ``found_inf`` is 1.
+
     Args:
+        optimizers: of all weights. A framework's wrapper must have the optimizer as attribute ``optimizer``.
         loss: 0-dim, the same on all ranks.
         max_norm: > 0; inf never clips.
     Returns:
         The norm before clipping, 0-dim, the same on all ranks.
     """
-    parameters = [p for group in optimizers.param_groups for p in group["params"]]
+    optimizers = list(optimizers)
+    wrapped: list[Any] = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    parameters = [p for optimizer in wrapped for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norm = torch.nn.utils.get_total_norm(local, foreach=True)
     if isinstance(gradients[0], DTensor):  # then all are, and each number is on one rank of every replica
         norm = (all_reduce_sum(norm.square()) / _num_replicas(gradients[0])).sqrt()
     divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
-    if optimizers.spec.fused:
-        for optimizer in optimizers:
+    if all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in wrapped):
+        for optimizer in wrapped:
             optimizer.grad_scale = divisor
             optimizer.found_inf = 1.0 - finite.float()
-        optimizers.step()
-        for optimizer in optimizers:
+        for each in optimizers:
+            each.step()
+        for optimizer in wrapped:
             del optimizer.grad_scale, optimizer.found_inf
     elif finite:
         torch._foreach_div_(local, divisor)
-        optimizers.step()
+        for each in optimizers:
+            each.step()
     return norm
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao, titan
 from titan_tree.distributed.expert_parallel import check_experts, fully_shard_experts, shard_experts
-from titan_tree.distributed.mesh import Meshes, check_sizes
+from titan_tree.distributed.mesh import Meshes, OneRank, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
@@ -33,7 +33,7 @@ ActivationCheckpoint = Literal["none", "selective", "full"]
 
 def parallelize(
     model: TreeModel,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | OneRank,
     *,
     dtype: torch.dtype = torch.bfloat16,
     float8: ao.Float8 = "none",
@@ -60,7 +60,7 @@ def parallelize(
 
     Args:
         model: on any device, also on "meta".
-        mesh: one-dimensional, of all ranks.
+        mesh: one-dimensional, of all ranks. ``OneRank()`` needs no process group.
         dtype: of the computation. FSDP2 casts the weights that it gathers. Weights that are not sharded by
             FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single rank, and
             experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights once and
@@ -178,6 +178,7 @@ def keep_compiled(folder: Path) -> Path:
 
 def _fully_shard(model: TreeModel, meshes: Meshes, dtype: torch.dtype, reshard_after_forward: bool) -> None:
     """Applies FSDP2 to each block and to the rest of the model."""
+    assert isinstance(meshes.fsdp, DeviceMesh)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.promote_types(dtype, torch.float32),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.evaluation import equal_schedule
 from titan_tree.engine.partitions import PartitionRunner
@@ -50,7 +50,7 @@ class BadSteps:
                 f"step {step}: {reason} (training ended after {self.limit} bad "
                 f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
             )
-        if dist.get_rank() == 0:
+        if rank() == 0:
             logger.warning("step %d is skipped: %s", step, reason)
 
 

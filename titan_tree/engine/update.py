@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
+import torch
+
 from titan_tree.components.moe import RouterBias
-from titan_tree.distributed.optimizers import Optimizers, clip_and_step
+from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.engine.records import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
@@ -22,7 +25,7 @@ class Update(NamedTuple):
 
 def update_weights(
     tree_step: TreeStep,
-    optimizers: Optimizers,
+    optimizers: Collection[torch.optim.Optimizer],
     router_bias: RouterBias | None,
     max_grad_norm: float,
     step: StepInput,
@@ -31,6 +34,7 @@ def update_weights(
     """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
 
     Args:
+        optimizers: see ``clip_and_step``.
         sizes: see ``TreeStep.run``.
 
     Raises:
@@ -39,7 +43,8 @@ def update_weights(
     """
     result = tree_step.run(step, sizes)
     norm = clip_and_step(optimizers, result.loss, max_grad_norm)
-    optimizers.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     values = {"loss": result.loss.item(), "grad_norm": norm.item()}  # waits for the device
     if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
         raise BadStepError(

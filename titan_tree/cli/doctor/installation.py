@@ -21,6 +21,7 @@ EXTRAS = {
     "data": "reads Parquet, Arrow and Zstandard",
     "torchao": "float8 and 8-bit optimizer states",
     "flash": 'the attention backend "flash"',
+    "lightning": "training with Lightning",
     "wandb": 'the logger "wandb"',
 }
 

@@ -1,0 +1,80 @@
+"""A run with Lightning on two ranks equals one of the trainer, and resumes exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
+from tests.support.processes import as_rank, run_ranks
+from tests.support.tiny_run import tiny_config, train, write_groups
+from titan_tree.config import Config
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("lightning")]
+
+
+def config(folder: Path, name: str) -> Config:
+    """Returns a run with partitions and validation, or one of expert-parallel ranks."""
+    folder.mkdir(exist_ok=True)
+    held_out = folder / "held_out.jsonl"
+    if not held_out.exists():
+        write_groups(held_out, num_groups=3, seed=1)
+    options: dict[str, Any] = {
+        "training__steps": 20,
+        "data__max_tokens": 24,
+        "validation__files": held_out,
+        "validation__interval": 6,
+    }
+    if name == "experts":
+        options = {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2}
+    return tiny_config(folder / name, **options)
+
+
+CHECKPOINT = {"partitions": "step=15.ckpt", "experts": "step=3.ckpt"}
+
+
+def train_both(rank: int, ports: list[int], folder: Path) -> None:
+    """Trains each run with the trainer, with Lightning, and with Lightning from one of its checkpoints."""
+    free = iter(ports)
+    for name in CHECKPOINT:
+        made = config(folder, name)
+        with as_rank(rank, 2, next(free)):
+            weights = [weights_of(train(made).model)]
+        with as_rank(rank, 2, next(free)):
+            for part in ("whole", "resumed"):
+                path = folder / part / name
+                trainer = lightning_trainer(path, devices=2, strategy=ModelParallelStrategy())
+                start = folder / "whole" / name / "checkpoints" / CHECKPOINT[name]
+                module = fit(made, trainer, start if part == "resumed" else None)
+                assert module.model is not None
+                weights.append(weights_of(module.model))
+            dist.destroy_process_group()
+        torch.save(weights, folder / f"{name}-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in CHECKPOINT:
+        config(folder, name)  # writes data before two processes read it
+    run_ranks(train_both, 2, folder, num_groups=2 * len(CHECKPOINT))
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKPOINT)
+def test_two_ranks_with_lightning_equal_the_trainer(runs: Path, name: str) -> None:
+    want = expected(config(runs, name))
+    whole, resumed = (logged(runs / part / name) for part in ("whole", "resumed"))
+    assert list(whole) == list(want)
+    assert list(resumed) == list(want)[-len(resumed) :]
+    assert 1 <= len(resumed) <= 5
+    for step, values in [*whole.items(), *resumed.items()]:
+        assert values == pytest.approx(want[step], rel=1e-6), step
+    for rank in range(2):
+        theirs, *ours = torch.load(runs / f"{name}-{rank}.pt")
+        for weights in ours:
+            for key, weight in theirs.items():
+                torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-7, msg=key)
