@@ -301,6 +301,8 @@ def _check_trainer(trainer: L.Trainer, config: Config) -> None:
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:
         raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
 
+    if config.lora.rank or config.lora.adapter:
+        raise UserError("lora: expected none with Lightning, whose checkpoints hold all weights; use Trainer")
     if trainer.gradient_clip_val is not None:
         fix = "set optimizer.max_grad_norm in the configuration"
         refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)

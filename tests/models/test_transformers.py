@@ -1,5 +1,6 @@
 """Models of transformers on trees, against the unmodified models on every path alone."""
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
+from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.scoring import tree_logprobs
@@ -146,6 +149,8 @@ def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
         ("llama", {"attention_dropout": 0.1}, "attention_dropout: expected 0 on trees, got 0.1; set it to 0"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: expected 0 on trees, got 0.1"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "expected unquantized weights"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop: expected 0 on trees, got 0.1; set it to 0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false"),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "longrope"}},
@@ -201,6 +206,43 @@ def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"mistral: expected model.safetensors or "):
         load_pretrained(folder)
+
+
+def test_fields_that_an_architecture_ignores_change_nothing() -> None:
+    hf = hf_family("mistral", logit_scale=0.3, logits_scaling=7.0, final_logit_softcapping=1.0)
+    want = hf_logprobs(hf, PATHS[0]).detach()
+    got = tree_logprobs(TransformersModel(hf), [PATHS[0]])[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_only_mask_their_window_are_refused() -> None:
+    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 6}
+    with pytest.raises(UserError, match="layer 0 has a sliding window of 6 tokens, but asks its"):
+        TransformersModel(hf_family("qwen2_moe", **window))
+
+
+def test_models_can_be_copied() -> None:
+    model = TransformersModel(hf_family("gpt_oss"))
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embedding_weight.zero_()
+    want = hf_logprobs(hf_family("gpt_oss"), PATHS[0]).detach()
+    torch.testing.assert_close(tree_logprobs(again, [PATHS[0]])[0], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text"])
+def test_checkpointed_layers_load_their_constants(name: str, tmp_path: Path) -> None:
+    """Also from a snapshot of another dtype, which transformers would give other constants."""
+    hf = hf_family(name)
+    hf.to(torch.bfloat16).save_pretrained(tmp_path)
+    config, loaded = ModelConfig(hf_path=str(tmp_path)), []
+    for policy in ("none", "full"):
+        training = TrainingConfig(activation_checkpoint=policy, dtype="float32")
+        loaded.append(build_parallel_model(config, training, ParallelConfig(), OneRank()))
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    expected = hf_logprobs(want, PATHS[0]).detach()
+    for model in loaded:
+        torch.testing.assert_close(tree_logprobs(model, [PATHS[0]])[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_attention_function_answers_other_calls_like_sdpa() -> None:

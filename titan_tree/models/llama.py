@@ -44,7 +44,11 @@ class LlamaConfig(DecoderConfig):
     def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
         rope = cls._read_rope(hf, where, ("default", "llama3"))
         cls._expect(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
-        given = {name: rope[name] for name in SCALING if rope.get("rope_type") == "llama3" and name in rope}
+        is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
+        missing = [name for name in SCALING if name not in rope]
+        complete = f"llama3 with {', '.join(SCALING)}"
+        cls._expect(hf, where, "rope_parameters", not is_scaled or not missing, complete)
+        given = {name: rope[name] for name in SCALING if is_scaled}
         # transformers' defaults for fields that older snapshots leave out.
         heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
         if hf.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

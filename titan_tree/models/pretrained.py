@@ -128,11 +128,15 @@ def save_pretrained(
     if isinstance(model, Decoder):
         hf.save_pretrained(model, folder, weights, source, max_shard_bytes)
         return
+    files: list[Path] = []
+    if source is not None:
+        files = [file for name in COPIED_FILES if (file := Path(source) / name).is_file()]
+        if not files and not (Path(source) / CONFIG).is_file():
+            raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
     with all_or_nothing(Path(folder)) as temporary:
         _transformers().save(model, temporary, weights, max_shard_bytes)
-        for name in COPIED_FILES if source is not None else ():
-            if (file := Path(source or "") / name).is_file():
-                shutil.copyfile(file, temporary / name)
+        for file in files:
+            shutil.copyfile(file, temporary / file.name)
 
 
 def _is_native(folder: Path) -> bool:

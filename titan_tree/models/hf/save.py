@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 5 * 10**9
 COPIED_FILES = (  # from a model's source to its export
     "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "vocab.json",
     "merges.txt",

@@ -153,4 +153,6 @@ class _LayerCall:
         return current.run(self._index, self._blocks[self._index], hidden, positional, named)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying asks for some of them before there is a layer
+            raise AttributeError(name)
         return getattr(self._layer, name)

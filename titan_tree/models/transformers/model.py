@@ -14,7 +14,7 @@ from titan_tree.components.tree_attention import Scoring
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention import NAME, arguments
 from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
-from titan_tree.models.transformers.support import check_supported
+from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
@@ -50,6 +50,11 @@ class TransformersModel(TreeModel):
 
     def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
         text = model.config.get_text_config()
+        if text is not model.config:
+            raise UserError(
+                f"model: {model.config.model_type} is more than a text model, which cannot run on trees; "
+                "save its text model by itself"
+            )
         check_supported(text, getattr(model.config, "name_or_path", "") or "model")
         sizes = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         positions = text.max_position_embeddings
@@ -67,13 +72,13 @@ class TransformersModel(TreeModel):
         if getattr(head, "bias", None) is not None:
             raise UserError(f"model: {text.model_type}: an output projection with a bias is not supported")
         self.lm_head = None if head.weight is base.get_input_embeddings().weight else head
-        self.logit_scale: float = getattr(text, "logit_scale", None) or 1 / getattr(text, "logits_scaling", 1)
-        self.logit_cap = getattr(text, "final_logit_softcapping", None)
+        self.logit_scale, self.logit_cap = logit_scale(text), logit_cap(text)
         survey = Survey()
         with torch.no_grad():
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
             self._run(two, two, survey)
         self.sizes = survey.sizes
+        check_windows(text, [layer.call.scoring.window for layer in self.sizes])
         self.windows = list(dict.fromkeys(layer.call.scoring.window for layer in self.sizes))
         self.cache_streams = ["keys"] * (2 * len(self.layers))
 
@@ -102,7 +107,9 @@ class TransformersModel(TreeModel):
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         text = self.hf_config.get_text_config()
         for experts in (p for p in self.layers.parameters() if p.ndim == 3):  # one matrix per expert
-            flops += matrix_flops([experts]) // len(experts) * text.num_experts_per_tok
+            # Gemma 4 has a name of its own for it.
+            used = getattr(text, "top_k_experts", None) or text.num_experts_per_tok
+            flops += matrix_flops([experts]) // len(experts) * used
         calls = [layer.call for layer in self.sizes]
         return flops * num_tokens + num_pairs * sum(
             6 * call.num_heads * sum(call.head_dims) for call in calls

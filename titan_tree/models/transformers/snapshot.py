@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titan_tree.components.lora import is_factor
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.files import CONFIG, read_json, weight_files
 from titan_tree.models.shards import WeightShards
 from titan_tree.models.transformers.model import TransformersModel
@@ -35,14 +36,17 @@ def from_config(
     Raises:
         UserError: the config is missing or damaged, or the model cannot run on trees.
     """
-    model = AutoModelForCausalLM.from_config(_read_config(folder), dtype=dtype)
+    config = _read_config(folder)
+    with _errors_in_one_line(Path(folder) / CONFIG):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return TransformersModel(model, attention)
 
 
 def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> None:
     """Copies the weights of a snapshot into ``shards``, and its constants into ``model``.
 
-    The host's memory holds the whole snapshot for a moment, on each rank.
+    The host's memory holds the whole snapshot for a moment, on each rank. It is read in the dtype of the
+    model, because transformers computes constants in that dtype.
 
     Args:
         model: on its device, with uninitialized weights; may be sharded.
@@ -50,14 +54,17 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
     Raises:
         UserError: a part of the snapshot is missing, unexpected or damaged.
     """
-    source = TransformersModel(_read(folder))
+    source = TransformersModel(_read(folder, model.hf_config.dtype or torch.float32))
     weights = source.state_dict()
     for name, shard in shards.items():
         if not is_factor(name):
             shard.values.copy_(weights[name][shard.box])
     constants = dict(source.named_buffers())
-    for name, constant in model.named_buffers():
-        constant.copy_(constants[name])
+    for name, constant in list(model.named_buffers()):
+        # Checkpointed layers have another name. Some constants are fp32 in a model of any dtype.
+        value = constants[name.replace(_CHECKPOINT_PREFIX, "")]
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module)._buffers[leaf] = value.to(constant.device)
 
 
 def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
@@ -86,29 +93,26 @@ def _hf_name(name: str, prefix: str) -> str:
 def _read_config(folder: str | Path) -> PreTrainedConfig:
     path = Path(folder) / CONFIG
     read_json(path)  # names a damaged file
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: transformers cannot read it: {_one_line(error)}") from None
+    with _errors_in_one_line(path):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     check_supported(config.get_text_config(), str(path))
     return config
 
 
-def _read(folder: str | Path) -> PreTrainedModel:
-    """Reads a model on the CPU, in the dtype of its files."""
+def _read(folder: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """Reads a model on the CPU."""
     config = _read_config(folder)
     weight_files(Path(folder))  # refuses pickles
-    try:
+    with _errors_in_one_line(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype="auto",
+            dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder}: transformers cannot load it: {_one_line(error)}") from None
     model, info = loaded
     for kind in ("missing", "mismatched", "unexpected"):
         if names := sorted(map(str, info[f"{kind}_keys"])):
@@ -123,5 +127,11 @@ def _read(folder: str | Path) -> PreTrainedModel:
     return model
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+@contextmanager
+def _errors_in_one_line(path: str | Path) -> Iterator[None]:
+    """Raises UserError for any error of transformers, which has no class of errors for bad files."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path}: transformers cannot load it: {shorten(reason)}") from None

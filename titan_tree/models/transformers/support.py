@@ -6,6 +6,7 @@ length of its path. Tests compare each supported architecture with itself on eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -76,6 +77,9 @@ REASONS = {
     "zamba2": STATE_SPACE,
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
+# How logits follow from hidden states and the output projection. Other architectures ignore these fields.
+LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest position
 
 
@@ -106,18 +110,50 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
                 "beside it, so it cannot run on trees"
             )
     for field, value in config.to_dict().items():
-        if value and ("dropout" in field or "jitter" in field):
+        if value and any(word in field for word in RANDOM):
             raise UserError(f"{where}: {field}: expected 0 on trees, got {value}; set it to 0")
     if getattr(config, "quantization_config", None):
         raise UserError(
-            f"{where}: quantization_config: expected unquantized weights; dequantize the model, for example "
-            "with transformers' Mxfp4Config(dequantize=True), and save it"
+            f"{where}: quantization_config: expected unquantized weights; dequantize the model with "
+            "transformers and save it"
+        )
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise UserError(
+            f"{where}: use_bidirectional_attention: expected false, because a token of a tree sees only the "
+            "tokens before it"
         )
     if number := getattr(config, "num_kv_shared_layers", None):
         raise UserError(
             f"{where}: num_kv_shared_layers: only models whose layers have keys of their own can run on "
             f"trees, got {number}"
         )
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """Returns the factor of the logits."""
+    if config.model_type == "cohere2":
+        return config.logit_scale
+    return 1 / config.logits_scaling if config.model_type == "granite" else 1.0
+
+
+def logit_cap(config: PreTrainedConfig) -> float | None:
+    """Returns the cap of the logits, or None."""
+    return config.final_logit_softcapping if config.model_type in LOGIT_CAP else None
+
+
+def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> None:
+    """Raises UserError if a layer hides tokens by its mask alone, which does not exist on trees.
+
+    Args:
+        windows: the window that each layer gives the attention function.
+    """
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        expected = config.sliding_window if kind == "sliding_attention" else None
+        if windows[i] != expected:
+            raise UserError(
+                f"model: {config.model_type}: layer {i} has a sliding window of {expected} tokens, but asks "
+                f"its attention for {windows[i]}; such a model cannot run on trees"
+            )
 
 
 def _rope_types(parameters: Any) -> list[str]:
