@@ -30,9 +30,15 @@ class TreeInputs:
     layout: TreeLayout
 
     @classmethod
-    def prepare(cls, attention: TreeAttention, layout: TreeLayout) -> TreeInputs:
-        """Returns the inputs for the layout of a batch that is not a partition."""
-        return cls(attention, attention.prepare(layout))
+    def prepare(
+        cls, attention: TreeAttention, layout: TreeLayout, windows: Sequence[int | None] = (None,)
+    ) -> TreeInputs:
+        """Returns the inputs for the layout of a batch that is not a partition.
+
+        Args:
+            windows: the sliding windows of the model's layers; None: a layer without one.
+        """
+        return cls(attention, attention.prepare(layout, windows))
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments that a model of transformers needs beside the tokens [1, N] of a batch."""
