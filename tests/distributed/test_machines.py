@@ -163,6 +163,7 @@ def test_the_other_machine_goes_on_alone(whole: Config, tmp_path: Path) -> None:
         assert float(alone["loss"]) == pytest.approx(float(both["loss"]), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_to_torchrun_writes_a_checkpoint(whole: Config, tmp_path: Path) -> None:
     with two_machines(tmp_path, "signal") as machines:
         outputs = [machines.wait(machine, status=1) for machine in range(NUM_MACHINES)]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.support.hf_families import hf_family, hf_logprobs
 from tests.support.oracle import hf_model, hybrid_model, tree_model
-from tests.support.partitions import OneRank
 from titan_tree import adapters_off, load_adapter, load_pretrained, save_adapter, save_pretrained
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.scoring import tree_logprobs
