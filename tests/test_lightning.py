@@ -20,7 +20,9 @@ from titan_tree.errors import UserError
 from titan_tree.lightning import TreeDataModule, TreeLightningModule
 from titan_tree.registry import OPTIMIZERS
 
-pytestmark = pytest.mark.xdist_group("lightning")
+# After Lightning has run in a worker of pytest-xdist, the worker dies when another test starts ranks. Run
+# these tests by themselves: scripts/test.sh -m exhaustive tests/test_lightning.py
+pytestmark = [pytest.mark.xdist_group("lightning"), pytest.mark.exhaustive]
 
 MOE = {
     "model__name": "qwen3_moe",

@@ -13,7 +13,12 @@ from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("lightning")]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("lightning"),
+]
 
 
 def config(folder: Path, name: str) -> Config:

@@ -48,7 +48,9 @@ def config(
     return made
 
 
-@pytest.mark.parametrize(("name", "steps"), [("qwen3", 20), ("partitions", 4)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("qwen3", 20), pytest.param("partitions", 4, marks=pytest.mark.exhaustive)]
+)
 def test_both_implementations_train_alike(tmp_path: Path, name: str, steps: int) -> None:
     """Their exports have the same tensors."""
     both: list[Implementation] = ["native", "transformers"]
