@@ -167,6 +167,7 @@ def compare_peak(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_ranks_that_share_tokens_keep_and_exchange_what_is_computed():
     sharding = Sharding(2, sequence_parallel=2)
     layers = LayerMemory(model_of("qwen3", **ONE_KEY_HEAD), torch.bfloat16, sharding)

@@ -212,7 +212,10 @@ def test_siblings_do_not_leak(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "recompute"), [("triton", True), ("reference", False)])
+@pytest.mark.parametrize(
+    ("backend", "recompute"),
+    [pytest.param("triton", True, marks=pytest.mark.exhaustive), ("reference", False)],
+)
 def test_all_trees_share_one_compiled_graph(backend, recompute):
     """With fullgraph, dynamic shapes and checkpointing, gradients are equal. One graph serves all trees.
 
