@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titan_tree.components.lora import is_factor
@@ -25,6 +24,7 @@ from titan_tree.models.shards import WeightShards
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.support import check_supported
 
+CHECKPOINTED = "_checkpoint_wrapped_module."  # torch adds it to the names of checkpointed layers
 LAYER = re.compile(r"layers\.(\d+)\.layer\.")
 
 
@@ -62,7 +62,7 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
     constants = dict(source.named_buffers())
     for name, constant in list(model.named_buffers()):
         # Checkpointed layers have another name. Some constants are fp32 in a model of any dtype.
-        value = constants[name.replace(_CHECKPOINT_PREFIX, "")]
+        value = constants[name.replace(CHECKPOINTED, "")]
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module)._buffers[leaf] = value.to(constant.device)
 
