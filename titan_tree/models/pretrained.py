@@ -16,7 +16,7 @@ from titan_tree.errors import UserError
 from titan_tree.models import hf
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.files import CONFIG, read_json
-from titan_tree.models.hf.save import COPIED_FILES, MAX_SHARD_BYTES, all_or_nothing
+from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
 from titan_tree.models.lora import merge
 from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.models.tree_model import TreeModel
@@ -128,11 +128,7 @@ def save_pretrained(
     if isinstance(model, Decoder):
         hf.save_pretrained(model, folder, weights, source, max_shard_bytes)
         return
-    files: list[Path] = []
-    if source is not None:
-        files = [file for name in COPIED_FILES if (file := Path(source) / name).is_file()]
-        if not files and not (Path(source) / CONFIG).is_file():
-            raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
+    files = [] if source is None else copied_files(Path(source))
     with all_or_nothing(Path(folder)) as temporary:
         _transformers().save(model, temporary, weights, max_shard_bytes)
         for file in files:

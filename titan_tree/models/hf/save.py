@@ -107,13 +107,19 @@ def save_pretrained(
 
 def _with_source(model: Decoder, config: dict[str, Any], source: Path) -> _Export:
     """Returns the export of a model that was loaded from ``source``, with the model's own ``config``."""
-    files = [file for name in COPIED_FILES if (file := source / name).is_file()]
+    files = copied_files(source)
     if (source / CONFIG).is_file():
         merged, prefix = _merged_config(model, config, source / CONFIG)
         return _Export(merged, prefix, _weights_not_loaded(source), files)
-    if not files:
-        raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
     return _Export(config, files=files)
+
+
+def copied_files(source: Path) -> list[Path]:
+    """Returns the files of a snapshot that an export copies. Raises UserError if ``source`` is no snapshot."""
+    files = [file for name in COPIED_FILES if (file := source / name).is_file()]
+    if not files and not (source / CONFIG).is_file():
+        raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")
+    return files
 
 
 def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
