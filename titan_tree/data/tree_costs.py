@@ -56,9 +56,10 @@ def tree_sizes(trees: Sequence[TokenTree]) -> np.ndarray:
 def leaf_sizes(tree: TokenTree) -> np.ndarray:
     """Returns [leaves, 2, 4] int64: ``SIZES`` from which those of a tree's pieces follow (tree/pieces.py).
 
-    For each leaf in DFS order, entry 0 is what its path adds to the paths of the leaves before it. Entry 1 is
-    what its path shares with them, which a piece that starts with this leaf runs again. Edges and chunks of a
-    piece are at most the sums of these entries; tokens and pairs are equal to them.
+    For each leaf in DFS order, entry 0 holds the sizes of the tokens that its path does not share with the
+    paths of earlier leaves. Entry 1 holds those of the tokens that it shares: a piece that starts with this
+    leaf computes them again. The tokens and pairs of a piece are the sums of these entries. Its edges and
+    chunks are at most the sums.
     """
     nodes = _node_sizes(tree)
     down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node
