@@ -236,11 +236,9 @@ class TreeModel(nn.Module, ABC):
     def _scores(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        cap = (
-            None
-            if self.logit_cap is None
-            else torch.full_like(batch.edge_label, self.logit_cap, dtype=torch.float32)
-        )
+        cap = None
+        if self.logit_cap is not None:
+            cap = torch.full_like(batch.edge_label, self.logit_cap, dtype=torch.float32)
         if batch.edge_temperature is not None:  # logits are linear in the hidden states, up to the cap
             hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
             cap = None if cap is None else cap / batch.edge_temperature

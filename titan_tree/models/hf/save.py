@@ -115,7 +115,7 @@ def _with_source(model: Decoder, config: dict[str, Any], source: Path) -> _Expor
 
 
 def copied_files(source: Path) -> list[Path]:
-    """Returns the files of a snapshot that an export copies. Raises UserError if ``source`` is no snapshot."""
+    """Returns the files of a snapshot that an export copies. Raises UserError if ``source`` is not one."""
     files = [file for name in COPIED_FILES if (file := source / name).is_file()]
     if not files and not (source / CONFIG).is_file():
         raise UserError(f"{source}: expected a snapshot with {CONFIG} or tokenizer files, found neither")

@@ -106,9 +106,9 @@ def tree_attention(
         ([1, N, H, Dv], None).
     """
     if tree is None:
-        arguments = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
+        options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
         plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments)
+        return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
         tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)

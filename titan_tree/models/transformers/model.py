@@ -105,10 +105,9 @@ class TransformersModel(TreeModel):
     def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
-        text = self.hf_config.get_text_config()
         for experts in (p for p in self.layers.parameters() if p.ndim == 3):  # one matrix per expert
             # Gemma 4 has a name of its own for it.
-            used = getattr(text, "top_k_experts", None) or text.num_experts_per_tok
+            used = getattr(self.hf_config, "top_k_experts", None) or self.hf_config.num_experts_per_tok
             flops += matrix_flops([experts]) // len(experts) * used
         calls = [layer.call for layer in self.sizes]
         return flops * num_tokens + num_pairs * sum(
