@@ -25,15 +25,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.build import build_parallel_model
+from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import init_lora
+from titan_tree.models.registry import build_model
+from titan_tree.models.tree_model import TreeModel
 
 VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
 OPTIMIZER = OptimizerConfig()  # the optimizer of all timed training steps
@@ -211,13 +216,43 @@ def process_group() -> Iterator[tuple[DeviceMesh, torch.device]]:
         dist.destroy_process_group()
 
 
-def training_model(model: ModelConfig, training: TrainingConfig, mesh: DeviceMesh) -> Decoder:
-    """Returns the model that the trainer builds from these tables, with random weights."""
-    return build_parallel_model(model, training, ParallelConfig(), mesh)
+def training_model(
+    model: ModelConfig, training: TrainingConfig, mesh: DeviceMesh, lora_rank: int = 0
+) -> TreeModel:
+    """Returns the model that the trainer builds from these tables, with random weights.
+
+    Args:
+        model: with ``implementation="transformers"``, the layers are those of transformers.
+        training: dtype, compilation and activation checkpointing.
+        mesh: of all ranks.
+        lora_rank: of LoRA's updates for all linears; 0: all weights are trained.
+    """
+    if model.implementation != "transformers":
+        return build_parallel_model(model, training, ParallelConfig(), mesh, LoRAConfig(rank=lora_rank))
+    import transformers
+
+    from titan_tree.models.transformers import TransformersModel
+
+    assert model.flavor is not None
+    with torch.device("meta"):
+        native = build_model(model.name, model.flavor, **model.overrides)
+    config = transformers.AutoConfig.for_model(**native.config.to_hf())
+    with torch.device(mesh.device_type):
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    built = parallelize(
+        TransformersModel(theirs, model.attention),
+        mesh,
+        dtype=getattr(torch, training.dtype),
+        lora=LoRA(rank=lora_rank) if lora_rank else None,
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+    )
+    init_lora(weight_shards(built), training.seed)
+    return built
 
 
 def training_step(
-    model: Decoder,
+    model: TreeModel,
     device: torch.device,
     partitioner: TreePartitioner | None = None,
     activations: Activations | None = None,
@@ -226,7 +261,7 @@ def training_step(
     return TreeStep(model, TreeLoss(reduction="token_mean"), device, partitioner, activations)
 
 
-def optimizer_update(model: Decoder) -> Callable[[TreeStep, StepInput], tuple[float, float]]:
+def optimizer_update(model: TreeModel) -> Callable[[TreeStep, StepInput], tuple[float, float]]:
     """Returns the trainer's whole step as a function: forward, backward, clipping, AdamW.
 
     The function waits for the device and returns the loss and the gradient norm. If it raises, it first

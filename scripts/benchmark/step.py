@@ -52,9 +52,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trees import SHAPES, random_tree
 
 from titan_tree import TokenTree, TreeBatch, build_model
+from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
 from titan_tree.models.costs import ModelCosts
+from titan_tree.models.lora import add_lora
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
 Step = Callable[[], object]
@@ -77,6 +79,8 @@ def main() -> None:
             "flavor": args.flavor,
             "compile": args.compile,
             "activation_checkpoint": args.activation_checkpoint,
+            "layers": args.layers or "all",
+            "lora": args.lora,
         }
         entries = make_entries(args, mesh, device)
         run_rounds([entry.contender for entry in entries], args.rounds)
@@ -87,35 +91,48 @@ def main() -> None:
 
 def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Entry]:
     """Returns what the arguments ask for: first the peers, then titan_tree on every tree."""
+    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
     with torch.device("meta"):
-        model = build_model(args.model, args.flavor)
+        model = build_model(args.model, args.flavor, **overrides)
+        hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
+        if args.lora:
+            add_lora(model, LoRA(rank=args.lora), torch.bfloat16)
 
     def entry(name: str, shape: str, build: Callable[[TokenTree], Step]) -> Entry:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
         contender = Contender(name, lambda: measure(name, partial(build, tree), args, device))
         return Entry(contender, tree, ModelCosts.of(model).training_flops(TreeBatch.from_trees([tree])))
 
-    hf_config = transformers.AutoConfig.for_model(**(model.config.to_hf() | {"use_cache": False}))
     entries = []
     for dtype in args.peer:
         build = partial(peer_step, hf_config, dtype, args=args, device=device)
         entries.append(entry(f"transformers ({dtype}), one sequence", "chain", build))
-    for shape, attention, float8 in itertools.product(args.tree, args.attention, args.float8):
+    for shape, layers, attention, float8 in itertools.product(
+        args.tree, args.implementation, args.attention, args.float8
+    ):
         precision = "" if float8 == "none" else f", float8 {float8}"
-        config = ModelConfig(args.model, args.flavor, attention=attention)
+        config = ModelConfig(
+            args.model, args.flavor, implementation=layers, attention=attention, overrides=overrides
+        )
         training = TrainingConfig(
             compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8
         )
-        build = partial(our_step, config, training, mesh=mesh, device=device)
-        entries.append(entry(f"titan_tree ({attention}{precision}), {shape}", shape, build))
+        build = partial(our_step, config, training, lora_rank=args.lora, mesh=mesh, device=device)
+        of = "" if layers == "native" else "layers of transformers, "
+        entries.append(entry(f"titan_tree ({of}{attention}{precision}), {shape}", shape, build))
     return entries
 
 
 def our_step(
-    config: ModelConfig, training: TrainingConfig, tree: TokenTree, mesh: DeviceMesh, device: torch.device
+    config: ModelConfig,
+    training: TrainingConfig,
+    tree: TokenTree,
+    lora_rank: int,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> Step:
     """Returns the trainer's step on ``tree``."""
-    model = training_model(config, training, mesh)
+    model = training_model(config, training, mesh, lora_rank)
     step = training_step(model, device)
     return partial(optimizer_update(model), step, step.prepare([[tree]]))
 
@@ -227,6 +244,15 @@ def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--model", default="qwen3", choices=list(MODELS))
     parser.add_argument("--flavor", default="1.7B", help="size of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers of the model (default: all)")
+    parser.add_argument(
+        "--implementation",
+        nargs="+",
+        choices=["native", "transformers"],
+        default=["native"],
+        help="whose layers titan_tree runs, one run for each (default: native)",
+    )
+    parser.add_argument("--lora", type=int, default=0, help="rank of titan_tree's LoRA (default: 0, none)")
     parser.add_argument("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
     parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
     parser.add_argument(
