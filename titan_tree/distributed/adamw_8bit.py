@@ -32,7 +32,6 @@ class AdamW8bit(torch.optim.Optimizer):
         UserError: torchao is missing, which defines the class of quantized moments.
     """
 
-    _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
@@ -45,7 +44,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         self._quantized = ao.state_8bit()
-        # "fused": torch.optim.Optimizer loads steps onto the device of the weights.
+        # "fused": see ``clip_and_step``; torch.optim.Optimizer also loads steps onto the weights' device.
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
         super().__init__(params, options)
 
@@ -70,7 +69,9 @@ class AdamW8bit(torch.optim.Optimizer):
         one = torch.ones_like(steps[0])
         grad_scale = one if self.grad_scale is None else self.grad_scale
         found_inf = 1 - one if self.found_inf is None else self.found_inf
-        torch._foreach_add_(steps, 1 - found_inf)
+        torch._foreach_add_(
+            steps, [1 - found_inf] * len(steps)
+        )  # one tensor for all would make the host wait
         t = torch.stack(steps).double()  # in fp32, 1 - 0.999 has a relative error of 1e-5
         corrections = 1 - betas[0] ** t, (1 - betas[1] ** t).sqrt()
         return torch.stack([*corrections, grad_scale.expand_as(t), found_inf.expand_as(t)], 1).float()

@@ -111,8 +111,9 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
     waiting for the device. For other optimizers the gradients are scaled first, and the host waits for the
     norm.
 
-    An optimizer is fused if its attribute ``_step_supports_amp_scaling`` is true, as in PyTorch. Its kernel
-    divides gradients by the attribute ``grad_scale``, and skips the step if the attribute ``found_inf`` is 1.
+    An optimizer is fused if all of its parameter groups have a true option ``fused``, as in PyTorch. Its
+    kernel divides gradients by the attribute ``grad_scale``, and skips the step if the attribute
+    ``found_inf`` is 1.
 
     Args:
         optimizers: of all weights. A framework's wrapper must have the optimizer as attribute ``optimizer``.
@@ -130,7 +131,7 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
     if isinstance(gradients[0], DTensor):  # then all are, and each number is on one rank of every replica
         norm = (all_reduce_sum(norm.square()) / _num_replicas(gradients[0])).sqrt()
     divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
-    if all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in wrapped):
+    if all(group.get("fused") for optimizer in wrapped for group in optimizer.param_groups):
         for optimizer in wrapped:
             optimizer.grad_scale = divisor
             optimizer.found_inf = 1.0 - finite.float()
