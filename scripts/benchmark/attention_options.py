@@ -79,6 +79,7 @@ def main() -> None:
         for name in args.cases:
             case = {"tree": shape, "tokens": len(tree), "case": name}
             rows += [setting | case | row for row in benchmark(CASES[name], layout, args)]
+            print(f"{name}: done", flush=True)
         print(f"tree {shape}, {len(tree):,} tokens")
         print_table(rows, COLUMNS)
         append_csv(args.csv, rows)

@@ -58,6 +58,6 @@ def test_kernels_compile_for_hopper(name):
     for result in results:
         assert result["shared"] <= SHARED_MEMORY, result
         assert not result["warnings"], result
-        # Plain dk and dv of head dim 256 were faster with these spills than with smaller tiles.
-        limit = 512 if name == "head dim 256" else 128
+        # Plain dk and dv of wide heads were faster with these spills than with smaller tiles.
+        limit = {"head dim 256": 512, "DeepSeek-V3": 288}.get(name, 128)
         assert result["spills"] <= (limit if result["kernel"] == "_dkdv_kernel" else 0), result

@@ -69,12 +69,14 @@ class Tiles(NamedTuple):
     narrow_dkdv: Tile | None = None  # for scoring that needs more registers, if it needs a tile of its own
 
 
-# By the larger head dim, of keys or values, rounded up to one of the table's. Chosen by measurement on an
-# H200: in the backward pass, two programs of 4 warps per multiprocessor are faster than one of 8. The narrow
-# tiles were chosen by ptxas's reports: the others would spill 300 to 830 bytes per thread.
+# By the larger head dim, of keys or values, rounded up to one of the table's; 192 is for values of up to 128.
+# Chosen by measurement on an H200: in the backward pass, two programs of 4 warps per multiprocessor are
+# faster than one of 8. The narrow tiles were chosen by ptxas's reports: the others would spill 300 to 830
+# bytes per thread.
 TILES_16BIT = {
     64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     128: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    192: Tiles(Tile(128, 128, 8, 2), Tile(32, 64, 4, 2), Tile(128, 64, 8, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 # For GPUs with as little as 99 KiB of shared memory per block: Ada, consumer Ampere and consumer Blackwell.
@@ -112,7 +114,8 @@ def _tiles(q: Tensor, v: Tensor) -> Tiles:
         table = TILES_FP32
     else:
         table = TILES_16BIT if _shared_memory(q.get_device()) > 200 * 1024 else TILES_16BIT_99K
-    return table[max(_padded(q.shape[2]), _padded(v.shape[2]), 64)]
+    dim = max(q.shape[2], _padded(v.shape[2]))
+    return table[min(size for size in table if size >= dim)]
 
 
 def _dkdv_tile(q: Tensor, v: Tensor, plan: Plan | WindowPlan, cap: float | None) -> Tile:
@@ -126,14 +129,26 @@ def _dkdv_tile(q: Tensor, v: Tensor, plan: Plan | WindowPlan, cap: float | None)
 def _rows(x: Tensor, block: int) -> TensorDescriptor:
     """Returns a descriptor of x [N, H, D] in tiles of ``block`` rows of one head.
 
-    If D is a power of two, it is a matrix [N, H * D]. Otherwise it is an array [H, N, D], whose tiles are
-    padded to a power of two. Elements past an end read as zero and are not written. Coordinates are indices,
-    so no offset exceeds 32 bits. On Hopper, Triton compiles these accesses to TMA transfers.
+    If x is contiguous and D a power of two, it is a matrix [N, H * D]. Otherwise it is an array [H, N, D],
+    whose tiles are padded to a power of two. Elements past an end read as zero and are not written.
+    Coordinates are indices, so no offset exceeds 32 bits. On Hopper, Triton compiles these accesses to TMA
+    transfers.
     """
     n, heads, dim = x.shape
-    if _padded(dim) == dim:
+    if _padded(dim) == dim and x.is_contiguous():
         return TensorDescriptor.from_tensor(x.flatten(1), [block, dim])
-    return TensorDescriptor(x, [heads, n, dim], [dim, heads * dim, 1], [1, block, _padded(dim)])
+    return TensorDescriptor(x, [heads, n, dim], [x.stride(1), x.stride(0), 1], [1, block, _padded(dim)])
+
+
+def _in_parts(x: Tensor, block: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Returns ``_rows`` of the first columns of each head, the most that are a power of two, and of the rest.
+
+    The tensor cores then compute with fewer zeros: 192 columns are 128 and 64, not 256.
+    """
+    first = 1 << (x.shape[2].bit_length() - 1)
+    if first in (x.shape[2], 8):
+        return _rows(x, block), None
+    return _rows(x[..., :first], block), _rows(x[..., first:], block)
 
 
 def _window(plan: Plan | WindowPlan) -> tuple[Tensor | None, Tensor | None]:
@@ -165,9 +180,10 @@ def forward(
     tile, group = _tiles(q, v).forward, heads // heads_k
     q_split = QUERIES // tile.block_q
     kernels._forward_kernel[(len(plan.query_order) * q_split * group, heads_k)](
-        _rows(q, tile.block_q), _rows(k, tile.block_k), _rows(v, tile.block_k), _rows(o, tile.block_q),
-        lse, end, column, plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order,
-        *_window(plan), sinks, n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
+        *_in_parts(q, tile.block_q), *_in_parts(k, tile.block_k), _rows(v, tile.block_k),
+        _rows(o, tile.block_q), lse, end, column,
+        plan.key_blocks, plan.n_partial, plan.n_visible, plan.query_order, *_window(plan), sinks,
+        n, m, plan.key_blocks.shape[1], lse.shape[1], scale,
         G=group, DV=_padded(dim_v), BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, Q_SPLIT=q_split,
         K_SPLIT=KEYS // tile.block_k, CAP=_cap(scoring), PRECISION=_precision(q),
         num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -85,12 +85,15 @@ def _visible(column, start, end_ptr, depth_ptr, row, M, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _forward_block(
-    q, peak, total, acc, column, start, k_rows, v_rows, head, end_ptr, depth_ptr, row, M, scale,
-    BLOCK_K: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_rest, peak, total, acc, column, start, k_rows, k_rest_rows, v_rows, head, end_ptr, depth_ptr, row, M,
+    scale, BLOCK_K: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of online softmax: adds keys row .. row + BLOCK_K - 1 to the sums of a tile of queries."""
     k = _load(k_rows, row, head)
     s = tl.dot(q, k.T, input_precision=PRECISION)
+    if q_rest is not None:
+        k_rest = _load(k_rest_rows, row, head)
+        s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)
     if CAP is not None:
         s = _capped(s * scale, CAP)
         scale = 1.0
@@ -107,12 +110,15 @@ def _forward_block(
 
 @triton.jit(do_not_specialize=["N", "M", "nk", "lse_stride"])
 def _forward_kernel(
-    q_rows, k_rows, v_rows, o_rows, lse_ptr, end_ptr, column_ptr, blocks_ptr, partial_ptr,
-    visible_ptr, order_ptr, depth_ptr, start_ptr, sinks_ptr, N, M, nk, lse_stride, scale,
+    q_rows, q_rest_rows, k_rows, k_rest_rows, v_rows, o_rows, lse_ptr, end_ptr, column_ptr, blocks_ptr,
+    partial_ptr, visible_ptr, order_ptr, depth_ptr, start_ptr, sinks_ptr, N, M, nk, lse_stride, scale,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, Q_SPLIT: tl.constexpr,
     K_SPLIT: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of queries and one head. Query blocks with the most keys start first."""
+    """o and lse of one tile of queries and one head. Query blocks with the most keys start first.
+
+    The columns of queries and keys may come in two parts, see ``_in_parts`` in __init__.py.
+    """
     index, head_k = tl.program_id(0), tl.program_id(1)
     head = head_k * G + index % G
     tile = tl.load(order_ptr + index // G // Q_SPLIT)
@@ -122,6 +128,7 @@ def _forward_kernel(
     column = tl.load(column_ptr + rows, mask=rows < N, other=0)
     start = None if start_ptr is None else tl.load(start_ptr + rows, mask=rows < N, other=0)
     q = _load(q_rows, row_q, head)
+    q_rest = None if q_rest_rows is None else _load(q_rest_rows, row_q, head)
     peak = tl.full([BLOCK_Q], MASKED, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
@@ -136,14 +143,14 @@ def _forward_kernel(
     for i in range(n_partial):
         row = (tl.load(list_ptr + i // K_SPLIT) * K_SPLIT + i % K_SPLIT) * BLOCK_K
         peak, total, acc = _forward_block(
-            q, peak, total, acc, column, start, k_rows, v_rows, head_k, end_ptr, depth_ptr, row, M, scale,
-            BLOCK_K, CAP, True, PRECISION,
+            q, q_rest, peak, total, acc, column, start, k_rows, k_rest_rows, v_rows, head_k, end_ptr,
+            depth_ptr, row, M, scale, BLOCK_K, CAP, True, PRECISION,
         )  # fmt: skip
     for i in range(n_partial, n_blocks):
         row = (tl.load(list_ptr + i // K_SPLIT) * K_SPLIT + i % K_SPLIT) * BLOCK_K
         peak, total, acc = _forward_block(
-            q, peak, total, acc, column, start, k_rows, v_rows, head_k, end_ptr, depth_ptr, row, M, scale,
-            BLOCK_K, CAP, False, PRECISION,
+            q, q_rest, peak, total, acc, column, start, k_rows, k_rest_rows, v_rows, head_k, end_ptr,
+            depth_ptr, row, M, scale, BLOCK_K, CAP, False, PRECISION,
         )  # fmt: skip
 
     _store(o_rows, row_q, head, (acc / total[:, None]).to(q.dtype))
