@@ -109,6 +109,9 @@ def tree_attention(
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
         plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
         tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)
@@ -142,7 +145,8 @@ class PartitionKeys:
         """
         assert self.layout.exports is not None
         assert self.layout.key_source is not None
-        own = [x[0].transpose(0, 1) for x in (keys, values)]
+        # Under autocast, keys may have another dtype than the rows of earlier partitions.
+        own = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
         self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
         joined = (
             torch.cat(pair).index_select(0, self.layout.key_source)
