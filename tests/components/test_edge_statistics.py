@@ -5,7 +5,7 @@ import torch
 
 from titan_tree.components.edge_statistics import edge_statistics
 
-NAMES = ("is_top1", "mean_logit", "log_sum_sq_probs")
+NAMES = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -29,14 +29,14 @@ def test_statistics_equal_their_definitions(E, V, columns, scale, cap) -> None:
     want = logits.softmax(1).square().sum(1).log()
     spread = 1e-6 * logits.abs().max()  # fp32 logits have an error of this size
     torch.testing.assert_close(found["log_sum_sq_probs"].double(), want, rtol=0, atol=float(4 * spread))
-    torch.testing.assert_close(found["mean_logit"].double(), logits.mean(1), rtol=0, atol=float(spread))
+    torch.testing.assert_close(found["mean_logits"].double(), logits.mean(1), rtol=0, atol=float(spread))
 
 
 def test_only_the_chosen_statistics_are_computed_and_none_has_a_gradient() -> None:
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    found = edge_statistics(["mean_logit"], hidden, weight, torch.zeros(3, dtype=torch.int64))
-    assert list(found) == ["mean_logit"]
-    assert not found["mean_logit"].requires_grad
+    found = edge_statistics(["mean_logits"], hidden, weight, torch.zeros(3, dtype=torch.int64))
+    assert list(found) == ["mean_logits"]
+    assert not found["mean_logits"].requires_grad
 
 
 def test_statistics_of_no_edges_are_empty() -> None:

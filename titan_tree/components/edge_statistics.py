@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_tree.components.logprobs import BLOCK_ELEMENTS, EMPTY, block_logits, vocabulary_blocks
 
-Statistic = Literal["is_top1", "mean_logit", "log_sum_sq_probs"]
+Statistic = Literal["is_top1", "mean_logits", "log_sum_sq_probs"]
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def edge_statistics(
     Args:
         names: any of
             "is_top1": [E] bool, whether no token has a larger logit than the edge's label;
-            "mean_logit": [E] fp32 (fp64 for fp64 inputs), the mean of the logits over the vocabulary;
+            "mean_logits": [E] fp32 (fp64 for fp64 inputs), the mean of the logits over the vocabulary;
             "log_sum_sq_probs": [E] likewise, log sum_v p_v^2 (WPO, arXiv:2406.11827).
     """
     zero = torch.zeros(
@@ -48,7 +48,7 @@ def edge_statistics(
             inside = (column >= 0) & (column < end - start)
             own = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
             label_logit = torch.where(inside, own, label_logit)
-        if "mean_logit" in names:
+        if "mean_logits" in names:
             total = total + logits.sum(1)
         if "log_sum_sq_probs" in names:
             # Probabilities of a block are relative to its own sum, so no large logits cancel.
@@ -60,7 +60,7 @@ def edge_statistics(
             lse = new_lse
     results: dict[Statistic, Tensor] = {
         "is_top1": label_logit >= peak,
-        "mean_logit": total / len(weight),
+        "mean_logits": total / len(weight),
         "log_sum_sq_probs": log_squares,
     }
     return {name: results[name] for name in names}
