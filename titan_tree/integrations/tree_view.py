@@ -23,6 +23,7 @@ from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.transformers.attention import NAME
+from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -175,6 +176,7 @@ def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _check_modules(model: PreTrainedModel) -> None:
     """Raises UserError if a module of the model is not what TransformersModel takes it for."""
     name = getattr(model.config, "name_or_path", "") or "model"
+    check_supported(model.config.get_text_config(), name)
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", NAME):
         raise UserError(
