@@ -23,10 +23,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, set_seed
 from transformers.utils import logging as transformers_logging
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
 
+from tests.support.hf_families import VOCAB, hf_family
 from tests.support.processes import as_rank, run_ranks
 from titan_tree.errors import UserError
+from titan_tree.integrations import trl as integration
 from titan_tree.integrations.trl import TreeGRPOTrainer, score_on_trees
+from titan_tree.models.transformers.support import SUPPORTED
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -443,7 +447,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "compute_loss_func: expected none on trees",
     ),
     "router": (with_attribute("aux_loss_enabled", True), "output_router_logits: expected False on trees"),
-    "eager": (with_attribute("model.config._attn_implementation", "eager"), "expected 'sdpa', with which"),
+    "flash": (with_attribute("model.config._attn_implementation", "flash_attention_2"), "expected 'sdpa' or"),
     "family": (
         with_attribute("model.config.model_type", "lfm2"),
         "lfm2 cannot run on trees: its convolutions",
@@ -536,3 +540,41 @@ def test_other_versions_of_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_max_tokens_below_two_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="max_tokens: expected at least 2, got 1"):
         score_on_trees(make_other(SFTTrainer, folder), 1)
+
+
+OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize("family", sorted(SUPPORTED))
+def test_every_field_of_the_fused_head_is_equal(family: str, max_tokens: int | None) -> None:
+    """Fields, gradients, and what the model does without the fused head, for each supported architecture."""
+    model = hf_family(family)
+    add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (3, 20), generator=draw)
+    ids[:, :12] = ids[0, :12]
+    mask = torch.ones_like(ids)
+    mask[1, 15:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :3] = -100
+
+    def results() -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+        model.zero_grad()
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        (out.loss + out.log_probs.exp().sum() + 0.3 * out.entropy.sum()).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            plain = model(input_ids=ids, attention_mask=mask).logits
+            generated = model.generate(ids[:, :9], max_new_tokens=5, do_sample=False)
+        return {name: out[name] for name in (*OUTPUTS, "loss", "label_mask")}, gradients, [plain, generated]
+
+    fields, gradients, plain = results()
+    integration._replace_head(model, max_tokens, None, lambda *_: None)
+    found, found_gradients, found_plain = results()
+    assert all(map(torch.equal, plain, found_plain))
+    for name, want in fields.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-5, msg=name)
+    assert found_gradients.keys() == gradients.keys()
+    for name, want in gradients.items():
+        assert (found_gradients[name] - want).norm() <= 1e-5 * want.norm(), name
