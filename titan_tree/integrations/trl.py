@@ -24,11 +24,12 @@ from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
-from titan_tree.integrations.tree_view import TreeView, row_scores
 
 try:
     import trl
     from trl.trainer.utils import FusedCausalLMOutput, split_tensor_dict
+
+    from titan_tree.integrations.tree_view import TreeView, row_scores  # needs transformers
 except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.trl needs the package trl ({error}); run pip install 'titan_tree[trl]'"

@@ -118,13 +118,13 @@ def tree_attention(
         else:
             plain = ALL_ATTENTION_FUNCTIONS[without_tree]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
-    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
         tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)
         raise ProbedError
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
 
