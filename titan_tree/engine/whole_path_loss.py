@@ -59,8 +59,10 @@ class WholePathLoss:
     ) -> None:
         scores = {name: score.requires_grad_() for name, score in scores.items()}
         loss = loss_function(scores, unpartitioned)
-        gradients = torch.autograd.grad(loss, list(scores.values()))
-        self._derivatives = dict(zip(scores, gradients, strict=True))
+        # A loss may use entropies for its metrics alone. They then have no derivative.
+        gradients = torch.autograd.grad(loss, list(scores.values()), allow_unused=True)
+        named = zip(scores, gradients, strict=True)
+        self._derivatives = {name: gradient for name, gradient in named if gradient is not None}
         self._edge_token = unpartitioned.edge_token
 
     def __call__(self, batch: TreeBatch, out: ModelOutput) -> Tensor:

@@ -5,8 +5,10 @@ N tokens of a batch, M keys, H query heads, K key-value heads, D head dim.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.tree.layout import TreeLayout
 
-NAME = "titan_tree"  # of the attention function, in transformers' registry
+# The attention function's name in transformers' registry, by the implementation that it calls without a tree.
+NAMES = {"sdpa": "titan_tree", "eager": "titan_tree_eager"}
+NAME = NAMES["sdpa"]
 KEYWORD = "tree"  # of the argument that layers pass on to it
 
 
@@ -93,26 +97,34 @@ def tree_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     tree: TreeInputs | Probe | None = None,
+    without_tree: str = "sdpa",
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Computes attention as transformers calls it.
 
     Args:
         query: [1, H, N, D].
         key: [1, K, M, D], in the order of the layout's keys; value likewise, with a head dim of its own.
         sliding_window, softcap, s_aux: see ``Scoring``; s_aux are the sinks.
-        tree: None: the call does not come from a TransformersModel, and torch's own attention answers it.
+        tree: None: the call does not come from a TransformersModel.
+        without_tree: one of ``NAMES``: the implementation of transformers that computes such a call.
     Returns:
         ([1, N, H, Dv], None).
     """
     if tree is None:
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if without_tree == "eager":  # a function of the model's own file
+            plain = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            plain = ALL_ATTENTION_FUNCTIONS[without_tree]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
         tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)
         raise ProbedError
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
 
@@ -142,7 +154,8 @@ class PartitionKeys:
         """
         assert self.layout.exports is not None
         assert self.layout.key_source is not None
-        own = [x[0].transpose(0, 1) for x in (keys, values)]
+        # Under autocast, keys may have another dtype than the rows of earlier partitions.
+        own = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
         self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
         joined = (
             torch.cat(pair).index_select(0, self.layout.key_source)
@@ -170,5 +183,6 @@ class ProbedKeys:
         return 0
 
 
-AttentionInterface.register(NAME, tree_attention)
-AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+for without_tree, name in NAMES.items():
+    AttentionInterface.register(name, partial(tree_attention, without_tree=without_tree))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[without_tree])

@@ -1,0 +1,1 @@
+"""Trainers of other frameworks on token trees: each file is for one framework, which it alone imports."""
