@@ -156,6 +156,36 @@ def test_a_model_of_transformers_equals_the_trainer(tmp_path: Path) -> None:
     assert_equal_weights(module, theirs.model.state_dict())
 
 
+def test_with_lora_checkpoints_hold_only_the_adapter(tmp_path: Path) -> None:
+    """The run, its adapter and a resume equal the trainer's. Another base model is refused."""
+    lora = {"lora__rank": 4, "lora__targets": "[q_proj,experts.down_proj]", "lora__alpha": 7}
+    lora |= {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "training__activation_checkpoint": "full"}
+    config = tiny_config(tmp_path, training__steps=6, optimizer__lr=0.01, **lora)
+    theirs = weights_of(train(config).model)
+    adapter = Path(config.folder) / "adapter"
+    files = {file.name: file.read_bytes() for file in adapter.iterdir()}
+    trainer = lightning_trainer(tmp_path / "a")
+    assert_equal_weights(fit(config, trainer), theirs)
+    assert logged(tmp_path / "a") == expected(config)
+    assert adapter.with_name("adapter.earlier").is_dir()
+    assert {file.name: file.read_bytes() for file in adapter.iterdir()} == files
+    checkpoint = tmp_path / "a" / "checkpoints" / "step=3.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    names = saved["state_dict"].keys()
+    assert all("_lora_" in name or name.endswith("e_score_correction_bias") for name in names)
+    assert len(names) == 2 * (2 * 2 + 1)
+    assert len(saved["optimizer_states"][0]["state"]) == 2 * 2 * 2
+
+    assert_equal_weights(fit(config, lightning_trainer(tmp_path / "b"), checkpoint), theirs)
+    assert list(logged(tmp_path / "b")) == [4, 5, 6]
+    other = tiny_config(tmp_path, training__steps=6, training__seed=1, **lora)
+    with pytest.raises(
+        UserError, match=r"base = random weights, training\.seed 0 \(now .*seed 1\)"
+    ) as caught:
+        fit(other, lightning_trainer(tmp_path / "c"), checkpoint)
+    assert "\n" not in str(caught.value)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clip_val": 1.0}, r"gradient_clip_val: expected None, got 1\.0; set optimizer\.max_grad_norm"),
     ({"accumulate_grad_batches": 4}, r"accumulate_grad_batches: .* got 4; set data\.global_batch_groups"),

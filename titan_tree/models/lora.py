@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,29 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             a, b = weights[f"{name}_lora_A"], weights[f"{name}_lora_B"]
             result[name] = merged(result[name], a, b, model.lora.scaling)
     return result
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Returns the names in ``module.state_dict()`` of weights that are not trained."""
+    weights = module.state_dict(keep_vars=True)
+    return {name for name, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad}
+
+
+def leave_out_frozen(module: nn.Module) -> None:
+    """Makes ``module.state_dict`` leave out the frozen weights, and ``load_state_dict`` not expect them."""
+    frozen = frozen_names(module)
+    # Names of checkpointed layers are longer here.
+    missing = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+    def drop(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state_dict.pop(prefix + name, None)
+
+    def excuse(_: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in missing]
+
+    module.register_state_dict_post_hook(drop)
+    module.register_load_state_dict_post_hook(excuse)
 
 
 @contextmanager
