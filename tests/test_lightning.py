@@ -1,6 +1,8 @@
 """A run with Lightning equals one of the trainer bit for bit; it resumes exactly, and refuses misuse."""
 
 import json
+import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +12,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.multiprocessing import ProcessExitedException
 
 from tests.support.hf_families import hf_family
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
+from tests.support.processes import run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config, ModelConfig
 from titan_tree.distributed.optimizers import OptimizerSpec
@@ -20,9 +24,7 @@ from titan_tree.errors import UserError
 from titan_tree.lightning import TreeDataModule, TreeLightningModule
 from titan_tree.registry import OPTIMIZERS
 
-# After Lightning has run in a worker of pytest-xdist, the worker dies when another test starts ranks. Run
-# these tests by themselves: scripts/test.sh -m exhaustive tests/test_lightning.py
-pytestmark = [pytest.mark.xdist_group("lightning"), pytest.mark.exhaustive]
+pytestmark = pytest.mark.xdist_group("lightning")
 
 MOE = {
     "model__name": "qwen3_moe",
@@ -82,13 +84,17 @@ class KillAfter(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == self.steps:
-            raise KeyError("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(rank: int, ports: list[int], folder: Path, config: Config) -> None:
+    fit(config, lightning_trainer(folder, KillAfter(11)))
 
 
 def test_a_killed_run_resumes_exactly(tmp_path: Path, native: tuple[Config, dict[str, torch.Tensor]]) -> None:
     config, weights = native
-    with pytest.raises(KeyError, match="killed"):
-        fit(config, lightning_trainer(tmp_path / "a", KillAfter(11)))
+    with pytest.raises(ProcessExitedException, match="signal SIGKILL"):
+        run_ranks(train_until_killed, 1, tmp_path / "a", config)
     checkpoint = tmp_path / "a" / "checkpoints" / "step=9.ckpt"
     saved = torch.load(checkpoint, weights_only=True)["titan_tree"]
     assert json.loads(json.dumps(saved)) == saved  # plain types
@@ -199,8 +205,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:20])
 def test_settings_that_contradict_the_configuration_are_refused(
-    tmp_path: Path, options: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
+    # As if torchrun had started this process. Lightning would otherwise start the second one, from the
+    # command line of the tests, and kill this process as soon as the other one failed.
+    monkeypatch.setenv("LOCAL_RANK", "0")
     if strategy := options.get("strategy"):
         options = options | {"strategy": strategy()}
     config = partitions(tmp_path, training__deterministic=not options)
