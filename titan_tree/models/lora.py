@@ -21,6 +21,11 @@ from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of ``Experts``
+DECAYS = (
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+)  # linears of Gated DeltaNet's gates, which 4 bits would blur
 
 
 def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> None:
@@ -53,6 +58,22 @@ def adaptable(model: nn.Module) -> list[str]:
         elif isinstance(module, Experts):
             found += [f"{path}.{weight}" for weight in EXPERTS]
     return found
+
+
+def quantizable(model: nn.Module, multiple: int) -> dict[str, nn.Linear]:
+    """Returns the linears that a frozen base may store in 4 bits, by name.
+
+    Args:
+        multiple: number of elements of which a weight must have a multiple.
+    """
+    linears = {name: model.get_submodule(name) for name in adaptable(model) if not is_expert(name)}
+    return {
+        name: linear
+        for name, linear in linears.items()
+        if isinstance(linear, nn.Linear)
+        and linear.weight.numel() % multiple == 0
+        and name.rpartition(".")[2] not in DECAYS
+    }
 
 
 def choose(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
@@ -118,7 +139,8 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weights: of ``model``, by its names; not sharded. Sums are rounded to the dtype of the weight.
     """
     assert model.lora is not None
-    result = {name: weight for name, weight in weights.items() if not is_factor(name)}
+    # Quantized weights are dequantized by ``to``, which returns others as they are.
+    result = {name: weight.to(weight.dtype) for name, weight in weights.items() if not is_factor(name)}
     for name in result:
         if f"{name}_lora_A" in weights:
             a, b = weights[f"{name}_lora_A"], weights[f"{name}_lora_B"]
