@@ -1,6 +1,8 @@
 """A run with Lightning equals one of the trainer bit for bit; it resumes exactly, and refuses misuse."""
 
 import json
+import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +12,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.multiprocessing import ProcessExitedException
 
 from tests.support.hf_families import hf_family
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
+from tests.support.processes import run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config, ModelConfig
 from titan_tree.distributed.optimizers import OptimizerSpec
@@ -20,9 +24,7 @@ from titan_tree.errors import UserError
 from titan_tree.lightning import TreeDataModule, TreeLightningModule
 from titan_tree.registry import OPTIMIZERS
 
-# After Lightning has run in a worker of pytest-xdist, the worker dies when another test starts ranks. Run
-# these tests by themselves: scripts/test.sh -m exhaustive tests/test_lightning.py
-pytestmark = [pytest.mark.xdist_group("lightning"), pytest.mark.exhaustive]
+pytestmark = pytest.mark.xdist_group("lightning")
 
 MOE = {
     "model__name": "qwen3_moe",
@@ -82,13 +84,17 @@ class KillAfter(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == self.steps:
-            raise KeyError("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(rank: int, ports: list[int], folder: Path, config: Config) -> None:
+    fit(config, lightning_trainer(folder, KillAfter(11)))
 
 
 def test_a_killed_run_resumes_exactly(tmp_path: Path, native: tuple[Config, dict[str, torch.Tensor]]) -> None:
     config, weights = native
-    with pytest.raises(KeyError, match="killed"):
-        fit(config, lightning_trainer(tmp_path / "a", KillAfter(11)))
+    with pytest.raises(ProcessExitedException, match="signal SIGKILL"):
+        run_ranks(train_until_killed, 1, tmp_path / "a", config)
     checkpoint = tmp_path / "a" / "checkpoints" / "step=9.ckpt"
     saved = torch.load(checkpoint, weights_only=True)["titan_tree"]
     assert json.loads(json.dumps(saved)) == saved  # plain types
@@ -156,6 +162,36 @@ def test_a_model_of_transformers_equals_the_trainer(tmp_path: Path) -> None:
     assert_equal_weights(module, theirs.model.state_dict())
 
 
+def test_with_lora_checkpoints_hold_only_the_adapter(tmp_path: Path) -> None:
+    """The run, its adapter and a resume equal the trainer's. Another base model is refused."""
+    lora = {"lora__rank": 4, "lora__targets": "[q_proj,experts.down_proj]", "lora__alpha": 7}
+    lora |= {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "training__activation_checkpoint": "full"}
+    config = tiny_config(tmp_path, training__steps=6, optimizer__lr=0.01, **lora)
+    theirs = weights_of(train(config).model)
+    adapter = Path(config.folder) / "adapter"
+    files = {file.name: file.read_bytes() for file in adapter.iterdir()}
+    trainer = lightning_trainer(tmp_path / "a")
+    assert_equal_weights(fit(config, trainer), theirs)
+    assert logged(tmp_path / "a") == expected(config)
+    assert adapter.with_name("adapter.earlier").is_dir()
+    assert {file.name: file.read_bytes() for file in adapter.iterdir()} == files
+    checkpoint = tmp_path / "a" / "checkpoints" / "step=3.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    names = saved["state_dict"].keys()
+    assert all("_lora_" in name or name.endswith("e_score_correction_bias") for name in names)
+    assert len(names) == 2 * (2 * 2 + 1)
+    assert len(saved["optimizer_states"][0]["state"]) == 2 * 2 * 2
+
+    assert_equal_weights(fit(config, lightning_trainer(tmp_path / "b"), checkpoint), theirs)
+    assert list(logged(tmp_path / "b")) == [4, 5, 6]
+    other = tiny_config(tmp_path, training__steps=6, training__seed=1, **lora)
+    with pytest.raises(
+        UserError, match=r"base = random weights, training\.seed 0 \(now .*seed 1\)"
+    ) as caught:
+        fit(other, lightning_trainer(tmp_path / "c"), checkpoint)
+    assert "\n" not in str(caught.value)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clip_val": 1.0}, r"gradient_clip_val: expected None, got 1\.0; set optimizer\.max_grad_norm"),
     ({"accumulate_grad_batches": 4}, r"accumulate_grad_batches: .* got 4; set data\.global_batch_groups"),
@@ -169,8 +205,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:20])
 def test_settings_that_contradict_the_configuration_are_refused(
-    tmp_path: Path, options: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
+    # As if torchrun had started this process. Lightning would otherwise start the second one, from the
+    # command line of the tests, and kill this process as soon as the other one failed.
+    monkeypatch.setenv("LOCAL_RANK", "0")
     if strategy := options.get("strategy"):
         options = options | {"strategy": strategy()}
     config = partitions(tmp_path, training__deterministic=not options)

@@ -43,6 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel__expert_parallel": 2,
         "training__activation_checkpoint": "selective",
     },
+    "quantized base": {
+        **CUT,
+        "lora__quantize": "nf4",  # of the MLPs' weights, which have 16,384 numbers
+        "model__overrides__intermediate_size": 512,
+    },
     "bfloat16": {"training__dtype": "bfloat16"},
 }
 PATHS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 3, 4], [5, 6, 20, 21]]

@@ -37,7 +37,7 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.files import DataSizes
 from titan_tree.data.loader import PREFETCH, StepLoader
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.distributed import titan
+from titan_tree.distributed import ao, titan
 from titan_tree.distributed.collectives import agreed, all_reduce_max
 from titan_tree.distributed.faults import start_timeout
 from titan_tree.distributed.mesh import OneRank
@@ -71,20 +71,24 @@ def build_parallel_model(
 ) -> TreeModel:
     """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
 
-    With LoRA, the weights are frozen and have the dtype of the computation. Only the factors are fp32.
+    With LoRA, the weights are frozen and have the dtype of the computation. Only the factors are fp32. If the
+    base is quantized, each rank first loads its weights into its host's memory.
 
-    No rank ever holds the whole model. The model is created on the meta device and sharded; then each rank
-    reads or draws its own shards. Random weights are the same for any number of ranks.
+    Otherwise, no rank ever holds the whole model. The model is created on the meta device and sharded; then
+    each rank reads or draws its own shards. Random weights are the same for any number of ranks.
     """
     with torch.device("meta"):
         built = build_model_without_weights(model)
-    updates, weights = build_lora(lora or LoRAConfig(), built)
+    lora = lora or LoRAConfig()
+    updates, weights = build_lora(lora, built)
+    device = mesh.device_type if lora.quantize == "none" else "cpu"
     parallelize(
         built,
         mesh,
         dtype=getattr(torch, training.dtype),
         float8=training.float8,
         lora=updates,
+        quantize=lora.quantize,
         activation_checkpoint=training.activation_checkpoint,
         compile=training.compile,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -94,11 +98,13 @@ def build_parallel_model(
     )
     if model.hf_path:
         # Each rank checks only the values that it reads, so it must tell the others about an error.
-        agreed(partial(load_weights, built, model.hf_path, mesh.device_type, weight_shards))
+        agreed(partial(load_weights, built, model.hf_path, device, weight_shards))
     else:
         assert isinstance(built, Decoder)
-        built.to_empty(device=mesh.device_type)
+        built.to_empty(device=device)
         built.init_weights(training.seed, weight_shards(built))
+    if lora.quantize == "nf4":
+        ao.store_as_nf4(built, mesh.device_type)
     if weights is None:
         init_lora(weight_shards(built), training.seed)
     else:
@@ -151,9 +157,10 @@ def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | O
 
 def _base(config: Config) -> str:
     """Returns what determines the frozen weights, which checkpoints do not hold."""
+    quantized = "" if config.lora.quantize == "none" else f", in {config.lora.quantize}"
     if config.model.hf_path:
-        return f"snapshot {fingerprint(Path(config.model.hf_path))}"
-    return f"random weights, training.seed {config.training.seed}"
+        return f"snapshot {fingerprint(Path(config.model.hf_path))}{quantized}"
+    return f"random weights, training.seed {config.training.seed}{quantized}"
 
 
 def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: torch.device) -> TreeStep:

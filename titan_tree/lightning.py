@@ -8,6 +8,7 @@ the one of ``Trainer``. No other file imports lightning.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -30,10 +31,12 @@ from titan_tree.build import (
     build_tokenizer,
     build_tree_step,
     build_validation,
+    describe_architecture,
     num_steps,
     warm_up,
 )
-from titan_tree.checkpoint import export_hf
+from titan_tree.checkpoint import export_results
+from titan_tree.checkpoint.changes import check_architecture
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
@@ -47,6 +50,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.update import update_weights
 from titan_tree.errors import UserError
 from titan_tree.metrics import StepReport, step_values, validation_values
+from titan_tree.models.lora import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.trainer import resume_data, validate
 
@@ -66,7 +70,8 @@ class TreeLightningModule(L.LightningModule):
 
     The steps equal those of ``Trainer``. Training ends after ``training.steps`` or ``training.epochs``, or
     earlier, if Lightning's Trainer says so. The tables [checkpoint], except ``allow_changes`` and
-    ``export_hf``, [metrics] and [profiler] have no effect, because Lightning does this work.
+    ``export_hf``, [metrics] and [profiler] have no effect, because Lightning does this work. With LoRA,
+    checkpoints hold only the adapter, and a finished run exports it.
 
     Attributes:
         model: the TreeModel, as soon as Lightning has called ``configure_model``.
@@ -108,7 +113,10 @@ class TreeLightningModule(L.LightningModule):
         loss = build_loss(config.loss)
         self.mesh = all_ranks(device.type)
         _check_backend(self.mesh.size())
-        self.model = build_parallel_model(config.model, config.training, config.parallel, self.mesh)
+        self.model = build_parallel_model(
+            config.model, config.training, config.parallel, self.mesh, config.lora
+        )
+        leave_out_frozen(self)  # of checkpoints
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, device)
         self.balancing = build_balancing(config, self.model, loss, self.mesh, device)
@@ -177,27 +185,31 @@ class TreeLightningModule(L.LightningModule):
         self._log(validation_values(validate(self.tree_step, inputs)))
 
     def on_train_end(self) -> None:
-        """Exports the weights of a finished run if the configuration says so."""
-        config = self.config
-        if config.checkpoint.export_hf and self.global_step >= self.num_steps:
+        """Exports the adapter of a finished run, and its weights if the configuration says so."""
+        if self.global_step >= self.num_steps:
             assert self.model is not None
-            dtype, folder = getattr(torch, config.training.dtype), Path(config.folder) / "hf"
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            export_hf(self.model, folder, secrets.token_hex(4), dtype, config.model.hf_path)
+            export_results(self.model, self.config, secrets.token_hex(4))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the position in the data, with checksums of the files, and the balance, as plain types."""
+        """Adds the position in the data, the balance and the architecture, as plain types."""
         if self.position is not None:
             dataset = _data_of(self.trainer).dataset
             data = self.position if dataset is None else dataset.state_dict() | self.position
             balance = self.balancing.state_dict() if self.balancing else None
-            checkpoint[STATE] = {"data": data, "balance": balance}
+            checkpoint[STATE] = {"data": data, "balance": balance, "architecture": self._architecture()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get(STATE, {})
+        if before := state.get("architecture"):
+            check_architecture(Path(str(self.trainer.ckpt_path)), before, self._architecture())
         self.position = state.get("data")
         if self.balancing and state.get("balance"):
             self.balancing.load_state_dict(state["balance"])
+
+    def _architecture(self) -> dict[str, Any]:
+        """Returns what a run must share with the checkpoints that it resumes from, as JSON values."""
+        assert self.model is not None
+        return json.loads(json.dumps(describe_architecture(self.config, self.model, self.mesh)))
 
     def _log(self, values: dict[str, float]) -> None:
         """Logs values that are the same on all ranks. The progress bar shows loss and norm."""
@@ -301,8 +313,6 @@ def _check_trainer(trainer: L.Trainer, config: Config) -> None:
     def refuse(setting: str, expected: str, got: object, fix: str) -> None:
         raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
 
-    if config.lora.rank or config.lora.adapter:
-        raise UserError("lora: expected none with Lightning, whose checkpoints hold all weights; use Trainer")
     if trainer.gradient_clip_val is not None:
         fix = "set optimizer.max_grad_norm in the configuration"
         refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)

@@ -37,7 +37,7 @@ from titan_tree.build import (
     num_steps,
     warm_up,
 )
-from titan_tree.checkpoint import Checkpoints, Progress, export_adapter, export_hf
+from titan_tree.checkpoint import Checkpoints, Progress, export_results
 from titan_tree.components.moe import RouterBias
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
@@ -207,13 +207,7 @@ class Trainer:
                 set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
                 self.checkpoints.close()  # before the loggers, which may fail to close
             self._log_summary()
-            if self.model.lora is not None:
-                export_adapter(
-                    self.model, self.folder.path / "adapter", self.folder.run, config.model.hf_path
-                )
-            if config.checkpoint.export_hf:
-                dtype = getattr(torch, config.training.dtype)
-                export_hf(self.model, self.folder.path / "hf", self.folder.run, dtype, config.model.hf_path)
+            export_results(self.model, config, self.folder.run)
 
     def _log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
 from tests.support.processes import as_rank, run_ranks
@@ -14,7 +15,6 @@ from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config
 
 pytestmark = [
-    pytest.mark.exhaustive,
     pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.xdist_group("lightning"),
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def config(folder: Path, name: str) -> Config:
-    """Returns a run with partitions and validation, or one of expert-parallel ranks."""
+    """Returns a run with partitions and validation, one of expert-parallel ranks, or one with LoRA."""
     folder.mkdir(exist_ok=True)
     held_out = folder / "held_out.jsonl"
     if not held_out.exists():
@@ -35,10 +35,12 @@ def config(folder: Path, name: str) -> Config:
     }
     if name == "experts":
         options = {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2}
+    if name == "lora":
+        options = {"lora__rank": 4, "optimizer__lr": 0.01, "optimizer__eps": 1e-3}
     return tiny_config(folder / name, **options)
 
 
-CHECKPOINT = {"partitions": "step=15.ckpt", "experts": "step=3.ckpt"}
+CHECKPOINT = {"partitions": "step=15.ckpt", "experts": "step=3.ckpt", "lora": "step=3.ckpt"}
 
 
 def train_both(rank: int, ports: list[int], folder: Path) -> None:
@@ -83,3 +85,10 @@ def test_two_ranks_with_lightning_equal_the_trainer(runs: Path, name: str) -> No
         for weights in ours:
             for key, weight in theirs.items():
                 torch.testing.assert_close(weights[key], weight, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_with_lora_a_checkpoint_holds_only_the_adapter(runs: Path) -> None:
+    reader = FileSystemReader(runs / "whole" / "lora" / "checkpoints" / CHECKPOINT["lora"])
+    names = [n for n in reader.read_metadata().state_dict_metadata if n.startswith("state_dict.")]
+    assert len(names) == 2 * 2 * 7  # A and B of 7 linears in 2 layers
+    assert all("_lora_" in name for name in names)

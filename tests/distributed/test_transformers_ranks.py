@@ -23,6 +23,8 @@ PARTITIONS = {"data__max_tokens": 12}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"data__max_tokens": 70}),
     "partitions": ("qwen3", {**PARTITIONS, "training__activation_checkpoint": "full"}),
+    "hybrid": ("qwen3_5_text", {"data__max_tokens": 30}),
+    "hybrid with experts": ("qwen3_next", {"data__max_tokens": 30}),
     "whole paths": ("gpt_oss", {**PARTITIONS, "loss__name": "square_of_mean"}),
 }
 
@@ -49,25 +51,38 @@ def config(
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("qwen3", 20), pytest.param("partitions", 4, marks=pytest.mark.exhaustive)]
+    ("name", "steps"),
+    [
+        ("qwen3", 20),
+        ("hybrid", 20),
+        pytest.param("hybrid with experts", 20, marks=pytest.mark.exhaustive),
+        pytest.param("partitions", 4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_both_implementations_train_alike(tmp_path: Path, name: str, steps: int) -> None:
     """Their exports have the same tensors."""
     both: list[Implementation] = ["native", "transformers"]
     runs = [train(config(tmp_path / each, name, each, steps)) for each in both]
     rows = [read_metrics(run.config) for run in runs]
+    # Rounding errors in the gradients of a recurrent layer's decays are larger.
+    bounds = {"grad_norm": 2e-4} if name.startswith("hybrid") else {}
     assert len(rows[0]) == steps
     for native, other in zip(*rows, strict=True):
-        for column in native:
-            assert float(other[column]) == pytest.approx(float(native[column]), rel=1e-5), column
+        for column in other:  # the native model has further columns for its router
+            assert float(other[column]) == pytest.approx(
+                float(native[column]), rel=bounds.get(column, 1e-5)
+            ), column
     exports = [load_file(run.folder.path / "hf" / "model.safetensors") for run in runs]
     assert exports[0].keys() - exports[1].keys() <= {"lm_head.weight"}
     for key, weight in exports[1].items():
         torch.testing.assert_close(weight, exports[0][key], rtol=1e-5, atol=1e-6, msg=key)
 
 
+ON_TWO_RANKS = [name for name in CASES if name != "hybrid with experts"]
+
+
 def train_cases(rank: int, ports: list[int], folder: Path) -> None:
-    for name, port in zip(CASES, ports, strict=True):
+    for name, port in zip(ON_TWO_RANKS, ports, strict=True):
         with as_rank(rank, 2, port):
             train(config(folder, name))
 
@@ -76,13 +91,13 @@ def train_cases(rank: int, ports: list[int], folder: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of all cases, trained by two processes."""
     folder = tmp_path_factory.mktemp("runs") / "two"
-    for name in CASES:
+    for name in ON_TWO_RANKS:
         config(folder, name)  # writes snapshots and data before two processes read them
-    run_ranks(train_cases, 2, folder, num_groups=len(CASES))
+    run_ranks(train_cases, 2, folder, num_groups=len(ON_TWO_RANKS))
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
     """Also loads the checkpoint of two ranks on one."""
     assert_same_run(config(two_ranks, name), train(config(tmp_path / "one", name)))

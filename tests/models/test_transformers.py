@@ -43,6 +43,8 @@ def random_paths() -> list[list[int]]:
 
 
 PATHS = random_paths()
+# Parameters of Gated DeltaNet whose gradients both implementations compute with errors of up to 2e-5 in fp32.
+DECAYS = ("A_log", "dt_bias")
 
 
 def oracle(model: PreTrainedModel) -> tuple[list[Tensor], Tensor, dict[str, Tensor]]:
@@ -73,7 +75,7 @@ def test_trees_equal_paths_through_the_unmodified_model(name: str) -> None:
         found = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
         assert found.keys() == gradients.keys()
         for key, want in gradients.items():
-            assert (found[key] - want).norm() <= 1e-5 * want.norm(), key
+            assert (found[key] - want).norm() <= (1e-4 if key.endswith(DECAYS) else 1e-5) * want.norm(), key
         model.zero_grad()
 
 
@@ -82,7 +84,9 @@ def tree_logprobs_of(model: TransformersModel, max_tokens: int | None) -> list[T
         return tree_logprobs(model, PATHS, max_tokens)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma3_text", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "deepseek_v3", "gemma3_text", "llama", "qwen3_5_text", "qwen3_next"]
+)
 def test_branches_do_not_leak(name: str) -> None:
     """Other tokens in one branch do not change its siblings."""
     model = TransformersModel(hf_family(name))
@@ -98,7 +102,7 @@ def test_branches_do_not_leak(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_5_text"])
 def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> None:
     trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
     gradients = []
@@ -113,10 +117,11 @@ def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> 
 
 
 @pytest.mark.usefixtures("without_codegen")
-def test_compiled_layers_share_their_graphs() -> None:
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive)])
+def test_compiled_layers_share_their_graphs(name: str) -> None:
     torch._dynamo.reset()
     trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
-    eager, compiled = TransformersModel(hf_family("llama")), TransformersModel(hf_family("llama"))
+    eager, compiled = (TransformersModel(hf_family(name)) for _ in range(2))
     parallelize(compiled, OneRank(), dtype=torch.float32, compile=True)
     graphs = []
     for max_tokens in (None, 12, 9, 14):
@@ -157,6 +162,12 @@ def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
             "rope_type: longrope changes the positions of a short path",
         ),
         ("qwen3", {"layer_types": ["chunked_attention"]}, "layer_types: only full_attention and sliding_att"),
+        ("qwen3", {"layer_types": ["linear_attention"]}, "only full_attention and sliding_attention can run"),
+        (
+            "qwen3_next",
+            {"hidden_act": "gelu"},
+            "hidden_act: expected silu, which the convolutions of qwen3_n",
+        ),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers: only models whose layers have"),
     ],
 )
@@ -168,7 +179,9 @@ def test_wrong_configs_are_refused(name: str, changes: dict[str, Any], message: 
         check_supported(config, "here")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma3_text", "qwen3_next"]
+)
 def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
     hf = hf_family(name)
     hf.save_pretrained(tmp_path / "in")
@@ -188,7 +201,7 @@ def test_snapshots_go_in_and_out(name: str, tmp_path: Path) -> None:
 def test_broken_snapshots_are_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     hf_family("mistral").save_pretrained(folder)
-    with pytest.raises(UserError, match=r"^gdn: expected backend 'auto' for a model of transformers"):
+    with pytest.raises(UserError, match=r"^gdn: expected backend 'auto' for a mistral model, which"):
         load_pretrained(folder, gdn="triton")
     weights = load_file(folder / "model.safetensors")
     removed = weights.pop("model.norm.weight")
@@ -221,12 +234,14 @@ def test_layers_that_only_mask_their_window_are_refused() -> None:
         TransformersModel(hf_family("qwen2_moe", **window))
 
 
-def test_models_can_be_copied() -> None:
-    model = TransformersModel(hf_family("gpt_oss"))
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_text"])
+def test_models_can_be_copied(name: str) -> None:
+    model = TransformersModel(hf_family(name))
     again = copy.deepcopy(model)
     with torch.no_grad():
-        model.embedding_weight.zero_()
-    want = hf_logprobs(hf_family("gpt_oss"), PATHS[0]).detach()
+        for parameter in model.parameters():
+            parameter.zero_()
+    want = hf_logprobs(hf_family(name), PATHS[0]).detach()
     torch.testing.assert_close(tree_logprobs(again, [PATHS[0]])[0], want, rtol=1e-5, atol=1e-5)
 
 

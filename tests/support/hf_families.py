@@ -43,6 +43,15 @@ QWEN_EXPERTS = {
 }
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GLM_EXPERTS = {name: LATENT[name] for name in list(LATENT)[6:] if "group" not in name}
+HYBRID = {  # a layer of Gated DeltaNet, and one with gated attention
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+    "tie_word_embeddings": False,
+}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 # What differs from SIZES.
 FAMILIES: dict[str, dict[str, object]] = {
@@ -89,7 +98,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen2": {},
     "qwen2_moe": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": {**QWEN_EXPERTS, **HYBRID},
+    "qwen3_5_text": HYBRID,
     "qwen3_moe": QWEN_EXPERTS,
+    "qwen3_next": {**QWEN_EXPERTS, **HYBRID},
     "seed_oss": NO_DROPOUT,
     "smollm3": {},
 }

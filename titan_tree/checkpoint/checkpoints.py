@@ -46,6 +46,7 @@ from titan_tree.distributed.collectives import agreed, on_rank_0
 from titan_tree.distributed.faults import is_lost_rank
 from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
+from titan_tree.models.lora import frozen_names
 
 logger = logging.getLogger(__name__)
 
@@ -193,11 +194,9 @@ class Checkpoints:
 
         Frozen weights are left out: the run reads or draws them again when it starts.
         """
-        states = self.optimizers.state_dict()
-        weights = self.model.state_dict(keep_vars=True)
-        frozen = {n for n, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad}
+        states, frozen = self.optimizers.state_dict(), frozen_names(self.model)
         return {
-            "model": {name: w.detach() for name, w in weights.items() if name not in frozen},
+            "model": {name: w for name, w in self.model.state_dict().items() if name not in frozen},
             "optimizer": {name: value for name, value in states.items() if isinstance(value, Tensor)},
         }
 

@@ -15,12 +15,30 @@ from torch.distributed.tensor import DTensor
 
 from titan_tree.checkpoint.lock import set_aside
 from titan_tree.components.lora import is_factor
+from titan_tree.config import Config
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.models.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 
 logger = logging.getLogger(__name__)
+
+
+def export_results(model: TreeModel, config: Config, run: str) -> None:
+    """Writes what a finished run leaves in its folder beside checkpoints. Collective.
+
+    These are LoRA as an adapter, in adapter/, and the weights in hf/ if ``checkpoint.export_hf`` is true.
+
+    Args:
+        model: may be sharded.
+        run: id of the run, see FolderLock.
+    """
+    folder, source = Path(config.folder), config.model.hf_path
+    folder.mkdir(parents=True, exist_ok=True)
+    if model.lora is not None:
+        export_adapter(model, folder / "adapter", run, source)
+    if config.checkpoint.export_hf:
+        export_hf(model, folder / "hf", run, getattr(torch, config.training.dtype), source)
 
 
 def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, source: str | None) -> None:

@@ -74,7 +74,8 @@ class LoRAConfig(Checked, table="lora"):
     # and routed experts.
     targets: list[str] = setting([])
     rslora: bool = False  # multiply by alpha / sqrt(rank) instead
-    adapter: str | None = None  # folder of a PEFT adapter to start from; it sets all other keys
+    adapter: str | None = None  # folder of a PEFT adapter to start from; it sets the keys above
+    quantize: Literal["none", "nf4"] = "none"  # "nf4": frozen linears of the layers have 4 bits per weight
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +89,12 @@ class LoRAConfig(Checked, table="lora"):
                     "no value together with lora.adapter, which sets it",
                     value,
                 )
+        require(
+            self.quantize == "none" or self.is_on,
+            "lora.quantize",
+            "'none' without lora.rank or lora.adapter, because only frozen weights can be quantized",
+            self.quantize,
+        )
 
     @property
     def is_on(self) -> bool:

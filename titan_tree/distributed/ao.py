@@ -1,4 +1,4 @@
-"""The parts of torchao that titan_tree uses: float8 linears and 8-bit optimizer states.
+"""The parts of torchao that titan_tree uses: float8 linears, 4-bit weights and 8-bit optimizer states.
 
 No other file imports torchao. It is an optional extra (``pip install -e '.[torchao]'``) and imported only if
 a configuration asks for it. Its version is pinned, because its float8 linear is not a public class.
@@ -19,8 +19,13 @@ from torch import nn
 from titan_tree.errors import UserError
 from titan_tree.models.block import Mixer
 from titan_tree.models.layers import Linear
+from titan_tree.models.lora import quantizable
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Quantize = Literal["none", "nf4"]
+
+# NF4: 4-bit codes with a scale per block of weights. Scales have 8 bits, with a scale per block of scales.
+NF4_BLOCK, NF4_SCALES = 64, 256
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +87,42 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
         )
     emulated = ", emulated" if config.emulate else ""
     logger.info("float8 (%s%s): %d of %d linears of the layers", recipe, emulated, len(converted), count)
+
+
+def nf4_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Returns the linears that ``store_as_nf4`` quantizes, by name: those whose size is a multiple of 16,384.
+
+    Raises:
+        UserError: there are none.
+    """
+    if linears := quantizable(model, NF4_BLOCK * NF4_SCALES):
+        return linears
+    raise UserError(
+        f"lora.quantize: expected linears in the layers with a multiple of {NF4_BLOCK * NF4_SCALES:,} "
+        'weights, but there are none; set it to "none"'
+    )
+
+
+def store_as_nf4(model: nn.Module, device: torch.device | str) -> None:
+    """Quantizes frozen linears to NF4 (QLoRA, arXiv:2305.14314), in place, and moves the model.
+
+    A weight takes 0.52 bytes per number. It keeps its name, shape and dtype, and is dequantized wherever it
+    is used. Autograd saves it quantized.
+
+    Args:
+        model: with LoRA, its weights loaded. On several ranks, each has whole weights of ``nf4_linears``.
+        device: for the model. Weights are quantized there one by one, so the model may be on the CPU.
+    Raises:
+        UserError: torchao is missing, or there is no such linear.
+    """
+    quantization, linears = _import("quantization", "lora.quantize"), nf4_linears(model)
+    for linear in linears.values():
+        weight = linear.weight.detach().to(device)
+        quantized = quantization.to_nf4(weight, NF4_BLOCK, NF4_SCALES)
+        linear.weight = nn.Parameter(quantized, requires_grad=False)
+    model.to(device)
+    count = sum(isinstance(module, nn.Linear) for module in model.get_submodule("layers").modules())
+    logger.info("nf4: %d of %d linears of the layers", len(linears), count)
 
 
 def state_8bit() -> type[Any]:

@@ -178,4 +178,5 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
+    whole = whole.to(whole.dtype)  # dequantizes a quantized weight, and leaves others as they are
     return whole.contiguous().view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64)

@@ -38,6 +38,7 @@ def parallelize(
     dtype: torch.dtype = torch.bfloat16,
     float8: ao.Float8 = "none",
     lora: LoRA | None = None,
+    quantize: ao.Quantize = "none",
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
     reshard_after_forward: bool = True,
@@ -67,6 +68,8 @@ def parallelize(
             gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         lora: the updates to add, see ``add_lora``; None: the weights of the model are trained.
+        quantize: "nf4" does not shard the linears whose frozen weights ``ao.store_as_nf4`` quantizes when
+            they are loaded. Every rank holds all of them.
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
@@ -81,8 +84,10 @@ def parallelize(
         ``model``.
     Raises:
         UserError: float8, lora, sequence_parallel or expert_parallel does not suit the model, or the GPU or
-            the number of ranks.
+            the number of ranks; or quantize does not suit float8 or compile.
     """
+    if quantize != "none":
+        _check_quantize(float8, compile)
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
     if lora is not None:
@@ -102,8 +107,20 @@ def parallelize(
     model.compute_dtype = dtype
     model.recompute_logits = activation_checkpoint != "none"
     if mesh.size() > 1:
-        _fully_shard(model, meshes, dtype, reshard_after_forward)
+        whole = {} if quantize == "none" else ao.nf4_linears(model)
+        unsharded: set[nn.Parameter] = {linear.get_parameter("weight") for linear in whole.values()}
+        _fully_shard(model, meshes, dtype, reshard_after_forward, unsharded)
     return model
+
+
+def _check_quantize(float8: ao.Float8, compile: bool) -> None:
+    """Raises UserError if quantized weights do not suit the other options."""
+    for key, wrong, expected in (("float8", float8 != "none", '"none"'), ("compile", compile, "false")):
+        if wrong:
+            raise UserError(
+                f"training.{key}: expected {expected} with lora.quantize, because quantized weights neither "
+                f"compile nor multiply in float8; set it to {expected}"
+            )
 
 
 def check_parallel(
@@ -176,15 +193,21 @@ def keep_compiled(folder: Path) -> Path:
     return kept
 
 
-def _fully_shard(model: TreeModel, meshes: Meshes, dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Applies FSDP2 to each block and to the rest of the model."""
+def _fully_shard(
+    model: TreeModel,
+    meshes: Meshes,
+    dtype: torch.dtype,
+    reshard_after_forward: bool,
+    unsharded: set[nn.Parameter],
+) -> None:
+    """Applies FSDP2 to each block and to the rest of the model, except for the weights ``unsharded``."""
     assert isinstance(meshes.fsdp, DeviceMesh)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # rotary tables keep the precision that the model chose
     )
-    ignored: set[nn.Parameter] = set()
+    ignored = set(unsharded)
     for block in _blocks(model):
         if (experts := meshes.experts) is not None:
             sharing = experts[tuple(name for name in experts.mesh_dim_names or () if name != "ep")]

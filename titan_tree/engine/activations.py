@@ -113,9 +113,10 @@ class Activations:
             self._finish_offload(self._offloading.popleft())
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return tensor.detach()
         storage = tensor.untyped_storage()
-        is_shared = is_weight or storage.data_ptr() in self._shared
+        is_shared = storage.data_ptr() in self._shared
         # Compare types, not devices: "cuda" and "cuda:0" are the same device, and a rank has only one.
         is_elsewhere = tensor.device.type != self.device.type
         if is_shared or is_elsewhere or storage.nbytes() < MIN_BLOCK_BYTES:

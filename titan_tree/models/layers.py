@@ -47,7 +47,8 @@ class Linear(nn.Linear):
         super().__init__(size_in, size_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        # A quantized weight stays as it is. Its product saves no dequantized copy for the backward pass.
+        return F.linear(x, self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype))
 
 
 class MLP(nn.Module):

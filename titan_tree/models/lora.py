@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,11 @@ from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of ``Experts``
+DECAYS = (
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+)  # linears of Gated DeltaNet's gates, which 4 bits would blur
 
 
 def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> None:
@@ -52,6 +58,22 @@ def adaptable(model: nn.Module) -> list[str]:
         elif isinstance(module, Experts):
             found += [f"{path}.{weight}" for weight in EXPERTS]
     return found
+
+
+def quantizable(model: nn.Module, multiple: int) -> dict[str, nn.Linear]:
+    """Returns the linears that a frozen base may store in 4 bits, by name.
+
+    Args:
+        multiple: number of elements of which a weight must have a multiple.
+    """
+    linears = {name: model.get_submodule(name) for name in adaptable(model) if not is_expert(name)}
+    return {
+        name: linear
+        for name, linear in linears.items()
+        if isinstance(linear, nn.Linear)
+        and linear.weight.numel() % multiple == 0
+        and name.rpartition(".")[2] not in DECAYS
+    }
 
 
 def choose(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
@@ -117,12 +139,36 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weights: of ``model``, by its names; not sharded. Sums are rounded to the dtype of the weight.
     """
     assert model.lora is not None
-    result = {name: weight for name, weight in weights.items() if not is_factor(name)}
+    # Quantized weights are dequantized by ``to``, which returns others as they are.
+    result = {name: weight.to(weight.dtype) for name, weight in weights.items() if not is_factor(name)}
     for name in result:
         if f"{name}_lora_A" in weights:
             a, b = weights[f"{name}_lora_A"], weights[f"{name}_lora_B"]
             result[name] = merged(result[name], a, b, model.lora.scaling)
     return result
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Returns the names in ``module.state_dict()`` of weights that are not trained."""
+    weights = module.state_dict(keep_vars=True)
+    return {name for name, w in weights.items() if isinstance(w, nn.Parameter) and not w.requires_grad}
+
+
+def leave_out_frozen(module: nn.Module) -> None:
+    """Makes ``module.state_dict`` leave out the frozen weights, and ``load_state_dict`` not expect them."""
+    frozen = frozen_names(module)
+    # Names of checkpointed layers are longer here.
+    missing = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+    def drop(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state_dict.pop(prefix + name, None)
+
+    def excuse(_: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in missing]
+
+    module.register_state_dict_post_hook(drop)
+    module.register_load_state_dict_post_hook(excuse)
 
 
 @contextmanager

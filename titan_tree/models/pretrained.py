@@ -66,9 +66,7 @@ def model_from_config(
     """
     if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
         return hf.model_from_config(folder, attention, gdn).to(dtype)
-    if gdn != "auto":
-        raise UserError(f"gdn: expected backend 'auto' for a model of transformers, got {gdn!r}")
-    return _transformers().from_config(folder, dtype, attention)
+    return _transformers().from_config(folder, dtype, attention, gdn)
 
 
 def load_weights(

@@ -89,7 +89,7 @@ class _Run:
         if self._model is None:
             yield Finding("backends", "not checked, because they depend on the model", ok=None)
             return
-        sizes: Any = self._model.config
+        sizes: Any = getattr(self._model, "hf_config", self._model.config)
         device, _ = training_device()
         dtype = getattr(torch, self.config.training.dtype)
         names = self.config.model

@@ -1,7 +1,8 @@
 """Models of the library transformers on token trees, without code for single families.
 
     support.py     which architectures are exact on trees, and why others are not
-    attention.py   the attention function that transformers' layers call, and the keys of a partition
+    attention.py   the attention function that transformers' layers call, and the cache of a partition
+    recurrent.py   the recurrent layers of Qwen3.5 and Qwen3-Next
     blocks.py      one layer as a function of its inputs
     model.py       TransformersModel
     snapshot.py    snapshots

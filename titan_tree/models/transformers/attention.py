@@ -1,4 +1,4 @@
-"""The attention function that layers of transformers call, and the cache object that they give their keys.
+"""The attention function that layers of transformers call, and their cache object.
 
 N tokens of a batch, M keys, H query heads, K key-value heads, D head dim.
 """
@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.tree.layout import TreeLayout
 
 # The attention function's name in transformers' registry, by the implementation that it calls without a tree.
@@ -28,10 +29,16 @@ KEYWORD = "tree"  # of the argument that layers pass on to it
 
 @dataclass
 class TreeInputs:
-    """What the attention function of a layer needs, beyond its queries, keys and values."""
+    """What a layer needs of the tree.
+
+    Args:
+        attention, gdn: the kernels. Only recurrent layers need the latter.
+        layout: of the tokens, as ``TreeModel.prepare`` returns it.
+    """
 
     attention: TreeAttention
     layout: TreeLayout
+    gdn: TreeGDN | None = None
 
     @classmethod
     def prepare(
@@ -129,14 +136,15 @@ def tree_attention(
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
 
 
-class PartitionKeys:
+class PartitionCache:
     """Stands in for transformers' cache in one layer of a partition.
 
-    A layer gives ``update`` what its attention needs of each token: keys and values, or the latents that they
-    are computed from (multi-head latent attention, arXiv:2405.04434).
+    A layer with attention gives ``update`` what its attention needs of each token: keys and values, or the
+    latents that they are computed from (multi-head latent attention, arXiv:2405.04434). A recurrent layer
+    reads ``rows`` and sets ``exports`` itself.
 
     Args:
-        rows: what earlier partitions exported, two tensors [R, heads, size].
+        rows: what earlier partitions exported, two tensors. Those of attention are [R, heads, size].
         layout: of the partition.
     Attributes:
         exports: the same of this partition's tokens, for later partitions.

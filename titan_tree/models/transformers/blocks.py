@@ -17,17 +17,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_tree.components.tree_attention import TreeAttention
+from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
+from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention import (
     KEYWORD,
     Call,
-    PartitionKeys,
+    PartitionCache,
     Probe,
     ProbedError,
     ProbedKeys,
     TreeInputs,
 )
+from titan_tree.models.transformers.recurrent import on_trees, recurrent_mixer, row_shapes
 from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.partition import PAD
 
 CACHE = "past_key_values"  # the argument of transformers' layers
 
@@ -36,20 +40,22 @@ class BlockOutput(NamedTuple):
     """The result of a block: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
     hidden: Tensor  # [1, N, d]
-    exports: tuple[Tensor, ...]  # in a partition, two tensors [X, heads, size]; otherwise ()
+    exports: tuple[Tensor, ...]  # in a partition, two tensors; otherwise ()
 
 
 class TransformersBlock(nn.Module):
     """A layer of transformers.
 
     Args:
-        layer: the layer.
-        attention: the kernels, shared by all layers.
+        layer: the layer. If it is recurrent, it can then run on trees only.
+        attention, gdn: the kernels, shared by all layers.
     """
 
-    def __init__(self, layer: nn.Module, attention: TreeAttention) -> None:
+    def __init__(self, layer: nn.Module, attention: TreeAttention, gdn: TreeGDN) -> None:
         super().__init__()
-        self.layer, self.attention = layer, attention
+        self.layer, self.attention, self.gdn = layer, attention, gdn
+        if (mixer := recurrent_mixer(layer)) is not None:
+            on_trees(mixer)
 
     def forward(
         self,
@@ -68,7 +74,7 @@ class TransformersBlock(nn.Module):
             rows: in a partition, what the layer exported in earlier ones; otherwise ().
         """
         if not rows:
-            tree = {KEYWORD: TreeInputs(self.attention, layout), CACHE: None}
+            tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: None}
             return BlockOutput(self.layer(hidden, *positional, **{**named, **tree}), ())
         if self._checkpoints_itself and torch.is_grad_enabled():
             return checkpoint(
@@ -89,18 +95,18 @@ class TransformersBlock(nn.Module):
         layout: TreeLayout,
         rows: Sequence[Tensor],
     ) -> BlockOutput:
-        keys = PartitionKeys(rows, layout)
-        tree = {KEYWORD: TreeInputs(self.attention, layout), CACHE: keys}
+        cache = PartitionCache(rows, layout)
+        tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: cache}
         layer: Any = self.layer
         checkpoints_itself = self._checkpoints_itself
         try:
-            if checkpoints_itself:  # a layer that checkpoints itself would ignore the keys
+            if checkpoints_itself:  # a layer that checkpoints itself would ignore the cache
                 layer.gradient_checkpointing = False
             hidden = layer(hidden, *positional, **{**named, **tree})
         finally:
             if checkpoints_itself:
                 layer.gradient_checkpointing = True
-        return BlockOutput(hidden, keys.exports)
+        return BlockOutput(hidden, cache.exports)
 
 
 @dataclass
@@ -124,15 +130,28 @@ class Pass:
 
 
 class LayerSizes(NamedTuple):
-    """Sizes of a layer's attention, found by ``Survey``."""
+    """Sizes of a layer, found by ``Survey``."""
 
-    call: Call
-    rows: list[tuple[int, int]]  # (heads, size) of what a partition exports of a token, twice
+    call: Call | None  # of the attention function; None: the layer is recurrent
+    rows: Sequence[tuple[int, ...]]  # the two shapes of what a partition exports after a token
+
+    @property
+    def stream(self) -> str:
+        """The stream of the gateway cache that stores the rows."""
+        return "keys" if self.call else "states"
+
+    def empty_rows(self, x: Tensor) -> list[Tensor]:
+        """Returns PAD zero rows of either shape. States are fp32 or wider, the others have the dtype of x."""
+        first = x.dtype if self.call else at_least_fp32(x)
+        return [
+            x.new_zeros(PAD, *row, dtype=dtype)
+            for row, dtype in zip(self.rows, (first, x.dtype), strict=True)
+        ]
 
 
 @dataclass
 class Survey:
-    """A pass that runs every layer only up to its attention, and records sizes. It also runs on "meta".
+    """A pass that runs layers only up to their attention, and records sizes. It also runs on "meta".
 
     Raises:
         UserError: a layer does not call the attention function, or has no cache for keys.
@@ -142,12 +161,16 @@ class Survey:
 
     def run(self, index: int, block: nn.Module, hidden: Tensor, positional: Any, named: Any) -> Tensor:
         """Records the sizes of the layer ``index`` and returns ``hidden``."""
+        layer = block.get_submodule("layer")
+        if (mixer := recurrent_mixer(layer)) is not None:
+            self.sizes.append(LayerSizes(None, row_shapes(mixer)))
+            return hidden
         probe, keys = Probe(), ProbedKeys()
         with suppress(ProbedError):
-            block.get_submodule("layer")(hidden, *positional, **{**named, KEYWORD: probe, CACHE: keys})
+            layer(hidden, *positional, **{**named, KEYWORD: probe, CACHE: keys})
         if probe.call is None or len(keys.shapes) != 2:
             raise UserError(
-                f"model: layer {index} ({type(block.layer).__name__}) does not get its keys and values as "
+                f"model: layer {index} ({type(layer).__name__}) does not get its keys and values as "
                 "attention of transformers does, so it cannot run on trees"
             )
         self.sizes.append(LayerSizes(probe.call, keys.shapes))

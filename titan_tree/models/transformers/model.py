@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from titan_tree.components.tree_attention import Scoring
+from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention import NAME, arguments
 from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
@@ -18,7 +21,6 @@ from titan_tree.models.transformers.support import check_supported, check_window
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.partition import PAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,15 @@ class TransformersModel(TreeModel):
         model: a supported model, on any device, also "meta". It becomes part of this one, and can no longer
             be used by itself.
         attention: backend of ``TreeAttention``.
+        gdn: backend of ``TreeGDN``.
     Attributes:
         hf_config: the config of transformers.
     Raises:
-        UserError: the model cannot run on trees.
+        UserError: the model cannot run on trees, or a named ``gdn`` backend for a model without Gated
+            DeltaNet.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, attention: str = "auto", gdn: str = "auto") -> None:
         text = model.config.get_text_config()
         if text is not model.config:
             raise UserError(
@@ -65,7 +69,9 @@ class TransformersModel(TreeModel):
         model.set_attn_implementation(NAME)
         base: Any = model.base_model
         self.base = base
-        self.layers = nn.ModuleList(TransformersBlock(layer, self.attention) for layer in base.layers)
+        self.gdn = TreeGDN(gdn)
+        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
+        self.layers = nn.ModuleList(blocks)
         del base.layers
         base.layers = LayerCalls(self.layers)
         head = model.get_output_embeddings()
@@ -78,9 +84,23 @@ class TransformersModel(TreeModel):
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
             self._run(two, two, survey)
         self.sizes = survey.sizes
-        check_windows(text, [layer.call.scoring.window for layer in self.sizes])
-        self.windows = list(dict.fromkeys(layer.call.scoring.window for layer in self.sizes))
-        self.cache_streams = ["keys"] * (2 * len(self.layers))
+        windows = [layer.call.scoring.window if layer.call else None for layer in self.sizes]
+        check_windows(text, windows)
+        self.windows = list(dict.fromkeys(windows))
+        self.cache_streams = [layer.stream for layer in self.sizes for _ in layer.rows]
+        self.num_recurrent_layers = sum(layer.call is None for layer in self.sizes)
+        if gdn != "auto" and not self.num_recurrent_layers:
+            raise UserError(
+                f"gdn: expected backend 'auto' for a {text.model_type} model, which has no Gated DeltaNet "
+                f"layers, got {gdn!r}"
+            )
+
+    def prepare(self, layout: TreeLayout) -> TreeLayout:
+        layout = super().prepare(layout)
+        if not self.num_recurrent_layers:
+            return layout
+        plan = prepare_conv(layout, self.hf_config.linear_conv_kernel_dim)
+        return dataclasses.replace(layout, conv_plan=plan)
 
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
@@ -95,21 +115,26 @@ class TransformersModel(TreeModel):
         return out.last_hidden_state[0]
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
-        return [x.new_zeros(PAD, *row) for layer in self.sizes for row in layer.rows]
+        return [rows for layer in self.sizes for rows in layer.empty_rows(x)]
 
     def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
         for layer in self.sizes:
-            q, v = (x.new_empty(1, 1, dim) for dim in layer.call.head_dims)
-            yield q, v, layer.call.scoring
+            if layer.call is not None:
+                q, v = (x.new_empty(1, 1, dim) for dim in layer.call.head_dims)
+                yield q, v, layer.call.scoring
 
     def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
-        for experts in (p for p in self.layers.parameters() if p.ndim == 3):  # one matrix per expert
+        for name, experts in self.layers.named_parameters():
+            if experts.ndim != 3 or ".experts." not in name:  # one matrix per expert
+                continue
             # Gemma 4 has a name of its own for it.
             used = getattr(self.hf_config, "top_k_experts", None) or self.hf_config.num_experts_per_tok
             flops += matrix_flops([experts]) // len(experts) * used
-        calls = [layer.call for layer in self.sizes]
+        # A key and a query read a state, and one update writes it, as in ``GatedDeltaNet.flops``.
+        flops += sum(18 * math.prod(layer.rows[0]) for layer in self.sizes if layer.call is None)
+        calls = [layer.call for layer in self.sizes if layer.call is not None]
         return flops * num_tokens + num_pairs * sum(
             6 * call.num_heads * sum(call.head_dims) for call in calls
         )

@@ -1,7 +1,8 @@
 """Which architectures of transformers are exact on trees, and the reasons why others are refused.
 
-A layer is exact if attention is all that mixes tokens, and if it depends on a token's depth but not on the
-length of its path. Tests compare each supported architecture with itself on every path alone.
+A layer is exact if attention, or a Gated DeltaNet, is all that mixes tokens, and if it depends on a token's
+depth but not on the length of its path. Tests compare each supported architecture with itself on every path
+alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ SUPPORTED = frozenset(
         "qwen2",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
+        "qwen3_next",
         "seed_oss",
         "smollm3",
     }
@@ -68,15 +72,17 @@ REASONS = {
     "mamba2": STATE_SPACE,
     "mpt": ALIBI,
     "nemotron_h": STATE_SPACE,
-    "qwen3_5_moe_text": 'its recurrent layers need model.implementation = "native"',
-    "qwen3_5_text": 'its recurrent layers need model.implementation = "native"',
-    "qwen3_next": 'its recurrent layers need model.implementation = "native"',
     "recurrent_gemma": STATE_SPACE,
     "rwkv": STATE_SPACE,
     "zamba": STATE_SPACE,
     "zamba2": STATE_SPACE,
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+GATED_DELTA_NET = {
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}  # have recurrent layers, see recurrent.py
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.
 LOGIT_CAP = {"gemma2", "gemma3_text", "gemma4_text"}
@@ -98,10 +104,16 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
             f"{where}: model_type: {name} has not been tested on trees; expected one of "
             f"{', '.join(sorted(SUPPORTED))}"
         )
-    if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+    expected = LAYER_TYPES | ({"linear_attention"} if name in GATED_DELTA_NET else set())
+    if others := set(getattr(config, "layer_types", None) or ()) - expected:
         raise UserError(
-            f"{where}: layer_types: only {' and '.join(sorted(LAYER_TYPES))} can run on trees, got "
+            f"{where}: layer_types: only {' and '.join(sorted(expected))} can run on trees, got "
             f"{', '.join(sorted(others))}"
+        )
+    if name in GATED_DELTA_NET and config.hidden_act != "silu":
+        raise UserError(
+            f"{where}: hidden_act: expected silu, which the convolutions of {name} use on trees, got "
+            f"{config.hidden_act}"
         )
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in LENGTH_DEPENDENT_ROPE:
