@@ -577,4 +577,6 @@ def test_every_field_of_the_fused_head_is_equal(family: str, max_tokens: int | N
         torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-5, msg=name)
     assert found_gradients.keys() == gradients.keys()
     for name, want in gradients.items():
-        assert (found_gradients[name] - want).norm() <= 1e-5 * want.norm(), name
+        # transformers rounds the gradients of Gated DeltaNet's decays more coarsely in fp32.
+        limit = 1e-4 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        assert (found_gradients[name] - want).norm() <= limit * want.norm(), name

@@ -27,7 +27,10 @@ def recurrent_mixer(layer: nn.Module) -> Any:
 
 
 def on_trees(mixer: Any) -> None:
-    """Makes the Gated DeltaNet of a layer follow the paths of trees, in place. It keeps its parameters."""
+    """Makes the Gated DeltaNet of a layer follow the paths of trees, in place. It keeps its parameters.
+
+    Calls without a tree, such as those of ``generate``, run its own forward pass.
+    """
     mixer.forward = MethodType(_forward, mixer)
 
 
@@ -38,14 +41,23 @@ def row_shapes(mixer: Any) -> list[tuple[int, ...]]:
 
 
 def _forward(
-    mixer: Any, hidden_states: Tensor, cache_params: PartitionCache | None, tree: TreeInputs, **_: Any
+    mixer: Any,
+    hidden_states: Tensor,
+    cache_params: PartitionCache | None = None,
+    *args: Any,
+    tree: TreeInputs | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     """Runs the mixer on [1, N, d], called as transformers calls it. Returns [1, N, d]."""
+    if tree is None:
+        out: Tensor = type(mixer).forward(mixer, hidden_states, cache_params, *args, **kwargs)
+        return out
     layout, wide = tree.layout, at_least_fp32(hidden_states)
     assert tree.gdn is not None
     qkv, z, b, a = _project(mixer, hidden_states)
     states, tails = (None, None) if cache_params is None else cache_params.rows
-    qkv, new_tails = tree_causal_conv1d(qkv, mixer.conv1d.weight[:, 0], layout, tails, layout.conv_plan)
+    weight = mixer.conv1d.weight[:, 0].to(qkv.dtype)  # they differ under autocast
+    qkv, new_tails = tree_causal_conv1d(qkv, weight, layout, tails, layout.conv_plan)
     sizes = mixer.key_dim, mixer.key_dim, mixer.value_dim
     dims = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(qkv.split(sizes, -1), dims, strict=True))
@@ -56,7 +68,8 @@ def _forward(
         assert new_tails is not None
         cache_params.exports = new_states, new_tails
     gated = mixer.norm(out.flatten(0, 1), z.reshape(-1, mixer.head_v_dim))
-    return mixer.out_proj(gated.view(1, -1, mixer.value_dim))
+    projected: Tensor = mixer.out_proj(gated.view(1, -1, mixer.value_dim))
+    return projected
 
 
 def _project(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
