@@ -22,7 +22,18 @@ from peft import LoraConfig, PromptTuningConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, set_seed
 from transformers.utils import logging as transformers_logging
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.support.hf_families import VOCAB, hf_family
@@ -308,6 +319,12 @@ DPO = {
     "chosen": ANSWERS,
     "rejected": [f"{answer.rsplit(' ', 2)[0]} w9 w8 w7" for answer in ANSWERS],
 }
+CONFIGS: dict[type, tuple[type, dict[str, Any]]] = {
+    SFTTrainer: (SFTConfig, SFT),
+    DPOTrainer: (DPOConfig, DPO),
+    KTOTrainer: (KTOConfig, SFT | {"label": [i % 2 == 0 for i in range(16)]}),
+    RLOOTrainer: (RLOOConfig, {"prompt": PROMPTS}),
+}
 PACKED = {"packing": True, "max_length": 64, "per_device_train_batch_size": 2}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -320,21 +337,25 @@ OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
     "DPO, weighting": (DPOTrainer, {"use_weighting": True}),
     "DPO, LoRA": (DPOTrainer, {"adapter": LORA}),
     "DPO, reference ahead": (DPOTrainer, {"precompute_ref_log_probs": True}),
+    "KTO": (KTOTrainer, {}),
+    "RLOO": (RLOOTrainer, {"num_generations": 4, "max_completion_length": 12, "beta": 0.05}),
 }
 
 
 def make_other(cls: type, folder: Path, adapter: Any = None, **options: Any) -> Any:
-    """Returns an SFT or DPO trainer."""
+    """Returns a trainer that does not run on trees yet."""
     set_seed(7)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    config, data = (SFTConfig, SFT) if cls is SFTTrainer else (DPOConfig, DPO)
+    config, data = CONFIGS[cls]
+    extra = {"reward_funcs": reward} if cls is RLOOTrainer else {}
     return cls(
         model=model,
         args=arguments(config, folder, **options),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer,
         peft_config=adapter,
+        **extra,
     )
 
 
@@ -345,7 +366,7 @@ def make_other(cls: type, folder: Path, adapter: Any = None, **options: Any) -> 
         pytest.param(name, 30, marks=[] if name in PARTITIONED else pytest.mark.exhaustive) for name in OTHERS
     ],
 )
-def test_sft_and_dpo(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
+def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
     cls, options = OTHERS[name]
     trainer = make_other(cls, folder, **options)
     score_on_trees(trainer, max_tokens)
