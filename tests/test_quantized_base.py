@@ -15,6 +15,7 @@ from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, LoRAConfig, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed import ao
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.scoring import tree_logprobs
@@ -24,6 +25,8 @@ from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
+
+pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 
 # Projections of queries, outputs and MLPs have multiples of 16,384 weights, those of keys and values half.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -190,3 +193,12 @@ def test_what_quantized_weights_cannot_do_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         train(config(tmp_path, **options))
     assert "\n" not in str(caught.value)
+
+
+def test_without_torchao_the_error_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name="torchao")
+
+    monkeypatch.setattr(ao, "import_module", missing)
+    with pytest.raises(UserError, match=r"^lora\.quantize: needs torchao, which is not installed: "):
+        train(config(tmp_path))

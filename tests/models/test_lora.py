@@ -49,6 +49,16 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "qwen3_5": (lambda: hybrid_model(True), {"target_modules": "all-linear"}),
     "llama": (lambda: hf_family("llama"), {"target_modules": ["q_proj", "down_proj"]}),
+    # Experts of transformers. Those of gpt-oss have biases, and their weights are transposed.
+    "mixtral": (lambda: hf_family("mixtral"), {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "gpt_oss": (
+        lambda: hf_family("gpt_oss", intermediate_size=32),  # a square weight
+        {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    ),
+    "one weight of gpt_oss": (
+        lambda: hf_family("gpt_oss"),
+        {"target_modules": ["o_proj"], "target_parameters": EXPERTS[1:]},
+    ),
 }
 
 
@@ -66,7 +76,7 @@ def with_peft(name: str, **changes: Any) -> tuple[Any, PeftModel]:
 
 def ours(base: Any) -> Any:
     """Returns titan_tree's model with the weights of ``base``, which is not usable afterwards."""
-    return TransformersModel(base) if base.config.model_type == "llama" else tree_model(base)
+    return tree_model(base) if base.config.model_type.startswith("qwen") else TransformersModel(base)
 
 
 def by_peft(name: str, factor: Tensor, all_names: set[str]) -> tuple[str, Tensor]:
@@ -249,10 +259,16 @@ def test_wrong_targets_are_refused(targets: tuple[str, ...], message: str) -> No
         add_lora(build_model("qwen3_moe", "debug"), LoRA(rank=2, targets=targets))
 
 
-def test_experts_of_transformers_are_refused() -> None:
-    model = TransformersModel(hf_family("mixtral"))
-    with pytest.raises(UserError, match=r"unknown target of LoRA \(lora.targets\) 'experts.down_proj'"):
-        add_lora(model, LoRA(rank=2, targets=("experts.down_proj",)))
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text", "glm4_moe", "minimax_m2", "qwen3_next"])
+def test_updates_of_zero_change_no_experts_of_transformers(name: str) -> None:
+    options = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "enable_moe_block": True}
+    hf = hf_family(name, **options if name == "gemma4_text" else {})
+    plain, model = TransformersModel(copy.deepcopy(hf)), TransformersModel(hf)
+    add_lora(model, LoRA(rank=2, targets=("experts.gate_up_proj", "experts.down_proj")))
+    init_lora(whole_weights(model), 0)
+    with torch.no_grad():
+        for got, want in zip(tree_logprobs(model, PATHS), tree_logprobs(plain, PATHS), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

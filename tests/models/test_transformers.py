@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
 from titan_tree.build import build_parallel_model
+from titan_tree.components.lora import is_factor
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.config import LoRAConfig, ModelConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.scoring import tree_logprobs
@@ -267,3 +269,30 @@ def test_the_attention_function_answers_other_calls_like_sdpa() -> None:
     hf.set_attn_implementation("titan_tree")
     got = hf.generate(torch.tensor([PATHS[0][:8]]), max_new_tokens=8, do_sample=False)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "qwen3_next"])
+def test_training_in_bfloat16_keeps_in_fp32_what_transformers_keeps(name: str, tmp_path: Path) -> None:
+    """In the forward pass, weights and constants have the dtypes that transformers loads them in."""
+    hf_family(name).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    want = TransformersModel(theirs).state_dict()
+    config, training = ModelConfig(hf_path=str(tmp_path), implementation="transformers"), TrainingConfig()
+    for lora in (None, LoRAConfig(rank=2)):
+        model = build_parallel_model(config, training, ParallelConfig(), OneRank(), lora)
+        with cast_weights(model):
+            got = {key: value for key, value in model.state_dict().items() if not is_factor(key)}
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert got[key].dtype == value.dtype, key
+            torch.testing.assert_close(got[key], value, rtol=0, atol=0)
+    kept = {key.rpartition(".")[2] for key, value in want.items() if value.dtype == torch.float32}
+    assert kept == ({"e_score_correction_bias"} if "v3" in name or "glm" in name else set())
+
+
+@pytest.mark.parametrize("name", sorted(SUPPORTED))
+def test_transformers_keeps_no_parameter_in_fp32(name: str) -> None:
+    """It keeps buffers only, which are never cast. ``cast_weights`` and FSDP2 cast all parameters."""
+    hf = hf_family(name)
+    for kept in hf._keep_in_fp32_modules_strict:
+        assert not [key for key, _ in hf.named_parameters() if kept in key]

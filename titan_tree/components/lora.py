@@ -52,17 +52,28 @@ def add_factors(module: nn.Module, weight: str, lora: LoRA) -> None:
     """Adds uninitialized fp32 factors for a weight of ``module``, on its device. A linear then applies them.
 
     Args:
-        module: an ``nn.Linear``, or ``Experts``, which applies the factors itself.
-        weight: attribute name of the weight, [out, in] or [E, out, in].
+        module: an ``nn.Linear``, or routed experts, which apply the factors themselves.
+        weight: attribute name of the weight.
     """
     base = module.get_parameter(weight)
-    *experts, size_out, size_in = base.shape
+    *experts, size_out, size_in = matrix_shape(module, weight)
     for factor, shape in (("A", (lora.rank, size_in)), ("B", (size_out, lora.rank))):
         values = torch.empty(*experts, *shape, device=base.device)
         module.register_parameter(f"{weight}_lora_{factor}", nn.Parameter(values))
     module.__dict__["lora_scaling"] = lora.scaling
     if isinstance(module, nn.Linear):
         module.register_forward_hook(_add_update)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Returns whether experts store their weights as [E, in, out], as some models of transformers do."""
+    return getattr(module, "is_transposed", False)
+
+
+def matrix_shape(module: nn.Module, weight: str) -> tuple[int, ...]:
+    """Returns the shape of a weight as (out, in) or (E, out, in), however it is stored."""
+    stored = module.get_parameter(weight)
+    return tuple((stored.mT if is_transposed(module) else stored).shape)
 
 
 def factors(
@@ -97,7 +108,8 @@ def is_factor(parameter: str) -> bool:
     return FACTOR.fullmatch(parameter) is not None
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, is_transposed: bool) -> Tensor:
     """Returns a weight plus its update, in the weight's dtype. The sum is computed in fp32 or wider."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scaling * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+    update = scaling * (b.to(wide) @ a.to(wide))
+    return (weight.to(wide) + (update.mT if is_transposed else update)).to(weight.dtype)

@@ -93,8 +93,9 @@ def nf4_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Returns the linears that ``store_as_nf4`` quantizes, by name: those whose size is a multiple of 16,384.
 
     Raises:
-        UserError: there are none.
+        UserError: torchao is missing, or there are none.
     """
+    _import("quantization", "lora.quantize")
     if linears := quantizable(model, NF4_BLOCK * NF4_SCALES):
         return linears
     raise UserError(

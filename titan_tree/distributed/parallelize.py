@@ -86,8 +86,10 @@ def parallelize(
         UserError: float8, lora, sequence_parallel or expert_parallel does not suit the model, or the GPU or
             the number of ranks; or quantize does not suit float8 or compile.
     """
+    unsharded: set[nn.Parameter] = set()
     if quantize != "none":
         _check_quantize(float8, compile)
+        unsharded = {linear.get_parameter("weight") for linear in ao.nf4_linears(model).values()}
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
     if lora is not None:
@@ -107,8 +109,6 @@ def parallelize(
     model.compute_dtype = dtype
     model.recompute_logits = activation_checkpoint != "none"
     if mesh.size() > 1:
-        whole = {} if quantize == "none" else ao.nf4_linears(model)
-        unsharded: set[nn.Parameter] = {linear.get_parameter("weight") for linear in whole.values()}
         _fully_shard(model, meshes, dtype, reshard_after_forward, unsharded)
     return model
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.lora import FACTOR, LoRA, add_factors, is_factor, merged
+from titan_tree.components.lora import FACTOR, LoRA, add_factors, is_factor, is_transposed, merged
 from titan_tree.components.moe import Experts
+from titan_tree.components.moe.fused import add_updates, is_fused
 from titan_tree.errors import UserError
 from titan_tree.models.random_weights import ElementDraws, draw_weights
 from titan_tree.models.shards import WeightShards
@@ -20,7 +21,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
-EXPERTS = ("gate_up_proj", "down_proj")  # weights of ``Experts``
+EXPERTS = ("gate_up_proj", "down_proj")  # weights of routed experts
 DECAYS = (
     "in_proj_a",
     "in_proj_b",
@@ -45,7 +46,10 @@ def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> 
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
     for name in chosen:
-        add_factors(*owner(model, name), lora)
+        module, weight = owner(model, name)
+        add_factors(module, weight, lora)
+        if is_fused(module):
+            add_updates(module)
     model.lora = replace(lora, targets=tuple(shortest(model, chosen)))
 
 
@@ -55,7 +59,7 @@ def adaptable(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         if path.startswith("layers.") and isinstance(module, nn.Linear):
             found += [path] if path.rpartition(".")[2] not in ROUTERS else []
-        elif isinstance(module, Experts):
+        elif isinstance(module, Experts) or is_fused(module):
             found += [f"{path}.{weight}" for weight in EXPERTS]
     return found
 
@@ -144,7 +148,8 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in result:
         if f"{name}_lora_A" in weights:
             a, b = weights[f"{name}_lora_A"], weights[f"{name}_lora_B"]
-            result[name] = merged(result[name], a, b, model.lora.scaling)
+            transposed = is_transposed(model.get_submodule(name.rpartition(".")[0]))
+            result[name] = merged(result[name], a, b, model.lora.scaling, transposed)
     return result
 
 

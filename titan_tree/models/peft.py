@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from titan_tree.components.lora import FACTOR, LoRA, is_factor
+from titan_tree.components.lora import FACTOR, LoRA, is_factor, matrix_shape
 from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.files import CONFIG, open_weights, read_json, write_json
@@ -197,7 +197,7 @@ def _from_peft(model: TreeModel, lora: LoRA, stored: Mapping[str, Tensor], path:
     weights = {}
     for name in lora.targets:
         module, attribute = owner(model, name)
-        *experts, size_out, size_in = module.get_parameter(attribute).shape
+        *experts, size_out, size_in = matrix_shape(module, attribute)
         for letter, shape in (("A", (lora.rank, size_in)), ("B", (size_out, lora.rank))):
             rows, columns = shape
             if experts:

@@ -6,6 +6,7 @@ path through it.
 
     __init__   MoE: router, routed experts and shared expert
     experts    the routed experts' matrix products
+    fused      routed experts of transformers, with LoRA
     kernels    their SwiGLU and sums of rows, for experts that are sharded over ranks
     balance    Routing, and the router losses that balance experts
     bias       RouterBias, which balances experts without a loss

@@ -110,13 +110,13 @@ def expert_mlps(
     """
     order = expert.flatten().argsort(stable=True)
     inverse = inverse_permutation(order)
-    copies = _Spread.apply(x, order, inverse, expert.shape[1])
-    scale = _Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
+    copies = Spread.apply(x, order, inverse, expert.shape[1])
+    scale = Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
 
     ends = num_copies.cumsum(0).to(torch.int32)
     gate, up = gate_up.linear(copies, ends).chunk(2, dim=-1)
     hidden = (F.silu(gate) * up * scale).to(x.dtype)
-    return _Gather.apply(down.linear(hidden, ends), order, inverse, expert.shape[1])
+    return Gather.apply(down.linear(hidden, ends), order, inverse, expert.shape[1])
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def inverse_permutation(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Spread(torch.autograd.Function):
-    """Makes k copies of every row and permutes them: [N, d] -> [N k, d]. ``_Gather`` is its transpose."""
+class Spread(torch.autograd.Function):
+    """Makes k copies of every row and permutes them: [N, d] -> [N k, d]. ``Gather`` is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -140,7 +140,7 @@ class _Spread(torch.autograd.Function):
         return _sum_copies(grad, inverse, ctx.k), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Sums the k copies of every row: [N k, d] -> [N, d]."""
 
     @staticmethod
@@ -252,7 +252,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
     dx = linear_by_expert(grad, weight.transpose(1, 2), ends)
-    return dx, outer_by_expert(grad, x, ends), None
+    return dx, outer_by_expert(grad, x, ends) if ctx.needs_input_grad[1] else None, None
 
 
 linear_by_expert.register_autograd(_autograd, setup_context=_setup_context)
