@@ -280,7 +280,7 @@ def _check_trainer(trainer: Any) -> None:
         refuse("parallelism_config", "none", parallelism, "several ranks need DistributedDataParallel")
     if trainer.accelerator.mixed_precision not in MIXED_PRECISION:
         refuse("mixed precision", "bf16, fp16 or none", trainer.accelerator.mixed_precision, "not tested")
-    if trainer.compute_loss_func is not None:
+    if callable(trainer.compute_loss_func):  # with some versions of transformers, TRL sets it to a string
         refuse("compute_loss_func", "none", "a function", "it needs logits of all tokens")
     config = trainer.model.config.get_text_config()
     if getattr(trainer, "aux_loss_enabled", False) or getattr(config, "output_router_logits", False):
