@@ -171,7 +171,7 @@ class TreeStep:
     @property
     def _may_partition(self) -> bool:
         """Whether steps may contain partitions. FSDP2 then sums gradients after the last backward pass."""
-        return self.reduce_gradients == "last" or not isinstance(self.model, FSDPModule)
+        return self.reduce_gradients == "last" or not isinstance(self.model.root, FSDPModule)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""

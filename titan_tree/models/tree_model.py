@@ -181,16 +181,15 @@ class TreeModel(nn.Module, ABC):
                 "tree_logprobs(model, [ids]); to train, make a batch with "
                 "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
             )
-        embedding = self.embedding_weight.to(self.compute_dtype)
+        embedding, head = self.cast_ends()
         rows = self._gateways(batch, gateway, embedding)
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
-        head = embedding if self.output_weight is None else self.output_weight.to(self.compute_dtype)
         hidden = out.hidden[batch.edge_source]
         routing = Routing.stack(out.routings) if out.routings else None
         top1 = edge_is_top1(hidden, head, batch.edge_label) if is_top1 else None
         experts = tuple(out.routed_experts)
         if not out.exports:
-            scores = self._scores(hidden, head, batch, entropy)
+            scores = self.score_edges(hidden, head, batch, entropy)
             return ModelOutput(*scores, routing, routed_experts=experts, is_top1=top1)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
@@ -198,7 +197,7 @@ class TreeModel(nn.Module, ABC):
         # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            scores = self._scores(leaves[0], head, batch, entropy)
+            scores = self.score_edges(leaves[0], head, batch, entropy)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(zip(ends, leaves, strict=True))
         return ModelOutput(*scores, routing, boundary, tuple(out.exports), experts, top1)
@@ -220,6 +219,11 @@ class TreeModel(nn.Module, ABC):
         )
 
     @property
+    def root(self) -> nn.Module:
+        """The module that FSDP2 shards as a whole."""
+        return self
+
+    @property
     def share(self) -> Share:
         """The share of each batch that this rank computes."""
         group = self.sequence_group
@@ -233,9 +237,22 @@ class TreeModel(nn.Module, ABC):
         """Returns the number of parameters that are not frozen."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
-    def _scores(
+    def cast_ends(self) -> tuple[Tensor, Tensor]:
+        """Returns the weights of the embedding and of the output projection in the dtype of activations."""
+        embedding = self.embedding_weight.to(self.compute_dtype)
+        if self.output_weight is None:
+            return embedding, embedding
+        return embedding, self.output_weight.to(self.compute_dtype)
+
+    def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probs [E] of the batch's edges, and on request entropies [E].
+
+        Args:
+            hidden: [E, d], of the tokens that predict.
+            head: [V, d], the output projection, in hidden's dtype.
+        """
         cap = None
         if self.logit_cap is not None:
             cap = torch.full_like(batch.edge_label, self.logit_cap, dtype=torch.float32)

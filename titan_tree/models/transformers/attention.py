@@ -5,6 +5,7 @@ N tokens of a batch, M keys, H query heads, K key-value heads, D head dim.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,13 +102,17 @@ def tree_attention(
         query: [1, H, N, D].
         key: [1, K, M, D], in the order of the layout's keys; value likewise, with a head dim of its own.
         sliding_window, softcap, s_aux: see ``Scoring``; s_aux are the sinks.
-        tree: None: the call does not come from a TransformersModel, and torch's own attention answers it.
+        tree: None: the call does not come from a TransformersModel. torch's own attention answers it, or the
+            model's, which torch's cannot replace if there are sinks or soft caps.
     Returns:
         ([1, N, H, Dv], None).
     """
     if tree is None:
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
         plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if softcap is not None or s_aux is not None:
+            plain = sys.modules[type(module).__module__].eager_attention_forward
+            attention_mask = _additive(attention_mask, query, key)
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
@@ -115,6 +120,20 @@ def tree_attention(
         raise ProbedError
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """Returns a mask for the scores of ``query`` and ``key``: 0 where a key is seen.
+
+    Args:
+        mask: boolean, as torch's attention takes it; None: all queries see all keys up to their own.
+    """
+    if mask is None:
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=key.device)
+        mask = mask.tril(num_keys - num_queries)
+    zeros = torch.zeros_like(mask, dtype=query.dtype)
+    return zeros.masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 class PartitionKeys:

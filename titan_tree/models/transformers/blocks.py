@@ -113,13 +113,17 @@ class Survey:
         probe, keys = Probe(), ProbedKeys()
         with suppress(ProbedError):
             block.get_submodule("layer")(hidden, *positional, **{**named, KEYWORD: probe, CACHE: keys})
+        self.add(index, probe, keys)
+        return hidden
+
+    def add(self, index: int, probe: Probe, keys: ProbedKeys) -> None:
+        """Records the sizes of the layer ``index``."""
         if probe.call is None or len(keys.shapes) != 2:
             raise UserError(
-                f"model: layer {index} ({type(block.layer).__name__}) does not get its keys and values as "
-                "attention of transformers does, so it cannot run on trees"
+                f"model: layer {index} does not get its keys and values as attention of transformers does, "
+                "so it cannot run on trees"
             )
         self.sizes.append(LayerSizes(probe.call, keys.shapes))
-        return hidden
 
 
 class LayerCalls:
