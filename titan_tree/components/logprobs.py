@@ -74,25 +74,6 @@ def edge_logprobs(
     return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap)
 
 
-@torch.no_grad()
-def edge_is_top1(
-    hidden: Tensor, weight: Tensor, label: Tensor, block_elements: int = BLOCK_ELEMENTS
-) -> Tensor:
-    """Returns whether no token has a larger logit than the edge's label, [E] bool.
-
-    It repeats the matrix multiplication of ``edge_logprobs``, whose arguments it takes.
-    """
-    peak = torch.full((len(hidden),), -torch.inf, device=hidden.device)
-    label_logit = torch.zeros_like(peak)
-    for start, end in _blocks(weight, len(hidden), block_elements):
-        logits, column = _matmul(hidden, weight[start:end].t()), label - start
-        peak = torch.maximum(peak, logits.amax(1))
-        inside = (column >= 0) & (column < end - start)
-        own = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
-        label_logit = torch.where(inside, own, label_logit)
-    return label_logit >= peak
-
-
 class _EdgeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,8 +92,8 @@ class _EdgeLogprobs(torch.autograd.Function):
         label_logit = torch.zeros_like(lse)
         entropies = torch.zeros_like(lse) if entropy else None
         kept = []
-        for start, end in _blocks(weight, len(hidden), block_elements):
-            logits = _logits(hidden, weight[start:end], cap)
+        for start, end in vocabulary_blocks(weight, len(hidden), block_elements):
+            logits = block_logits(hidden, weight[start:end], cap)
             p, block_lse, block_entropy = _softmax(
                 logits, label - start, label_logit, hidden.dtype if keep else None, entropy
             )
@@ -146,11 +127,11 @@ class _EdgeLogprobs(torch.autograd.Function):
         grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         # Of the probabilities. With a cap, the gradient is multiplied before it is rounded.
         dtype = hidden.dtype if grad_entropy is None and ctx.cap is None else lse.dtype
-        for i, (start, end) in enumerate(_blocks(weight, len(hidden), ctx.block_elements)):
+        for i, (start, end) in enumerate(vocabulary_blocks(weight, len(hidden), ctx.block_elements)):
             if kept:
                 p, block_lse = kept[2 * i : 2 * i + 2]
             else:
-                logits = _logits(hidden, weight[start:end], ctx.cap)
+                logits = block_logits(hidden, weight[start:end], ctx.cap)
                 p, block_lse, _ = _softmax(logits, label - start, None, dtype, False)
                 if ctx.cap is not None:
                     slope = 1 - (logits / ctx.cap[:, None]).square_()
@@ -177,8 +158,13 @@ class _EdgeLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
-    """Iterates over (start, end) of the vocabulary blocks."""
+def vocabulary_blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
+    """Iterates over (start, end) of the blocks of columns.
+
+    Args:
+        weight, block_elements: see ``edge_logprobs``.
+        num_edges: E.
+    """
     columns = block_elements // max(num_edges, 1)
     columns = max(columns // COLUMN_MULTIPLE, 1) * COLUMN_MULTIPLE
     for start in range(0, len(weight), columns):
@@ -208,8 +194,13 @@ def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _logits(hidden: Tensor, weight: Tensor, cap: Tensor | None) -> Tensor:
-    """Returns the logits [E, B] of a block, in fp32 or wider."""
+def block_logits(hidden: Tensor, weight: Tensor, cap: Tensor | None) -> Tensor:
+    """Returns the logits [E, B] of a block, in fp32 or wider.
+
+    Args:
+        hidden, cap: see ``edge_logprobs``.
+        weight: [B, d].
+    """
     logits = _matmul(hidden, weight.t())
     return logits if cap is None else logits.div_(cap[:, None]).tanh_().mul_(cap[:, None])
 

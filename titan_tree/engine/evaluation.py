@@ -34,7 +34,7 @@ def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device)
     with torch.no_grad(), cast_weights(model):
         for step in steps:
             for batches in equal_schedule(step, model.share):
-                runner = PartitionRunner(model, batches, device, is_top1=True)
+                runner = PartitionRunner(model, batches, device, statistics=["is_top1"])
                 for batch, out in runner.outputs():
                     if not batch.is_dummy:
                         sums += _sums(batch, out)
@@ -58,6 +58,6 @@ def _sums(batch: TreeBatch, out: ModelOutput) -> Tensor:
     """Returns the batch's sums of loss, of correct tokens and of weights, [3] float64."""
     pairs = batch.pairs
     weight = (pairs.weight[pairs.path] * pairs.loss_mask).double()
-    assert out.is_top1 is not None
-    values = torch.stack([-out.logprobs[pairs.edge].double(), out.is_top1[pairs.edge].double()])
+    is_top1 = out.statistics["is_top1"]
+    values = torch.stack([-out.logprobs[pairs.edge].double(), is_top1[pairs.edge].double()])
     return torch.cat([(values * weight).sum(1), weight.sum()[None]])

@@ -13,13 +13,14 @@ Method: Tree Training, arXiv:2511.00413, version 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from titan_tree.components.edge_statistics import Statistic
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.gateway_cache import GatewayCache
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -51,7 +52,7 @@ class PartitionRunner:
             ``device``.
         device: where the model is.
         entropy: whether the model also returns entropies.
-        is_top1: whether the model also returns which labels have the largest logit.
+        statistics: the statistics that the model also returns, see ``edge_statistics``.
         activations: where suspended partitions keep their activations. None keeps them on the device.
     Attributes:
         recomputed_tokens: tokens whose forward pass ran twice, because ``activations`` dropped their
@@ -65,11 +66,11 @@ class PartitionRunner:
         device: torch.device,
         *,
         entropy: bool = False,
-        is_top1: bool = False,
+        statistics: Collection[Statistic] = (),
         activations: Activations | None = None,
     ) -> None:
         self.model, self.batches, self.device = model, batches, device
-        self.entropy, self.is_top1 = entropy, is_top1
+        self.entropy, self.statistics = entropy, statistics
         self.activations = activations or Activations(device)
         self.cache = GatewayCache(model.cache_streams, batches)
         self.recomputed_tokens = 0
@@ -110,7 +111,7 @@ class PartitionRunner:
     def forward(self, batch: TreeBatch) -> ModelOutput:
         """Runs the model on one partition, which reads the exports of its ancestors from the cache."""
         gateway = self.cache.read(batch) if batch.cache_offset.keys else None  # a dummy batch reads nothing
-        return self.model(batch, entropy=self.entropy, gateway=gateway, is_top1=self.is_top1)
+        return self.model(batch, entropy=self.entropy, gateway=gateway, statistics=self.statistics)
 
     def score(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
         """Computes the partition's loss and differentiates it down to the loss boundary.

@@ -8,7 +8,8 @@ N tokens, E edges, L layers with experts, k experts of a token, d hidden size, V
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from titan_tree.components.logprobs import edge_is_top1, edge_logprobs
+from titan_tree.components.edge_statistics import Statistic, edge_statistics
+from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
@@ -43,7 +45,10 @@ class ModelOutput(NamedTuple):
     # ``TreeModel.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
-    is_top1: Tensor | None = None  # [E] bool, on request: whether the label has the largest logit
+    statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
+
+
+EdgeScores = tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]
 
 
 class LayersOutput(NamedTuple):
@@ -161,7 +166,7 @@ class TreeModel(nn.Module, ABC):
         batch: TreeBatch,
         entropy: bool = False,
         gateway: Sequence[Tensor] | None = None,
-        is_top1: bool = False,
+        statistics: Collection[Statistic] = (),
     ) -> ModelOutput:
         """Scores the batch's edges.
 
@@ -170,7 +175,7 @@ class TreeModel(nn.Module, ABC):
             entropy: also return the entropy of each edge's distribution.
             gateway: needed by every partition but its plan's first: for each entry of ``cache_streams``, the
                 first ``batch.cache_offset`` rows of that stream, with the exports of all partitions above.
-            is_top1: also return whether each edge's label has the largest logit.
+            statistics: also return these, see ``edge_statistics``.
         Raises:
             UserError: ``batch`` is not a TreeBatch, or ``gateway`` or ``batch.routed_experts`` does not fit
                 the model.
@@ -186,21 +191,20 @@ class TreeModel(nn.Module, ABC):
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
         hidden = out.hidden[batch.edge_source]
         routing = Routing.stack(out.routings) if out.routings else None
-        top1 = edge_is_top1(hidden, head, batch.edge_label) if is_top1 else None
         experts = tuple(out.routed_experts)
         if not out.exports:
-            scores = self.score_edges(hidden, head, batch, entropy)
-            return ModelOutput(*scores, routing, routed_experts=experts, is_top1=top1)
+            scores = self.score_edges(hidden, head, batch, entropy, statistics)
+            return ModelOutput(*scores[:2], routing, routed_experts=experts, statistics=scores[2])
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
         # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            scores = self.score_edges(leaves[0], head, batch, entropy)
+            scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(zip(ends, leaves, strict=True))
-        return ModelOutput(*scores, routing, boundary, tuple(out.exports), experts, top1)
+        return ModelOutput(*scores[:2], routing, boundary, tuple(out.exports), experts, scores[2])
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch.
@@ -245,9 +249,9 @@ class TreeModel(nn.Module, ABC):
         return embedding, self.output_weight.to(self.compute_dtype)
 
     def score_edges(
-        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs [E] of the batch's edges, and on request entropies [E].
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
+    ) -> EdgeScores:
+        """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
 
         Args:
             hidden: [E, d], of the tokens that predict.
@@ -259,7 +263,11 @@ class TreeModel(nn.Module, ABC):
         if batch.edge_temperature is not None:  # logits are linear in the hidden states, up to the cap
             hidden = (hidden / batch.edge_temperature[:, None]).to(hidden.dtype)
             cap = None if cap is None else cap / batch.edge_temperature
-        return edge_logprobs(hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap)
+        logprobs, entropies = edge_logprobs(
+            hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap
+        )
+        metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
+        return logprobs, entropies, metrics
 
     def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
         """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""

@@ -118,6 +118,9 @@ def tree_attention(
     if isinstance(tree, Probe):
         tree.call = Call(query.shape[1], (query.shape[-1], value.shape[-1]), scoring)
         raise ProbedError
+    if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
 
@@ -161,7 +164,8 @@ class PartitionKeys:
         """
         assert self.layout.exports is not None
         assert self.layout.key_source is not None
-        own = [x[0].transpose(0, 1) for x in (keys, values)]
+        # Under autocast, keys may have another dtype than the rows of earlier partitions.
+        own = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
         self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
         joined = (
             torch.cat(pair).index_select(0, self.layout.key_source)

@@ -12,7 +12,7 @@ activations drop the cache that they are given.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from titan_tree.components.edge_statistics import Statistic
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention import (
@@ -32,7 +33,7 @@ from titan_tree.models.transformers.attention import (
 )
 from titan_tree.models.transformers.blocks import CACHE, LayerSizes, Survey
 from titan_tree.models.transformers.model import TransformersModel
-from titan_tree.models.tree_model import ModelOutput
+from titan_tree.models.tree_model import EdgeScores, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -93,12 +94,12 @@ class InPlaceModel(TransformersModel):
         return empty, empty
 
     def score_edges(
-        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
+    ) -> EdgeScores:
         score, module = super().score_edges, self.head
 
-        def run(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-            return score(hidden, module.get_parameter("weight"), batch, entropy)
+        def run(hidden: Tensor) -> EdgeScores:
+            return score(hidden, module.get_parameter("weight"), batch, entropy, statistics)
 
         return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
 

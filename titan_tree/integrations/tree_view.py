@@ -1,0 +1,195 @@
+"""TreeView: a model of transformers on trees that shares its layers with the original, which stays usable.
+
+A framework keeps the original, for example to generate and to save. ``row_scores`` scores rows with the view.
+Gradients reach the shared parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from titan_tree.components.edge_statistics import Statistic
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.errors import UserError
+from titan_tree.integrations.rows import Rows
+from titan_tree.models.transformers import TransformersModel
+from titan_tree.models.transformers.attention import NAME
+from titan_tree.models.tree_model import LayersOutput, ModelOutput
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.token_tree import TokenTree
+
+
+class TreeView(TransformersModel):
+    """A model of transformers on trees. The original stays usable, and shares its modules and parameters.
+
+    The original's attention implementation becomes titan_tree's, which without a tree calls the one of
+    PyTorch ("sdpa").
+
+    Args:
+        model: the original, which PEFT may have changed, but not replaced.
+        autocast: dtype of mixed precision; None: the layers compute in the dtype of the weights.
+    Raises:
+        UserError: the model cannot run on trees, or would no longer generate as before.
+    """
+
+    def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
+        _check_modules(model)
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            model.eval()  # layers that checkpoint themselves hide their keys while they are probed
+            super().__init__(_shallow_copy(model))
+        finally:
+            for module, training in modes:
+                module.training = training
+        self.autocast, self.compute_dtype = autocast, autocast
+
+    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        with torch.autocast(self._device_type, enabled=False):  # edge_logprobs chooses its own precision
+            return super().forward(*args, **kwargs)
+
+    def run_layers(self, *args: Any, **kwargs: Any) -> LayersOutput:
+        with torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None):
+            return super().run_layers(*args, **kwargs)
+
+    @property
+    def _device_type(self) -> str:
+        return self.embedding_weight.device.type
+
+
+def row_scores(
+    view: TreeView,
+    rows: Rows,
+    entropy: bool = False,
+    statistics: Collection[Statistic] = (),
+    max_tokens: int | None = None,
+) -> dict[str, Tensor]:
+    """Returns "logprobs", on request "entropy", and ``statistics`` for every token, as ``Rows.by_token``.
+
+    Log-probs and entropies are differentiable. A forest of more than ``max_tokens`` tokens is scored in
+    partitions without gradients first. The backward pass runs the partitions again, forward and backward.
+    Memory then holds the activations of one chain of partitions.
+    """
+    forest = TokenTree.forest(rows.trees)
+    batch = rows.batch().to(view.embedding_weight.device)
+    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(forest)
+    if plan is None or len(plan) == 1:
+        out = view(batch, entropy=entropy, statistics=statistics)
+        values = _columns(out)
+    else:
+        partitions = TreeBatch.from_plan(plan, edges="loss")
+        parameters = [p for p in view.parameters() if p.requires_grad]
+        values = _Partitions.apply(view, partitions, batch.edge_token, entropy, statistics, *parameters)
+    names = ["logprobs", *(["entropy"] if entropy else []), *statistics]
+    return {name: rows.by_token(value, batch) for name, value in zip(names, values, strict=True)}
+
+
+def _columns(out: ModelOutput) -> list[Tensor]:
+    """Returns log-probs, entropies if there are any, and statistics, [E] each."""
+    return [x for x in (out.logprobs, out.entropy) if x is not None] + list(out.statistics.values())
+
+
+class _Partitions(torch.autograd.Function):
+    """Scores of a forest in partitions. Differentiating them runs nested forward and backward passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        view: TreeView,
+        partitions: Sequence[TreeBatch],
+        edge_token: Tensor,
+        entropy: bool,
+        statistics: Collection[Statistic],
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns log-probs, entropies on request, and ``statistics``, [E] each."""
+        ctx.view, ctx.partitions, ctx.edge_token, ctx.parameters = view, partitions, edge_token, parameters
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is None
+        runner = PartitionRunner(view, partitions, edge_token.device, entropy=entropy, statistics=statistics)
+        columns: list[Tensor] = []
+        for batch, out in runner.outputs():
+            scores = _columns(out)
+            columns = columns or [score.new_empty(len(edge_token)) for score in scores]
+            for column, score in zip(columns, scores, strict=True):
+                column[torch.searchsorted(edge_token, batch.edge_token)] = score
+        ctx.mark_non_differentiable(*columns[1 + entropy :])
+        ctx.entropy = entropy
+        return tuple(columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_name = dict(zip(("logprobs", "entropy")[: 1 + ctx.entropy], gradients, strict=False))
+        wanted = {name: gradient for name, gradient in by_name.items() if gradient is not None}
+
+        def loss(batch: TreeBatch, out: ModelOutput) -> Tensor:
+            edges = torch.searchsorted(ctx.edge_token, batch.edge_token)
+            return torch.stack([(g[edges] * getattr(out, name)).sum() for name, g in wanted.items()]).sum()
+
+        with torch.enable_grad(), _leaves(ctx.view) as leaves:
+            runner = PartitionRunner(
+                ctx.view, ctx.partitions, ctx.edge_token.device, entropy="entropy" in wanted
+            )
+            runner.train(loss)
+        return (None,) * 5 + tuple(leaves[id(parameter)].grad for parameter in ctx.parameters)
+
+
+@contextmanager
+def _leaves(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replaces trained parameters by leaves that share their memory, and yields these by the former's ids.
+
+    Backward passes of partitions add to the gradients of the leaves. A parameter itself therefore gets its
+    gradient once, as hooks of distributed wrappers expect.
+    """
+    leaves: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.requires_grad:
+                    replaced.append((module, name, parameter))
+                    setattr(module, name, leaves.setdefault(id(parameter), nn.Parameter(parameter.detach())))
+        yield leaves
+    finally:
+        for module, name, parameter in replaced:
+            setattr(module, name, parameter)
+
+
+def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of the model and of its base model. Both share all other modules with the originals."""
+    outer, base = copy.copy(model), copy.copy(model.base_model)
+    for module in (outer, base):
+        module._modules = dict(module._modules)
+    setattr(outer, model.base_model_prefix, base)
+    return outer
+
+
+def _check_modules(model: PreTrainedModel) -> None:
+    """Raises UserError if a module of the model is not what TransformersModel takes it for."""
+    name = getattr(model.config, "name_or_path", "") or "model"
+    implementation = model.config._attn_implementation
+    if implementation not in ("sdpa", NAME):
+        raise UserError(
+            f"{name}: attn_implementation: expected 'sdpa', with which the model generates while titan_tree "
+            f"scores its rows, got {implementation!r}; load the model with attn_implementation='sdpa'"
+        )
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(
+            f"{name}: output projection: expected torch.nn.Linear, got {type(head).__name__}; leave it out "
+            "of target_modules and modules_to_save of PEFT"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise UserError(
+                f"{name}: {path}: expected no dropout, because a token of a tree has one mask for all of its "
+                f"paths, got p = {module.p:g}; set disable_dropout=True, or lora_dropout=0.0 with PEFT"
+            )

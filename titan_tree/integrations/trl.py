@@ -1,0 +1,298 @@
+"""TRL's trainers on token trees: the rows of a batch share the computation of their common prefixes.
+
+    TreeGRPOTrainer(...)       GRPO; takes the arguments of trl.GRPOTrainer
+    score_on_trees(trainer)    any trainer that scores rows by TRL's fused head, such as SFT and DPO
+
+In TRL 1.16, these trainers score rows by one call, ``model(input_ids, attention_mask, labels,
+fused_lm_head=True)``. titan_tree answers this call with a forward pass over the forest of the rows. Losses,
+metrics, generation, PEFT and checkpoints stay TRL's. No other file imports trl.
+
+B rows of T tokens, padding included.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_tree.errors import UserError
+from titan_tree.integrations.rows import Rows
+from titan_tree.integrations.tree_view import TreeView, row_scores
+
+try:
+    import trl
+    from trl.trainer.utils import FusedCausalLMOutput, split_tensor_dict
+except ImportError as error:
+    raise UserError(
+        f"titan_tree.integrations.trl needs the package trl ({error}); run pip install 'titan_tree[trl]'"
+    ) from None
+
+VERSION = "1.16.0"
+if trl.__version__ != VERSION:
+    raise UserError(
+        f"titan_tree.integrations.trl: expected trl {VERSION}, got {trl.__version__}; run pip install "
+        "'titan_tree[trl]'"
+    )
+
+MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Settings of TRL's configurations that must be off, and why or what to do.
+REFUSED_SETTINGS = {
+    "use_liger_kernel": "titan_tree has kernels of its own",
+    "torch_compile": "trees have other sizes in every step",
+    "neftune_noise_alpha": "a token of a tree has one noise for all of its paths",
+    "activation_offloading": "use gradient_checkpointing or max_tokens",
+    "label_smoothing_factor": "it needs logits of all tokens",
+}
+# Arguments of the fused head that do not change what it returns.
+IGNORED = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Losses that sum over rows. Groups may then be in any micro-batch of an optimizer step.
+SUMS_OVER_ROWS = {"grpo", "sapo", "dr_grpo", "cispo", "dapo", "vespo", "luspo"}
+
+
+class TreeGRPOTrainer(trl.GRPOTrainer):
+    """GRPO on token trees: current, old and reference log-probs share prefixes. TRL does everything else.
+
+    TRL spreads the completions of a prompt over the micro-batches of an optimizer step. They are put
+    together again, unless the loss is a mean over each micro-batch: "bnpo", or an entropy bonus or quantile.
+
+    Args:
+        args, kwargs: those of trl.GRPOTrainer.
+        max_tokens: maximum tokens of one forward pass, see ``score_on_trees``.
+    Raises:
+        UserError: see ``score_on_trees``.
+    """
+
+    def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        score_on_trees(self, max_tokens)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        return output | {"row": torch.arange(len(output["completion_ids"]))}
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Returns the rows of the next micro-batch, and puts groups together when TRL has made new ones."""
+        before = self._buffered_inputs  # evaluation leaves them as they are
+        inputs = super()._prepare_inputs(generation_batch)
+        parts = self._buffered_inputs
+        is_mean = self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled
+        if parts is before or self.loss_type not in SUMS_OVER_ROWS or is_mean:
+            return inputs
+        # These numbers of micro-batches always belong to one optimizer step.
+        size = math.gcd(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
+        windows = [parts[start : start + size] for start in range(0, len(parts), size)]
+        self._buffered_inputs = [part for window in windows for part in _in_order(window)]
+        return self._buffered_inputs[self._step % len(parts)]
+
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, batch_size: int | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scores rows as TRL does, but never cuts a group into two forward passes.
+
+        Args:
+            batch_size: rows of one forward pass; None: all.
+        """
+        if batch_size is not None:
+            model: Any = self.model
+            group: Any = self.num_generations if model.training else self.num_generations_eval
+            batch_size = math.ceil(batch_size / group) * group
+        return super()._get_per_token_logps_and_entropies(*args, batch_size=batch_size, **kwargs)
+
+
+def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
+    """Makes a trainer of TRL score its rows on token trees. Call it once, before ``trainer.train()``.
+
+    It replaces the forward method of the trainer's model, and of its reference model, for calls of TRL's
+    fused head. All other calls, such as those of ``generate``, run as before. Logs get two more metrics, the
+    means over forward passes of this rank: tree/row_tokens and tree/computed_tokens.
+
+    Args:
+        trainer: such as trl.SFTTrainer or trl.DPOTrainer. Padding-free and packed batches work, too.
+        max_tokens: maximum tokens of one forward pass. A larger forest runs in partitions, forward once more
+            in the backward pass. None runs every micro-batch in one pass.
+    Raises:
+        UserError: the trainer does not use the fused head, or the model or a setting cannot be used on trees.
+    """
+    _check_trainer(trainer)
+    if max_tokens is not None and max_tokens < 2:
+        raise UserError(f"score_on_trees: max_tokens: expected at least 2, got {max_tokens}")
+
+    def log(row_tokens: int, computed_tokens: int) -> None:
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        metrics["tree/row_tokens"].append(float(row_tokens))
+        metrics["tree/computed_tokens"].append(float(computed_tokens))
+
+    dtype = MIXED_PRECISION[trainer.accelerator.mixed_precision]
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            inner = trainer.accelerator.unwrap_model(model)
+            _replace_head(
+                inner.get_base_model() if hasattr(inner, "get_base_model") else inner, max_tokens, dtype, log
+            )
+
+
+def _replace_head(
+    model: Any, max_tokens: int | None, dtype: torch.dtype | None, log: Callable[[int, int], None]
+) -> None:
+    """Replaces the fused head of a model of transformers."""
+    fused = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
+    options = inspect.getclosurevars(inspect.unwrap(fused, stop=_has_options)).nonlocals
+    if "cast_lm_head_to_fp32" not in options:
+        raise UserError(
+            "score_on_trees: expected a model that scores rows by TRL's fused head, got "
+            f"{type(model).__name__} without it; pass a new SFT, DPO, GRPO or RLOO trainer, and only once"
+        )
+    if options["cast_lm_head_to_fp32"]:
+        raise UserError("cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case")
+    head = _TreeHead(TreeView(model, dtype), options["temperature"], options["outputs"], max_tokens, log)
+    stock = model.forward
+
+    @functools.wraps(stock)  # ``generate`` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return head(*args, **kwargs) if fused_lm_head else stock(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+class _TreeHead:
+    """Returns what TRL's fused head returns, from a forward pass over the forest of the rows.
+
+    Args:
+        view: the model.
+        temperature: divides the logits.
+        outputs: fields of FusedCausalLMOutput that the trainer needs.
+        max_tokens: see ``score_on_trees``.
+        log: gets the tokens of the rows and the tokens that were computed.
+    """
+
+    def __init__(
+        self,
+        view: TreeView,
+        temperature: float,
+        outputs: tuple[str, ...],
+        max_tokens: int | None,
+        log: Callable[[int, int], None],
+    ) -> None:
+        self.view, self.temperature, self.max_tokens, self.log = view, temperature, max_tokens, log
+        self.entropy = "entropy" in outputs
+        self.statistics: Any = [name for name in outputs if name not in ("log_probs", "entropy")]
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> FusedCausalLMOutput:
+        """Scores rows.
+
+        Args:
+            input_ids: [B, T], or [1, T] with all rows one after another if position_ids are given.
+            labels: [B, T], the token itself or -100.
+            attention_mask, position_ids: exactly one of them, [B, T].
+            num_items_in_batch: divisor of the loss; None: the number of labels.
+        """
+        if unknown := sorted(name for name in others.keys() - IGNORED if others[name] is not None):
+            raise UserError(f"model: {', '.join(unknown)}: expected text rows without it; remove the setting")
+        rows = self._rows(input_ids, labels, attention_mask, position_ids)
+        self.log(sum(tree.stats.n_flat for tree in rows.trees), sum(map(len, rows.trees)))
+        values = row_scores(self.view, rows, self.entropy, self.statistics, self.max_tokens)
+        logprobs, *columns = (value.view(input_ids.shape)[:, :-1] for value in values.values())
+        mask = labels[:, 1:] != -100
+        divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        fields = dict(zip([*(["entropy"] if self.entropy else []), *self.statistics], columns, strict=True))
+        return FusedCausalLMOutput(
+            loss=-logprobs.sum() / divisor, log_probs=logprobs, label_mask=mask, **fields
+        )
+
+    def _rows(
+        self, tokens: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Rows:
+        tokens, labels = tokens.cpu(), labels.cpu()
+        scored = labels != -100
+        if not torch.equal(tokens[scored], labels[scored]):
+            raise UserError("labels: expected the token itself or -100, got other tokens; check the collator")
+        if attention_mask is not None and position_ids is None:
+            rows = Rows.padded(tokens, attention_mask, scored, self.temperature)
+        elif position_ids is not None and attention_mask is None and len(tokens) == 1:
+            offsets = _offsets(position_ids[0].cpu())
+            rows = Rows.jagged(tokens[0], offsets, scored[0], self.temperature)
+        else:
+            raise UserError(
+                "model: expected rows with an attention_mask, or one padding-free row with position_ids, got "
+                f"{'both' if position_ids is not None else 'neither'} and {len(tokens)} rows"
+            )
+        if len(rows.index) != scored[:, 1:].sum():
+            raise UserError(
+                "labels: expected -100 for padding and for the first token of each row, which nothing "
+                "predicts; check the collator"
+            )
+        return rows
+
+
+def _offsets(positions: Tensor) -> Tensor:
+    """Returns the first token of each row, and the end of the last one, from the positions [T] of tokens."""
+    starts = (positions == 0).nonzero()[:, 0]
+    offsets = torch.cat([starts, torch.tensor([len(positions)])])
+    expected = torch.cat([torch.arange(int(size)) for size in offsets.diff()] or [positions[:0]])
+    if not torch.equal(positions, expected.to(positions.dtype)):
+        raise UserError("position_ids: expected 0, 1, 2, ... in each row, got other positions")
+    return offsets
+
+
+def _in_order(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns micro-batches with the same rows, in the order in which they were generated."""
+    order = torch.cat([part["row"] for part in parts]).argsort()
+    joined = {}
+    for key, value in parts[0].items():
+        is_per_row = isinstance(value, Tensor) and value.ndim > 0
+        joined[key] = (
+            torch.cat([part[key] for part in parts])[order.to(value.device)] if is_per_row else value
+        )
+    return split_tensor_dict(joined, len(parts))
+
+
+def _has_options(function: Any) -> bool:
+    return "cast_lm_head_to_fp32" in getattr(getattr(function, "__code__", None), "co_freevars", ())
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raises UserError if a setting of the trainer cannot be used on trees."""
+
+    def refuse(setting: str, expected: object, got: object, reason: str) -> None:
+        raise UserError(
+            f"{type(trainer).__name__}: {setting}: expected {expected} on trees, got {got}: {reason}"
+        )
+
+    for name, reason in REFUSED_SETTINGS.items():
+        if value := getattr(trainer.args, name, None):
+            refuse(name, "none", value, reason)
+    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        if getattr(trainer, name):
+            refuse(name, False, True, "several ranks need DistributedDataParallel")
+    if (parallelism := trainer.accelerator.parallelism_config) is not None and parallelism.total_size > 1:
+        refuse("parallelism_config", "none", parallelism, "several ranks need DistributedDataParallel")
+    if trainer.accelerator.mixed_precision not in MIXED_PRECISION:
+        refuse("mixed precision", "bf16, fp16 or none", trainer.accelerator.mixed_precision, "not tested")
+    if trainer.compute_loss_func is not None:
+        refuse("compute_loss_func", "none", "a function", "it needs logits of all tokens")
+    config = trainer.model.config.get_text_config()
+    if getattr(trainer, "aux_loss_enabled", False) or getattr(config, "output_router_logits", False):
+        refuse(
+            "output_router_logits",
+            False,
+            True,
+            "the router's loss would count distinct tokens instead of rows",
+        )
+    adapters = getattr(trainer.model, "peft_config", {}).values()
+    if any(adapter.is_prompt_learning for adapter in adapters):
+        refuse("peft_config", "adapters of layers", "prompt learning", "it adds tokens to every row")
