@@ -17,15 +17,15 @@ import torch.distributed as dist
 os.environ["VERL_PLATFORM"] = "cpu"
 pytest.importorskip("verl")
 
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY  # noqa: E402
-from verl.workers.config import ActorConfig, TrainingWorkerConfig  # noqa: E402
-from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
-from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
-from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.workers.config import ActorConfig, TrainingWorkerConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.padding import no_padding_2_padding
 
-from tests.support.processes import as_rank, process_group, run_ranks  # noqa: E402
-from tests.support.verl_cpu import (  # noqa: E402
+from tests.support.processes import as_rank, process_group, run_ranks
+from tests.support.verl_cpu import (
     ROWS,
     StockEngine,
     TreeEngine,
@@ -36,7 +36,7 @@ from tests.support.verl_cpu import (  # noqa: E402
     prepared,
     snapshot,
 )
-from titan_tree.errors import UserError  # noqa: E402
+from titan_tree.errors import UserError
 
 PARTITIONS = 20  # tokens of a forward pass
 
@@ -248,8 +248,8 @@ def test_stock_verl_loads_the_engine(folder: Path) -> None:
         "import json, verl, sys\n"
         "from verl.workers.engine_workers import TrainingWorker\n"
         "from verl.workers.engine.base import EngineRegistry\n"
-        "find = EngineRegistry.get_engine_cls\n"
-        "print(json.dumps([find('language_model', 'fsdp2').__module__, find('value_model', 'fsdp2').__module__]))"
+        "kinds = ('language_model', 'value_model')\n"
+        "print(json.dumps([EngineRegistry.get_engine_cls(kind, 'fsdp2').__module__ for kind in kinds]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     environment |= {

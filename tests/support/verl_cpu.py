@@ -1,6 +1,6 @@
-"""verl on a CPU: a platform, tiny models, and rollouts in the layout of verl's trainer. Import it before verl.
+"""verl on a CPU: a platform, tiny models, and rollouts in the layout of verl's trainer.
 
-verl has no platform for CPUs. ``CpuPlatform`` is all that its FSDP2 engines lack to run on one.
+Import it before verl, which has no platform for CPUs. ``CpuPlatform`` is all that its FSDP2 engines lack to run on one.
 """
 
 import os
@@ -10,12 +10,12 @@ from typing import Any
 
 os.environ |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "VERL_LOGGING_LEVEL": "ERROR"}
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-from torch import Tensor  # noqa: E402
-from verl.plugin.platform.platform_cuda import PlatformCUDA  # noqa: E402
-from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 @PlatformRegistry.register(platform="cpu")
