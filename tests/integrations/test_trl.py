@@ -274,6 +274,7 @@ def cases(names: Iterable[str]) -> list[Any]:
         pytest.param(name, max_tokens, marks=[] if is_in_ci else pytest.mark.exhaustive)
         for name in names
         for max_tokens, is_in_ci in ((None, name not in LONG_TAIL), (30, name in PARTITIONED))
+        if (name, max_tokens) != ("reentrant checkpointing", 30)  # refused
     ]
 
 
@@ -548,9 +549,12 @@ def test_other_versions_of_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         importlib.reload(module)
 
 
-def test_max_tokens_below_two_is_refused(folder: Path) -> None:
+def test_partitions_that_cannot_run_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="max_tokens: expected at least 2, got 1"):
         score_on_trees(make_other(SFTTrainer, folder), 1)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="expected use_reentrant = False with max_tokens"):
+        score_on_trees(make_other(SFTTrainer, folder, **reentrant), 30)
 
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
