@@ -36,12 +36,12 @@ class GradientSync:
     """
 
     def __init__(self, model: TreeModel, reshard_after_forward: bool) -> None:
-        self.model, self.reshard_after_forward = model, reshard_after_forward
+        self.root, self.reshard_after_forward = model.root, reshard_after_forward
 
     def sum_in_backward(self, enabled: bool) -> None:
         """Sets whether the following backward passes sum gradients over ranks or only accumulate them."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(enabled)
+        if isinstance(self.root, FSDPModule):
+            self.root.set_requires_gradient_sync(enabled)
 
     def hold(self, enabled: bool = True) -> None:
         """Keeps gathered weights, and sums no gradients, until ``release``.
@@ -49,23 +49,23 @@ class GradientSync:
         ``hold(False)`` restores the usual schedule. Call one of them at the start of each step, because a
         step that failed may have left weights held.
         """
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(not enabled)
-            self.model.set_reshard_after_backward(not enabled)
-            self.model.set_is_last_backward(not enabled)
-            for block in self.model.get_submodule("layers").children():
-                assert isinstance(block, FSDPModule)
-                block.set_reshard_after_forward(self.reshard_after_forward and not enabled)
+        if isinstance(self.root, FSDPModule):
+            self.root.set_requires_gradient_sync(not enabled)
+            self.root.set_reshard_after_backward(not enabled)
+            self.root.set_is_last_backward(not enabled)
+            self.root.set_reshard_after_forward(self.reshard_after_forward and not enabled)
+            # Weights outside of all other units are needed again in the backward pass, at once.
+            self.root.set_reshard_after_forward(False, recurse=False)
 
     def release(self) -> None:
         """Makes the next backward pass sum gradients and free gathered weights.
 
         Call it before this rank's last backward pass of the step.
         """
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(True)
-            self.model.set_reshard_after_backward(True)
-            self.model.set_is_last_backward(True)
+        if isinstance(self.root, FSDPModule):
+            self.root.set_requires_gradient_sync(True)
+            self.root.set_reshard_after_backward(True)
+            self.root.set_is_last_backward(True)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
 
 def _is_managed_by_fsdp(model: TreeModel, module: nn.Module) -> bool:
     """Returns whether FSDP2 shards the weights of ``module`` itself. It ignores experts of a single rank."""
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model.root, FSDPModule):
         return False
     is_sharded = isinstance(module, Experts) and module.dispatcher is not None
     return not is_sharded or isinstance(module, FSDPModule)

@@ -1,4 +1,4 @@
-"""evaluate: scores held-out trees, without gradients."""
+"""evaluate and score: forward passes without gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.lockstep import in_lockstep
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.records import StepInput, all_reduce_counts
+from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.shares import Share
@@ -40,6 +41,30 @@ def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device)
                         sums += _sums(batch, out)
     loss, correct, weight = all_reduce_sum(sums).tolist()
     return {"loss": loss / weight, "accuracy": correct / weight} if weight else {}
+
+
+def score(
+    model: TreeModel, step: StepInput, device: torch.device, entropy: bool = False
+) -> list[tuple[TreeBatch, Scores]]:
+    """Returns this rank's micro-batches with the log-probs of their edges. Every rank makes the same call.
+
+    Args:
+        step: prepared for a loss of whole paths.
+        entropy: also return the entropies of the edges.
+    Returns:
+        Each micro-batch as a single batch on the device, and its scores.
+    """
+    scored = []
+    with torch.no_grad(), cast_weights(model):
+        for i, batches in enumerate(equal_schedule(step, model.share)):
+            outputs = PartitionRunner(model, batches, device, entropy=entropy).outputs()
+            if i >= len(step.micro_batches):  # dummy batches
+                for _ in outputs:
+                    pass
+                continue
+            whole = (step.unpartitioned[i] or step.micro_batches[i][0]).to(device)
+            scored.append((whole, collect_scores(outputs, whole, model.sequence_group)))
+    return scored
 
 
 def equal_schedule(step: StepInput, share: Share) -> list[list[TreeBatch]]:

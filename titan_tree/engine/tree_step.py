@@ -22,13 +22,14 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
-from titan_tree.engine.evaluation import evaluate
+from titan_tree.engine.evaluation import evaluate, score
 from titan_tree.engine.lockstep import dummy_batch, in_lockstep
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
+from titan_tree.engine.whole_path_loss import Scores
 from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.tree_model import TreeModel
@@ -160,6 +161,14 @@ class TreeStep:
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
 
+    def score(self, step: StepInput) -> list[tuple[TreeBatch, Scores]]:
+        """Returns each micro-batch as a single batch, with the scores of its edges, see ``score``.
+
+        The loss must need whole paths. Call it on every rank.
+        """
+        self._gradient_sync.hold(False)
+        return score(self.model, step, self.device, self.loss.needs_entropy)
+
     def find_cause(self, step: StepInput) -> str:
         """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
 
@@ -171,7 +180,7 @@ class TreeStep:
     @property
     def _may_partition(self) -> bool:
         """Whether steps may contain partitions. FSDP2 then sums gradients after the last backward pass."""
-        return self.reduce_gradients == "last" or not isinstance(self.model, FSDPModule)
+        return self.reduce_gradients == "last" or not isinstance(self.model.root, FSDPModule)
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""

@@ -35,7 +35,8 @@ def collect_scores(
     Returns:
         [E] each, in nats, for the edges of ``whole``. Differentiable, see ``join``.
     """
-    scored = [(batch.edge_token, out) for batch, out in outputs if not batch.is_dummy]
+    # Without exports, which would keep the keys of all partitions in memory.
+    scored = [(batch.edge_token, out._replace(exports=None)) for batch, out in outputs if not batch.is_dummy]
     index = torch.searchsorted(whole.edge_token, torch.cat([tokens for tokens, _ in scored]))
     columns = {name: [getattr(out, name) for _, out in scored] for name in ("logprobs", "entropy")}
     return {

@@ -122,6 +122,12 @@ def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
         UserError: the trainer does not use the fused head, or the model or a setting cannot be used on trees.
     """
     _check_trainer(trainer)
+    checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
+    if max_tokens is not None and checkpointing.get("use_reentrant"):
+        raise UserError(
+            "score_on_trees: gradient_checkpointing_kwargs: expected use_reentrant = False with max_tokens, "
+            "because reentrant checkpointing hides the keys that partitions read"
+        )
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"score_on_trees: max_tokens: expected at least 2, got {max_tokens}")
 

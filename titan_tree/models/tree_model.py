@@ -48,6 +48,9 @@ class ModelOutput(NamedTuple):
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
 
 
+EdgeScores = tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]
+
+
 class LayersOutput(NamedTuple):
     """What the layers of a model return together."""
 
@@ -183,15 +186,14 @@ class TreeModel(nn.Module, ABC):
                 "tree_logprobs(model, [ids]); to train, make a batch with "
                 "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
             )
-        embedding = self.embedding_weight.to(self.compute_dtype)
+        embedding, head = self.cast_ends()
         rows = self._gateways(batch, gateway, embedding)
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
-        head = embedding if self.output_weight is None else self.output_weight.to(self.compute_dtype)
         hidden = out.hidden[batch.edge_source]
         routing = Routing.stack(out.routings) if out.routings else None
         experts = tuple(out.routed_experts)
         if not out.exports:
-            scores = self._scores(hidden, head, batch, entropy, statistics)
+            scores = self.score_edges(hidden, head, batch, entropy, statistics)
             return ModelOutput(*scores[:2], routing, routed_experts=experts, statistics=scores[2])
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
@@ -199,7 +201,7 @@ class TreeModel(nn.Module, ABC):
         # the loss is differentiated at once. The hooks only detach them: a saved output would otherwise keep
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-            scores = self._scores(leaves[0], head, batch, entropy, statistics)
+            scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(zip(ends, leaves, strict=True))
         return ModelOutput(*scores[:2], routing, boundary, tuple(out.exports), experts, scores[2])
@@ -221,6 +223,11 @@ class TreeModel(nn.Module, ABC):
         )
 
     @property
+    def root(self) -> nn.Module:
+        """The module that FSDP2 shards as a whole."""
+        return self
+
+    @property
     def share(self) -> Share:
         """The share of each batch that this rank computes."""
         group = self.sequence_group
@@ -234,10 +241,22 @@ class TreeModel(nn.Module, ABC):
         """Returns the number of parameters that are not frozen."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
-    def _scores(
+    def cast_ends(self) -> tuple[Tensor, Tensor]:
+        """Returns the weights of the embedding and of the output projection in the dtype of activations."""
+        embedding = self.embedding_weight.to(self.compute_dtype)
+        if self.output_weight is None:
+            return embedding, embedding
+        return embedding, self.output_weight.to(self.compute_dtype)
+
+    def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
-    ) -> tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]:
-        """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges."""
+    ) -> EdgeScores:
+        """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
+
+        Args:
+            hidden: [E, d], of the tokens that predict.
+            head: [V, d], the output projection, in hidden's dtype.
+        """
         cap = None
         if self.logit_cap is not None:
             cap = torch.full_like(batch.edge_label, self.logit_cap, dtype=torch.float32)

@@ -4,7 +4,8 @@
     attention.py   the attention function that transformers' layers call, and the cache of a partition
     recurrent.py   the recurrent layers of Qwen3.5 and Qwen3-Next
     blocks.py      one layer as a function of its inputs
-    model.py       TransformersModel
+    model.py       TransformersModel, which takes the layers of a model
+    in_place.py    InPlaceModel, which leaves a model as it is
     snapshot.py    snapshots
 
 The layers of transformers look up their attention function by name and pass it every keyword that they do
@@ -14,7 +15,8 @@ a layer treats tokens one by one.
 """
 
 from titan_tree.models.transformers.attention import TreeInputs
+from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.snapshot import fill, from_config, save
 
-__all__ = ["TransformersModel", "TreeInputs", "fill", "from_config", "save"]
+__all__ = ["InPlaceModel", "TransformersModel", "TreeInputs", "fill", "from_config", "save"]

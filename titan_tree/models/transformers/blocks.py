@@ -12,9 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
@@ -73,40 +71,10 @@ class TransformersBlock(nn.Module):
             layout: of the tokens, with the plan of TreeAttention.
             rows: in a partition, what the layer exported in earlier ones; otherwise ().
         """
-        if not rows:
-            tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: None}
-            return BlockOutput(self.layer(hidden, *positional, **{**named, **tree}), ())
-        if self._checkpoints_itself and torch.is_grad_enabled():
-            return checkpoint(
-                self._run_partition, hidden, positional, named, layout, rows, use_reentrant=False
-            )
-        return self._run_partition(hidden, positional, named, layout, rows)
-
-    @property
-    def _checkpoints_itself(self) -> bool:
-        """Whether the layer recomputes its activations, see ``gradient_checkpointing_enable``."""
-        return bool(getattr(self.layer, "gradient_checkpointing", False)) and self.layer.training
-
-    def _run_partition(
-        self,
-        hidden: Tensor,
-        positional: Sequence[Any],
-        named: Mapping[str, Any],
-        layout: TreeLayout,
-        rows: Sequence[Tensor],
-    ) -> BlockOutput:
-        cache = PartitionCache(rows, layout)
+        cache = PartitionCache(rows, layout) if rows else None
         tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: cache}
-        layer: Any = self.layer
-        checkpoints_itself = self._checkpoints_itself
-        try:
-            if checkpoints_itself:  # a layer that checkpoints itself would ignore the cache
-                layer.gradient_checkpointing = False
-            hidden = layer(hidden, *positional, **{**named, **tree})
-        finally:
-            if checkpoints_itself:
-                layer.gradient_checkpointing = True
-        return BlockOutput(hidden, cache.exports)
+        hidden = self.layer(hidden, *positional, **{**named, **tree})
+        return BlockOutput(hidden, () if cache is None else cache.exports)
 
 
 @dataclass
@@ -168,13 +136,17 @@ class Survey:
         probe, keys = Probe(), ProbedKeys()
         with suppress(ProbedError):
             layer(hidden, *positional, **{**named, KEYWORD: probe, CACHE: keys})
+        self.add(index, probe, keys)
+        return hidden
+
+    def add(self, index: int, probe: Probe, keys: ProbedKeys) -> None:
+        """Records the sizes of the layer ``index``, which has attention."""
         if probe.call is None or len(keys.shapes) != 2:
             raise UserError(
-                f"model: layer {index} ({type(layer).__name__}) does not get its keys and values as "
-                "attention of transformers does, so it cannot run on trees"
+                f"model: layer {index} does not get its keys and values as attention of transformers does, "
+                "so it cannot run on trees"
             )
         self.sizes.append(LayerSizes(probe.call, keys.shapes))
-        return hidden
 
 
 class LayerCalls:

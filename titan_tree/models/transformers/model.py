@@ -15,8 +15,14 @@ from transformers import PreTrainedModel
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention import NAME, arguments
-from titan_tree.models.transformers.blocks import LayerCalls, Pass, Survey, TransformersBlock
+from titan_tree.models.transformers.attention import NAME, NAMES, arguments
+from titan_tree.models.transformers.blocks import (
+    LayerCalls,
+    LayerSizes,
+    Pass,
+    Survey,
+    TransformersBlock,
+)
 from titan_tree.models.transformers.support import check_supported, check_windows, logit_cap, logit_scale
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.tree.batch import TreeBatch
@@ -66,24 +72,17 @@ class TransformersModel(TreeModel):
             TransformersConfig(family=text.model_type, max_position_embeddings=positions, **sizes), attention
         )
         self.hf_config = model.config
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(NAMES.get(model.config._attn_implementation, NAME))
         base: Any = model.base_model
         self.base = base
         self.gdn = TreeGDN(gdn)
-        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
-        self.layers = nn.ModuleList(blocks)
-        del base.layers
-        base.layers = LayerCalls(self.layers)
+        self._take_layers(base)
         head = model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise UserError(f"model: {text.model_type}: an output projection with a bias is not supported")
         self.lm_head = None if head.weight is base.get_input_embeddings().weight else head
         self.logit_scale, self.logit_cap = logit_scale(text), logit_cap(text)
-        survey = Survey()
-        with torch.no_grad():
-            two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
-            self._run(two, two, survey)
-        self.sizes = survey.sizes
+        self.sizes = self._survey()
         windows = [layer.call.scoring.window if layer.call else None for layer in self.sizes]
         check_windows(text, windows)
         self.windows = list(dict.fromkeys(windows))
@@ -102,14 +101,33 @@ class TransformersModel(TreeModel):
         plan = prepare_conv(layout, self.hf_config.linear_conv_kernel_dim)
         return dataclasses.replace(layout, conv_plan=plan)
 
+    def _take_layers(self, base: Any) -> None:
+        """Makes blocks of the layers of ``base``, which then runs these blocks."""
+        blocks = [TransformersBlock(layer, self.attention, self.gdn) for layer in base.layers]
+        self.layers = nn.ModuleList(blocks)
+        del base.layers
+        base.layers = LayerCalls(self.layers)
+
+    def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
+        """Returns the sizes of all layers."""
+        survey = survey or Survey()
+        with torch.no_grad():
+            two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
+            self._run(two, two, survey)
+        return survey.sizes
+
     def run_layers(
         self, batch: TreeBatch, layout: TreeLayout, gateway: Sequence[Tensor], embedding: Tensor
     ) -> LayersOutput:
-        current = Pass(layout, gateway)
+        current = self._new_pass(layout, gateway)
         hidden = self._run(batch.tokens, layout.positions, current).to(embedding.dtype)
         return LayersOutput(hidden * self.logit_scale if self.logit_scale != 1 else hidden, current.exports)
 
-    def _run(self, tokens: Tensor, positions: Tensor, current: Pass | Survey) -> Tensor:
+    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
+        """Returns what layers get as the argument ``KEYWORD``."""
+        return Pass(layout, rows)
+
+    def _run(self, tokens: Tensor, positions: Tensor, current: Any) -> Tensor:
         """Returns the hidden states [N, d] after the last norm."""
         out = self.base(input_ids=tokens[None], **arguments(positions, current))
         return out.last_hidden_state[0]

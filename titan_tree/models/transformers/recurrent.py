@@ -20,6 +20,8 @@ from titan_tree.components.tree_gdn import tree_causal_conv1d
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention import PartitionCache, TreeInputs
 
+RECURRENT_CACHE = "cache_params"  # the argument of the mixer
+
 
 def recurrent_mixer(layer: nn.Module) -> Any:
     """Returns the Gated DeltaNet of a layer of transformers, or None if the layer has attention."""

@@ -1,0 +1,72 @@
+"""A model that stays in place, sharded by somebody else: FSDP2 on two ranks equals one rank without it."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.models.test_transformers import PATHS
+from tests.support.hf_families import hf_family
+from tests.support.processes import process_group, run_ranks
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.transformers import InPlaceModel
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+MAX_TOKENS = 12
+SHARES = [PATHS[:4], PATHS[4:]]  # several partitions, and two
+
+
+def gradients(name: str, lora: bool, num_ranks: int, shares: list[list[list[int]]]) -> dict[str, Tensor]:
+    """Returns the gradients after two steps on these paths, one micro-batch per share."""
+    hf = hf_family(name)
+    model = InPlaceModel(hf)
+    root: Any = hf
+    if lora:
+        torch.manual_seed(1)
+        root = get_peft_model(hf, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    if num_ranks > 1:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        base: Any = hf.base_model
+        heads = [] if hf.config.tie_word_embeddings else [hf.lm_head, base.embed_tokens]
+        for module in (*base.layers, *heads, root):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+    model.wrapped_by(root)
+    step = TreeStep(model, TreeLoss("sft"), partitioner=TreePartitioner("redundancy_free", MAX_TOKENS))
+    trees = [[TokenTree.from_paths([TokenPath(path) for path in share])] for share in shares]
+    for _ in range(2):
+        prepared = step.prepare(trees)
+        assert prepared.counts.forwards > 1
+        step.run(prepared)
+    found = {key: p.grad for key, p in root.named_parameters() if p.grad is not None}
+    return {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found.items()}
+
+
+def rank_run(rank: int, ports: list[int], name: str, lora: bool) -> None:
+    with process_group(rank, 2, ports[0]):
+        found = gradients(name, lora, 2, [SHARES[rank]])
+    want = gradients(name, lora, 1, SHARES)
+    assert found.keys() == want.keys()
+    for key, expected in want.items():
+        assert (found[key] - expected).norm() <= 1e-5 * expected.norm(), key
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", False),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("qwen3", False), ("llama", True))),
+    ],
+)
+def test_ranks_with_different_numbers_of_partitions_sum_their_gradients(name: str, lora: bool) -> None:
+    run_ranks(rank_run, 2, name, lora)

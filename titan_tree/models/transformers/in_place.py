@@ -1,0 +1,202 @@
+"""InPlaceModel: runs a model of transformers on trees that stays the model of another framework.
+
+A ``TransformersModel`` takes a model's layers away. Frameworks that shard, save and synchronize a model
+themselves need it as it is: every module in its place, parameters by their names, and ``forward`` and
+``generate`` for everything else. Here only the ``forward`` of the model, of its mixers (attention and Gated
+DeltaNet) and of its output projection are replaced. They answer calls without a tree as before.
+
+The mixers are the place where a partition's keys and states enter, because layers that recompute their
+activations drop the cache that they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from titan_tree.components.edge_statistics import Statistic
+from titan_tree.errors import UserError
+from titan_tree.models.transformers.attention import (
+    KEYWORD,
+    PartitionCache,
+    Probe,
+    ProbedError,
+    ProbedKeys,
+    TreeInputs,
+)
+from titan_tree.models.transformers.blocks import CACHE, LayerSizes, Survey
+from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.recurrent import RECURRENT_CACHE, on_trees, recurrent_mixer, row_shapes
+from titan_tree.models.tree_model import EdgeScores, ModelOutput
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+
+CALL = "tree_call"  # argument of the model and of its output projection: what to run inside of it
+
+
+class InPlaceModel(TransformersModel):
+    """A model of transformers on trees, which stays usable by itself.
+
+    Its calls go through the model's own ``forward``, and through that of its output projection. Hooks of
+    FSDP2 therefore gather the weights, in whatever units a framework has sharded them.
+
+    Args:
+        model: a supported model, before it is sharded or wrapped by PEFT. It may be on "meta".
+        attention: backend of ``TreeAttention``.
+    Raises:
+        UserError: the model cannot run on trees.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+        super().__init__(model, attention)
+        # In tuples, because they are not submodules: they contain this model's modules.
+        self._model: tuple[PreTrainedModel] = (model,)
+        self._root: tuple[nn.Module] = (model,)
+        self.head: nn.Module = model.get_output_embeddings()
+        _run_calls_inside(model)
+        _run_calls_inside(self.head)
+
+    def wrapped_by(self, root: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        """Sets the module that all calls go through.
+
+        Args:
+            root: contains the model, and passes it keyword arguments that it does not know, such as an FSDP2
+                module or a PeftModel.
+            compute_dtype: of the activations; None: that of the weights.
+        Raises:
+            UserError: the output projection has been replaced.
+        """
+        if (head := self._model[0].get_output_embeddings()) is not self.head:
+            raise UserError(
+                f"model: lm_head: expected the linear that it was, got {type(head).__name__}; leave lm_head "
+                "out of the modules that adapters change"
+            )
+        self._root, self.compute_dtype = (root,), compute_dtype
+
+    @property
+    def root(self) -> nn.Module:
+        return self._root[0]
+
+    def forward(self, batch: TreeBatch, **options: Any) -> ModelOutput:  # type: ignore[override]
+        """Scores the batch's edges, see ``TreeModel``."""
+        return self.root(**{CALL: functools.partial(super().forward, batch, **options)})
+
+    def cast_ends(self) -> tuple[Tensor, Tensor]:
+        """Returns empty tensors of the right dtype: only the modules themselves have gathered weights."""
+        weight = self.embedding_weight
+        empty = torch.empty(0, dtype=self.compute_dtype or weight.dtype, device=weight.device)
+        return empty, empty
+
+    def score_edges(
+        self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
+    ) -> EdgeScores:
+        score, module = super().score_edges, self.head
+
+        def run(hidden: Tensor) -> EdgeScores:
+            weight = module.get_parameter("weight").to(hidden.dtype)  # FSDP2 may have cast it already
+            return score(hidden, weight, batch, entropy, statistics)
+
+        return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
+
+    def _take_layers(self, base: Any) -> None:
+        self.layers = base.layers
+        for index, layer in enumerate(base.layers):
+            if (mixer := recurrent_mixer(layer)) is None:
+                _mix_on_trees(index, layer.self_attn, CACHE)
+            else:
+                on_trees(mixer)
+                _mix_on_trees(index, mixer, RECURRENT_CACHE)
+
+    def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
+        return super()._survey(_InPlaceSurvey())
+
+    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
+        return _InPlacePass(layout, rows, TreeInputs(self.attention, layout, self.gdn))
+
+
+@dataclass(frozen=True)
+class _Mixer:
+    """The part of a layer in which tokens read other tokens: attention or Gated DeltaNet."""
+
+    index: int  # of the layer
+    module: nn.Module
+    plain: Callable[..., Any]  # the module's own ``forward``
+    cache: str  # the name of its argument
+
+
+class _InPlacePass:
+    """One pass over all layers: what their mixers read and export.
+
+    It is no dataclass, because FSDP2 copies dataclasses among the arguments of a layer.
+
+    Args:
+        layout, rows: see ``Pass``.
+        tree: what the mixers get as the argument ``KEYWORD``.
+    """
+
+    def __init__(self, layout: TreeLayout, rows: Sequence[Tensor], tree: TreeInputs) -> None:
+        self.layout, self.rows, self.tree = layout, rows, tree
+        self.exports: list[Tensor] = []
+        self._exported = 0  # layers
+
+    def mix(self, mixer: _Mixer, positional: Any, named: Mapping[str, Any]) -> Any:
+        """Calls a mixer and returns what it returns."""
+        rows = self.rows[2 * mixer.index : 2 * mixer.index + 2]
+        cache = PartitionCache(rows, self.layout) if rows else None
+        out = mixer.plain(*positional, **{**named, KEYWORD: self.tree, mixer.cache: cache})
+        if (
+            cache is not None and mixer.index == self._exported
+        ):  # a layer may be run again in the backward pass
+            self.exports += cache.exports
+            self._exported += 1
+        return out
+
+
+class _InPlaceSurvey(Survey):
+    """A pass that runs mixers only up to the attention function, and records sizes."""
+
+    def mix(self, mixer: _Mixer, positional: Any, named: Mapping[str, Any]) -> Any:
+        """Records the sizes of a layer and returns the mixer's input in place of its output."""
+        hidden = named["hidden_states"]
+        if mixer.cache == RECURRENT_CACHE:
+            self.sizes.append(LayerSizes(None, row_shapes(mixer.module)))
+            return hidden
+        probe, keys = Probe(), ProbedKeys()
+        with suppress(ProbedError):
+            mixer.plain(*positional, **{**named, KEYWORD: probe, CACHE: keys})
+        self.add(mixer.index, probe, keys)
+        return hidden, None
+
+
+def _mix_on_trees(index: int, module: nn.Module, cache: str) -> None:
+    """Replaces the ``forward`` of a layer's mixer: in a pass over a tree, the pass runs it."""
+    plain = module.forward
+    mixer = _Mixer(index, module, plain, cache)
+
+    @functools.wraps(plain)
+    def forward(*positional: Any, **named: Any) -> Any:
+        current: _InPlacePass | _InPlaceSurvey | None = named.get(KEYWORD)
+        if current is None:
+            return plain(*positional, **named)
+        return current.mix(mixer, positional, named)
+
+    module.forward = forward
+
+
+def _run_calls_inside(module: nn.Module) -> None:
+    """Replaces a module's ``forward``: given a function as ``CALL``, it runs this function instead."""
+    plain = module.forward
+
+    @functools.wraps(plain)
+    def forward(*positional: Any, **named: Any) -> Any:
+        call: Callable[..., Any] | None = named.pop(CALL, None)
+        return plain(*positional, **named) if call is None else call(*positional)
+
+    module.forward = forward
