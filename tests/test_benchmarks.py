@@ -32,6 +32,11 @@ BENCHMARKS = {
     ),
     "balance": ("demo --trees 4 --ranks 2 --max-tokens 1024 --rounds 2", "trees"),
     "checkpoint": ("--gigabytes 0.001 --rounds 1 --folder outputs/benchmark/checkpoint", "GB"),
+    "trl_step": (
+        "--model debug --groups 2 --completions 4 --prompt 32 --completion 16 --micro-batch 4 --rounds 1 "
+        "--steps 1 --max-tokens 24",
+        "trainer",
+    ),
     "partitions": (
         "--flavor debug --tokens 256 --longest 64 --fits 128 --max-tokens 32 --wider 80 --steps 1 "
         "--no-compile",

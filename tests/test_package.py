@@ -82,6 +82,8 @@ def allowed(package: str) -> set[Path]:
         return {ROOT / "lightning.py"}
     if package == "verl":
         return {ROOT / "integrations" / "verl.py"}
+    if package == "trl":
+        return {ROOT / "integrations" / "trl.py"}
     if package == "omegaconf":
         return {ROOT / "config" / "toml.py"}
     assert package == "torch.distributed"
@@ -89,7 +91,7 @@ def allowed(package: str) -> set[Path]:
     return {file for file in FILES if level[top(file)] <= level["distributed"]}
 
 
-PACKAGES = ["torchtitan", "torchao", "lightning", "verl", "omegaconf", "torch.distributed"]
+PACKAGES = ["torchtitan", "torchao", "lightning", "trl", "verl", "omegaconf", "torch.distributed"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -22,7 +22,8 @@ from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
 from titan_tree.models.transformers import TransformersModel
-from titan_tree.models.transformers.attention import NAME
+from titan_tree.models.transformers.attention import NAMES
+from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -31,8 +32,8 @@ from titan_tree.tree.token_tree import TokenTree
 class TreeView(TransformersModel):
     """A model of transformers on trees. The original stays usable, and shares its modules and parameters.
 
-    The original's attention implementation becomes titan_tree's, which without a tree calls the one of
-    PyTorch ("sdpa").
+    The original's attention implementation becomes titan_tree's, which without a tree calls the one that the
+    original had, "sdpa" or "eager".
 
     Args:
         model: the original, which PEFT may have changed, but not replaced.
@@ -43,6 +44,7 @@ class TreeView(TransformersModel):
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
         _check_modules(model)
+        implementation = model.config._attn_implementation
         modes = [(module, module.training) for module in model.modules()]
         try:
             model.eval()  # layers that checkpoint themselves hide their keys while they are probed
@@ -50,6 +52,7 @@ class TreeView(TransformersModel):
         finally:
             for module, training in modes:
                 module.training = training
+        model.set_attn_implementation(NAMES[implementation])
         self.autocast, self.compute_dtype = autocast, autocast
 
     def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
@@ -175,11 +178,12 @@ def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 def _check_modules(model: PreTrainedModel) -> None:
     """Raises UserError if a module of the model is not what TransformersModel takes it for."""
     name = getattr(model.config, "name_or_path", "") or "model"
+    check_supported(model.config.get_text_config(), name)
     implementation = model.config._attn_implementation
-    if implementation not in ("sdpa", NAME):
+    if implementation not in NAMES:
         raise UserError(
-            f"{name}: attn_implementation: expected 'sdpa', with which the model generates while titan_tree "
-            f"scores its rows, got {implementation!r}; load the model with attn_implementation='sdpa'"
+            f"{name}: attn_implementation: expected 'sdpa' or 'eager', with which the model generates while "
+            f"titan_tree scores its rows, got {implementation!r}; load the model with one of them"
         )
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
-from titan_tree.integrations.tree_view import TreeView, row_scores
 
 try:
     import trl
     from trl.trainer.utils import FusedCausalLMOutput, split_tensor_dict
+
+    from titan_tree.integrations.tree_view import TreeView, row_scores  # needs transformers
 except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.trl needs the package trl ({error}); run pip install 'titan_tree[trl]'"
@@ -111,7 +112,7 @@ def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
 
     It replaces the forward method of the trainer's model, and of its reference model, for calls of TRL's
     fused head. All other calls, such as those of ``generate``, run as before. Logs get two more metrics, the
-    means over forward passes of this rank: tree/row_tokens and tree/computed_tokens.
+    means over forward passes of this rank: tree/row_tokens and tree/distinct_tokens.
 
     Args:
         trainer: such as trl.SFTTrainer or trl.DPOTrainer. Padding-free and packed batches work, too.
@@ -124,10 +125,10 @@ def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"score_on_trees: max_tokens: expected at least 2, got {max_tokens}")
 
-    def log(row_tokens: int, computed_tokens: int) -> None:
+    def log(row_tokens: int, distinct_tokens: int) -> None:
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
         metrics["tree/row_tokens"].append(float(row_tokens))
-        metrics["tree/computed_tokens"].append(float(computed_tokens))
+        metrics["tree/distinct_tokens"].append(float(distinct_tokens))
 
     dtype = MIXED_PRECISION[trainer.accelerator.mixed_precision]
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -143,7 +144,7 @@ def _replace_head(
 ) -> None:
     """Replaces the fused head of a model of transformers."""
     fused = getattr(model, "_original_forward", model.forward)  # accelerate may have wrapped it
-    options = inspect.getclosurevars(inspect.unwrap(fused, stop=_has_options)).nonlocals
+    options = inspect.getclosurevars(fused).nonlocals
     if "cast_lm_head_to_fp32" not in options:
         raise UserError(
             "score_on_trees: expected a model that scores rows by TRL's fused head, got "
@@ -259,10 +260,6 @@ def _in_order(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             torch.cat([part[key] for part in parts])[order.to(value.device)] if is_per_row else value
         )
     return split_tensor_dict(joined, len(parts))
-
-
-def _has_options(function: Any) -> bool:
-    return "cast_lm_head_to_fp32" in getattr(getattr(function, "__code__", None), "co_freevars", ())
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.tree.layout import TreeLayout
 
-NAME = "titan_tree"  # of the attention function, in transformers' registry
+# The attention function's name in transformers' registry, by the implementation that it calls without a tree.
+NAMES = {"sdpa": "titan_tree", "eager": "titan_tree_eager"}
+NAME = NAMES["sdpa"]
 KEYWORD = "tree"  # of the argument that layers pass on to it
 
 
@@ -94,25 +97,26 @@ def tree_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     tree: TreeInputs | Probe | None = None,
+    without_tree: str = "sdpa",
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Computes attention as transformers calls it.
 
     Args:
         query: [1, H, N, D].
         key: [1, K, M, D], in the order of the layout's keys; value likewise, with a head dim of its own.
         sliding_window, softcap, s_aux: see ``Scoring``; s_aux are the sinks.
-        tree: None: the call does not come from a TransformersModel. torch's own attention answers it, or the
-            model's, which torch's cannot replace if there are sinks or soft caps.
+        tree: None: the call does not come from a TransformersModel.
+        without_tree: one of ``NAMES``: the implementation of transformers that computes such a call.
     Returns:
         ([1, N, H, Dv], None).
     """
     if tree is None:
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **others}
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if softcap is not None or s_aux is not None:
+        if without_tree == "eager":  # a function of the model's own file
             plain = sys.modules[type(module).__module__].eager_attention_forward
-            attention_mask = _additive(attention_mask, query, key)
+        else:
+            plain = ALL_ATTENTION_FUNCTIONS[without_tree]
         return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
     scoring = Scoring(sliding_window, softcap, s_aux)
     if isinstance(tree, Probe):
@@ -123,20 +127,6 @@ def tree_attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.attention(q, k, v, tree.layout, scale=scaling, scoring=scoring)[None], None
-
-
-def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Returns a mask for the scores of ``query`` and ``key``: 0 where a key is seen.
-
-    Args:
-        mask: boolean, as torch's attention takes it; None: all queries see all keys up to their own.
-    """
-    if mask is None:
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=key.device)
-        mask = mask.tril(num_keys - num_queries)
-    zeros = torch.zeros_like(mask, dtype=query.dtype)
-    return zeros.masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 class PartitionKeys:
@@ -193,5 +183,6 @@ class ProbedKeys:
         return 0
 
 
-AttentionInterface.register(NAME, tree_attention)
-AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+for without_tree, name in NAMES.items():
+    AttentionInterface.register(name, partial(tree_attention, without_tree=without_tree))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[without_tree])

@@ -1,0 +1,257 @@
+"""Times one optimizer step of GRPO: TRL's own trainer, and the same trainer on token trees.
+
+    python scripts/benchmark/trl_step.py --csv trl_step.csv                        # on one GPU
+    python scripts/benchmark/trl_step.py --max-tokens 16384 --csv trl_step.csv     # also in partitions
+
+Rollouts are recorded instead of generated: groups of completions with a common prompt. The completions of a
+group have four turns, each with the answer of a tool that is not trained on. Half of the group shares the
+first turn, a quarter the second. A step scores them with the reference model, and trains on them. Trainers
+take turns in one process, each with the same model with random weights, and TRL's default settings: AdamW,
+bf16 autocast and gradient checkpointing on a GPU.
+
+| column          | meaning                                                                               |
+|-----------------|---------------------------------------------------------------------------------------|
+| s               | median seconds of an optimizer step, without the first of each round                  |
+| speed-up        | relative to TRL                                                                       |
+| row tokens      | tokens of all rows of a step, without padding                                         |
+| distinct tokens | tokens that trees have in the training passes of a step                               |
+| grad norm       | of the first step, before clipping                                                    |
+| peak GB         | memory that PyTorch allocated, only on a GPU                                          |
+
+It imports trl, datasets, accelerate, transformers and tokenizers. Without a GPU, ``--model debug`` shows that
+the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import torch
+from common import (
+    Contender,
+    Row,
+    append_csv,
+    argument_parser,
+    default_device,
+    environment,
+    print_table,
+    run_rounds,
+    synchronize,
+)
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig, GRPOTrainer
+
+from titan_tree.integrations.trl import TreeGRPOTrainer
+
+WORDS = 1000  # token ids in rollouts
+TURNS, ANSWER = 4, 0.25  # turns of a completion, and how much of a turn is the answer of a tool
+SIZES = {  # Qwen3-0.6B, and a model for a CPU
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
+    "debug": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 1024,
+    },
+}
+COLUMNS = ["trainer", "s", "speed-up", "row tokens", "distinct tokens", "grad norm", "peak GB"]
+
+
+def main() -> None:
+    args = parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bars()
+    device = default_device()
+    setting = environment(device, "transformers", "trl", "accelerate")
+    contenders = [Contender("TRL", partial(measure, args, GRPOTrainer, {}))]
+    for max_tokens in (None, *args.max_tokens):
+        name = "on trees" if max_tokens is None else f"on trees, partitions of {max_tokens:,}"
+        contenders.append(
+            Contender(name, partial(measure, args, TreeGRPOTrainer, {"max_tokens": max_tokens}))
+        )
+    with tempfile.TemporaryDirectory() as args.folder:
+        save_model(args)
+        run_rounds(contenders, args.rounds)
+    sizes = {name: getattr(args, name) for name in ("model", "groups", "completions", "prompt", "completion")}
+    rows = [setting | sizes | row(contender, contenders[0]) for contender in contenders]
+    print_table(rows, COLUMNS)
+    append_csv(args.csv, rows)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", choices=SIZES, default="0.6b")
+    parser.add_argument("--groups", type=int, default=8, help="groups of a step")
+    parser.add_argument("--completions", type=int, default=8, help="completions of a group")
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--micro-batch", type=int, default=8, help="rows of a micro-batch")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
+    parser.add_argument("--beta", type=float, default=0.04, help="0: without a reference model")
+    parser.add_argument("--max-tokens", type=int, nargs="*", default=[], help="also in such partitions")
+    return parser.parse_args()
+
+
+def save_model(args: argparse.Namespace) -> None:
+    """Writes a model with random weights and a tokenizer of numbered words into ``args.folder``."""
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        args.folder
+    )
+    config = Qwen3Config(
+        **SIZES[args.model], pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=True
+    )
+    config.max_position_embeddings = args.prompt + args.completion
+    torch.manual_seed(0)
+    with default_device():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(args.folder)
+
+
+def rollouts(args: argparse.Namespace, prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Returns recorded rollouts, as TRL's ``rollout_func``. A prompt is the number of its group."""
+    size = args.completion // TURNS
+    answer = int(ANSWER * size)
+    prompt_ids, completion_ids = [], []
+    seen: dict[str, int] = {}
+    for prompt in prompts:
+        i = seen[prompt] = seen.get(prompt, -1) + 1
+        prompt_ids.append(tokens(args.prompt, prompt))
+        # The sharers of a turn draw it from the same seed.
+        sharers = [max(args.completions // 2 ** (turn + 1), 1) for turn in range(TURNS)]
+        turns = [tokens(size, f"{prompt} {turn} {i // number}") for turn, number in enumerate(sharers)]
+        completion_ids.append([token for turn in turns for token in turn])
+    mask = [0] * answer + [1] * (size - answer)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "env_mask": [mask * TURNS for _ in prompts],
+        "logprobs": None,
+    }
+
+
+def tokens(number: int, seed: str) -> list[int]:
+    """Returns random token ids."""
+    return random.Random(seed).choices(range(2, WORDS), k=number)
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 7 for ids in completion_ids]
+
+
+class StepTimes(TrainerCallback):
+    """Records the seconds of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        synchronize()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        synchronize()
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Iterable[dict[str, float]]:
+    """Yields the numbers of every step but the first."""
+    is_gpu = default_device().type == "cuda"
+    rows = args.groups * args.completions
+    config = GRPOConfig(
+        output_dir=f"{args.folder}/out",
+        max_steps=1 + args.steps,
+        num_generations=args.completions,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=rows // args.micro_batch,
+        max_completion_length=args.completion,
+        beta=args.beta,
+        bf16=is_gpu,
+        use_cpu=not is_gpu,
+        learning_rate=1e-6,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    set_seed(0)
+    times = StepTimes()
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [f"w{2 + i}" for i in range(args.groups)]}),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(args.folder),
+        rollout_func=partial(rollouts, args),
+        callbacks=[times],
+        **options,
+    )
+    trainer.remove_callback(PrinterCallback)
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    passes = config.gradient_accumulation_steps
+    sample = {
+        "row tokens": rows * (args.prompt + args.completion),
+        "distinct tokens": passes * logs.get("tree/distinct_tokens", 0.0),
+        "grad norm": logs["grad_norm"],
+        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if is_gpu else 0.0,
+    }
+    seconds = times.seconds[1:]
+    del trainer, logs
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield from ({"s": value} | sample for value in seconds)
+
+
+def row(contender: Contender, baseline: Contender) -> Row:
+    """Returns a row of the table."""
+    distinct, peak = contender.median("distinct tokens"), contender.median("peak GB")
+    return {
+        "trainer": contender.name,
+        "s": f"{contender.median('s'):.3f}",
+        "speed-up": f"{baseline.median('s') / contender.median('s'):.2f}x",
+        "row tokens": int(contender.median("row tokens")),
+        "distinct tokens": int(distinct) if distinct else None,
+        "grad norm": f"{contender.median('grad norm'):.4g}",
+        "peak GB": f"{peak:.1f}" if peak else None,
+    }
+
+
+if __name__ == "__main__":
+    main()
