@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import titan_tree.tree.batch
+from tests.support.hf_families import hf_family
 from tests.support.oracle import hf_model
 from titan_tree.cli import doctor, main
 from titan_tree.cli.doctor import gpus, installation, machine, numerics
@@ -272,3 +273,16 @@ def test_ranks_exchange_tensors_as_in_training_and_a_hang_ends(monkeypatch):
     assert hung.ok is False
     assert "no answer for 0.2 s" in hung.value
     assert "NCCL_DEBUG=INFO" in hung.fix
+
+
+def test_recurrent_layers_of_transformers_have_a_backend(capsys, tmp_path, only):
+    only("configuration")
+    sizes = {"vocab_size": 512, "max_position_embeddings": 32_768}  # for the demo
+    hf_family("qwen3_5_text", **sizes).save_pretrained(tmp_path / "snapshot")
+    settings = [
+        "model.flavor=null",
+        f"model.hf_path={tmp_path}/snapshot",
+        "model.implementation=transformers",
+    ]
+    assert main(["doctor", "--config", DEMO, *settings]) == 0
+    assert "reference and reference" in capsys.readouterr().out
