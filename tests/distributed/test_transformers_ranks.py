@@ -25,6 +25,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "partitions": ("qwen3", {**PARTITIONS, "training__activation_checkpoint": "full"}),
     "hybrid": ("qwen3_5_text", {"data__max_tokens": 30}),
     "hybrid with experts": ("qwen3_next", {"data__max_tokens": 30}),
+    "experts with LoRA": (
+        "gpt_oss",
+        {**PARTITIONS, "lora__rank": 4, "lora__targets": "[q_proj,experts.gate_up_proj,experts.down_proj]"},
+    ),
     "whole paths": ("gpt_oss", {**PARTITIONS, "loss__name": "square_of_mean"}),
 }
 

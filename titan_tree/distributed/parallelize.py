@@ -115,12 +115,16 @@ def parallelize(
 
 def _check_quantize(float8: ao.Float8, compile: bool) -> None:
     """Raises UserError if quantized weights do not suit the other options."""
-    for key, wrong, expected in (("float8", float8 != "none", '"none"'), ("compile", compile, "false")):
-        if wrong:
-            raise UserError(
-                f"training.{key}: expected {expected} with lora.quantize, because quantized weights neither "
-                f"compile nor multiply in float8; set it to {expected}"
-            )
+    if float8 != "none":
+        raise UserError(
+            'training.float8: expected "none" with lora.quantize, which does not multiply in float8; '
+            'set it to "none"'
+        )
+    if compile:
+        raise UserError(
+            "training.compile: expected false with lora.quantize, because compiled graphs would store "
+            "dequantized weights for the backward pass; set it to false"
+        )
 
 
 def check_parallel(

@@ -22,11 +22,7 @@ from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of routed experts
-DECAYS = (
-    "in_proj_a",
-    "in_proj_b",
-    "in_proj_ba",
-)  # linears of Gated DeltaNet's gates, which 4 bits would blur
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")  # gates of Gated DeltaNet, which 4 bits would blur
 
 
 def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> None:
