@@ -80,10 +80,10 @@ def allowed(package: str) -> set[Path]:
         return {ROOT / "distributed" / "ao.py"}
     if package == "lightning":
         return {ROOT / "lightning.py"}
-    if package == "trl":
-        return {ROOT / "integrations" / "trl.py"}
     if package == "verl":
         return {ROOT / "integrations" / "verl.py"}
+    if package == "trl":
+        return {ROOT / "integrations" / "trl.py"}
     if package == "omegaconf":
         return {ROOT / "config" / "toml.py"}
     assert package == "torch.distributed"

@@ -1,7 +1,6 @@
 """verl on a CPU: a platform, tiny models, and rollouts in the layout of verl's trainer.
 
-Import it before verl, which has no platform for CPUs. ``CpuPlatform`` is all that its FSDP2 engines lack to
-run on one.
+Import it before verl, which has no platform for CPUs. ``CpuPlatform`` is all that its FSDP2 engines lack.
 """
 
 import os

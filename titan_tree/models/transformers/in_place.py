@@ -25,6 +25,7 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention import (
     KEYWORD,
+    NAMES,
     PartitionKeys,
     Probe,
     ProbedError,
@@ -43,6 +44,8 @@ CALL = "tree_call"  # argument of the model and of its output projection: what t
 class InPlaceModel(TransformersModel):
     """A model of transformers on trees, which stays usable by itself.
 
+    Without a tree, its attention is transformers' "sdpa" or "eager", whichever it had and supports.
+
     Its calls go through the model's own ``forward``, and through that of its output projection. Hooks of
     FSDP2 therefore gather the weights, in whatever units a framework has sharded them.
 
@@ -54,7 +57,9 @@ class InPlaceModel(TransformersModel):
     """
 
     def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+        computes_plain = model.config._attn_implementation != "eager" and model._supports_sdpa
         super().__init__(model, attention)
+        model.set_attn_implementation(NAMES["sdpa" if computes_plain else "eager"])
         # In tuples, because they are not submodules: they contain this model's modules.
         self._model: tuple[PreTrainedModel] = (model,)
         self._root: tuple[nn.Module] = (model,)

@@ -1,0 +1,124 @@
+"""What the modules for AReaL, prime-rl, SkyRL and slime share: fields of samples, trees, scores of paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.integrations.rows import RowLoss, Rows
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+class PathScores(NamedTuple):
+    """Scores of paths, for each path of T tokens fp32 [T - 1] in nats: entry t speaks of token t + 1."""
+
+    logprobs: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+def score_paths(
+    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropy: bool = False
+) -> PathScores:
+    """Returns the log-probs of all tokens of ``paths`` at each path's temperature, without gradients.
+
+    Each shared prefix is computed once. Every rank makes the same call, with paths of its own.
+
+    Args:
+        max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
+        entropy: also return the entropies of the distributions.
+    """
+    lengths = [len(path) for path in paths]
+    rows = Rows.jagged(
+        torch.from_numpy(np.concatenate([path.tokens for path in paths])),
+        torch.tensor([0, *np.cumsum(lengths)]),
+        temperature=torch.tensor([path.temperature for path in paths]),
+    )
+    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
+    loss = RowLoss(rows, lambda logprobs, _: logprobs.sum(), entropy=entropy)
+    step = TreeStep(model, loss, model.embedding_weight.device, partitioner)
+    ((batch, scores),) = step.score(step.prepare([rows.trees]))
+    split = {
+        name: [row[:-1] for row in rows.by_token(values, batch).split(lengths)]
+        for name, values in scores.items()
+    }
+    return PathScores(**split)
+
+
+def make_trees(paths: Iterable[TokenPath]) -> list[TokenTree]:
+    """Returns the trees of ``paths``: one forest for each temperature."""
+    by_temperature: dict[float, list[TokenPath]] = {}
+    for path in paths:
+        by_temperature.setdefault(path.temperature, []).append(path)
+    return [TokenTree.from_paths(group) for group in by_temperature.values()]
+
+
+def fields_of(
+    row: Any, where: str, known: Iterable[str], left_out: Iterable[str], refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the known fields of a dict or an object that are not None.
+
+    Args:
+        where: of the row, for error messages.
+        left_out: fields without effect on losses.
+        refused: fields that would change the loss, and what to do about them.
+    Raises:
+        UserError: another field, or a refused one that is not empty.
+    """
+    fields = dict(row) if isinstance(row, Mapping) else _attributes(row)
+    present = {name: value for name, value in fields.items() if not _is_empty(value)}
+    for name in present:
+        if name in refused:
+            raise UserError(f"{where}: {name}: {refused[name]}")
+        if name not in known and name not in left_out:
+            raise UserError(
+                f"{where}: {name}: unknown field, which might change the loss; remove it if it does not"
+            )
+    return {name: value for name, value in present.items() if name in known}
+
+
+def column(fields: Mapping[str, Any], name: str, where: str, length: int) -> Sequence[Any] | None:
+    """Returns the field ``name`` with one entry for each of ``length`` rows or tokens, or None without it."""
+    value = fields.get(name)
+    if value is not None and len(value) != length:
+        raise UserError(f"{where}: {name}: expected {length} entries, got {len(value)}")
+    return value
+
+
+def array(values: Any, dtype: Any = np.float32) -> np.ndarray:
+    """Returns a list, an array or a tensor on any device as an array."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    return np.asarray(values, dtype)
+
+
+def after_prompt(values: Any, num_prompt: int, fill: float) -> np.ndarray:
+    """Returns values of a response [R] for all tokens [T], with ``fill`` for those of the prompt."""
+    return np.concatenate([np.full(num_prompt, fill, np.float32), array(values)])
+
+
+def required(fields: Mapping[str, Any], name: str, where: str) -> Any:
+    """Returns the field ``name``. Raises UserError without it."""
+    if name not in fields:
+        raise UserError(f"{where}: {name}: missing; give it for every row")
+    return fields[name]
+
+
+def _attributes(row: Any) -> dict[str, Any]:
+    names = getattr(row, "__struct_fields__", None)  # of msgspec
+    return dict(vars(row)) if names is None else {name: getattr(row, name) for name in names}
+
+
+def _is_empty(value: Any) -> bool:
+    """Returns whether a field says nothing: None, False, an empty container, or a list of None."""
+    if isinstance(value, dict):
+        return not value
+    return value is None or value is False or (isinstance(value, list) and all(x is None for x in value))
