@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention import NAME, NAMES, arguments
+from titan_tree.models.transformers.attention import NAME, arguments
 from titan_tree.models.transformers.blocks import (
     LayerCalls,
     LayerSizes,
@@ -72,7 +72,7 @@ class TransformersModel(TreeModel):
             TransformersConfig(family=text.model_type, max_position_embeddings=positions, **sizes), attention
         )
         self.hf_config = model.config
-        model.set_attn_implementation(NAMES.get(model.config._attn_implementation, NAME))
+        model.set_attn_implementation(NAME)
         base: Any = model.base_model
         self.base = base
         self.gdn = TreeGDN(gdn)
