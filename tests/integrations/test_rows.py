@@ -10,6 +10,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import RowLoss, Rows
+from titan_tree.integrations.tree_view import TreeView, row_scores
 from titan_tree.models.transformers import TransformersModel
 
 torch.manual_seed(0)
@@ -98,15 +99,15 @@ def test_jagged_and_padded_rows_return_the_same_values_per_token() -> None:
         assert got.requires_grad
 
 
-def test_rows_without_a_scored_token_keep_the_graph() -> None:
+@pytest.mark.parametrize("max_tokens", [None, 8])
+def test_rows_without_a_scored_token_keep_the_graph(max_tokens: int | None) -> None:
     """Distributed wrappers need a backward pass that reaches every parameter on every rank."""
-    model = TransformersModel(hf_family("qwen3"))
+    view = TreeView(hf_family("qwen3"))
     rows = Rows.padded(padded(ROWS), REAL, torch.zeros_like(SCORED))
-    batch = rows.batch()
-    values = rows.by_token(model(batch).logprobs, batch)
-    values.sum().backward()
-    assert not values.any()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    values = row_scores(view, rows, entropy=True, max_tokens=max_tokens)
+    (values["logprobs"].sum() + values["entropy"].sum()).backward()
+    assert not values["logprobs"].any()
+    assert all(p.grad is not None and not p.grad.any() for p in view.parameters())
 
 
 def test_an_entropy_that_the_loss_does_not_use_has_no_gradient() -> None:

@@ -274,6 +274,7 @@ def cases(names: Iterable[str]) -> list[Any]:
         pytest.param(name, max_tokens, marks=[] if is_in_ci else pytest.mark.exhaustive)
         for name in names
         for max_tokens, is_in_ci in ((None, name not in LONG_TAIL), (30, name in PARTITIONED))
+        if (name, max_tokens) != ("reentrant checkpointing", 30)  # refused
     ]
 
 
@@ -366,12 +367,11 @@ def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, ma
 
 
 @pytest.mark.parametrize("max_tokens", [None, 30])
-def test_bf16_is_no_worse_than_the_stock_trainer(folder: Path, max_tokens: int | None) -> None:
-    """Mixed precision, TRL's default, against fp32."""
-    exact, stock = (
-        grpo(GRPOTrainer, folder, loss_type="dapo", max_steps=1, bf16=bf16) for bf16 in (False, True)
-    )
-    tree = grpo(TreeGRPOTrainer, folder, loss_type="dapo", max_steps=1, bf16=True, max_tokens=max_tokens)
+def test_mixed_precision_is_no_worse_than_in_the_stock_trainer(folder: Path, max_tokens: int | None) -> None:
+    """bf16 is TRL's default. The reference is fp32."""
+    options: dict[str, Any] = {"loss_type": "dapo", "max_steps": 1}
+    exact, stock = (grpo(GRPOTrainer, folder, **options | extra) for extra in ({}, {"bf16": True}))
+    tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options, bf16=True)
 
     def error(run: Run) -> float:
         return sum(float((p - exact.weights[name]).square().sum()) for name, p in run.weights.items()) ** 0.5
@@ -472,7 +472,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_attribute("model.config.quantization_config", {"bits": 4}),
         "expected unquantized weights",
     ),
-    "twice": (score_on_trees, "without it; pass a new SFT, DPO, GRPO or RLOO trainer, and only once"),
+    "twice": (score_on_trees, "without it; pass a new trainer for SFT, DPO, KTO or RLOO, and only once"),
     "plain model": (
         lambda trainer: trainer.model.__dict__.pop("forward"),
         "fused head, got Qwen3ForCausalLM",
@@ -508,6 +508,11 @@ def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: An
     trainer = make_other(SFTTrainer, folder, adapter=adapter)
     with pytest.raises(UserError, match=re.escape(message)):
         score_on_trees(trainer)
+
+
+def test_fp16_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="mixed precision: expected bf16 or none on trees, got fp16"):
+        score_on_trees(make_other(SFTTrainer, folder, fp16=True))
 
 
 def test_wrong_rows_are_refused(folder: Path) -> None:
@@ -548,9 +553,12 @@ def test_other_versions_of_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         importlib.reload(module)
 
 
-def test_max_tokens_below_two_is_refused(folder: Path) -> None:
+def test_partitions_that_cannot_run_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="max_tokens: expected at least 2, got 1"):
         score_on_trees(make_other(SFTTrainer, folder), 1)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="expected use_reentrant = False with max_tokens"):
+        score_on_trees(make_other(SFTTrainer, folder, **reentrant), 30)
 
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")

@@ -1,12 +1,7 @@
-"""TreeView: a model of transformers on trees that shares its layers with the original, which stays usable.
-
-A framework keeps the original, for example to generate and to save. ``row_scores`` scores rows with the view.
-Gradients reach the shared parameters.
-"""
+"""TreeView: an InPlaceModel in mixed precision, and ``row_scores``: differentiable scores of rows."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +16,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
-from titan_tree.models.transformers import TransformersModel
+from titan_tree.models.transformers import InPlaceModel
 from titan_tree.models.transformers.attention import NAMES
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, ModelOutput
@@ -29,11 +24,8 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
 
-class TreeView(TransformersModel):
-    """A model of transformers on trees. The original stays usable, and shares its modules and parameters.
-
-    The original's attention implementation becomes titan_tree's, which without a tree calls the one that the
-    original had, "sdpa" or "eager".
+class TreeView(InPlaceModel):
+    """A model of transformers on trees, in mixed precision if ``autocast`` says so.
 
     Args:
         model: the original, which PEFT may have changed, but not replaced.
@@ -44,20 +36,13 @@ class TreeView(TransformersModel):
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None = None) -> None:
         _check_modules(model)
-        implementation = model.config._attn_implementation
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            model.eval()  # layers that checkpoint themselves hide their keys while they are probed
-            super().__init__(_shallow_copy(model))
-        finally:
-            for module, training in modes:
-                module.training = training
-        model.set_attn_implementation(NAMES[implementation])
+        super().__init__(model)
         self.autocast, self.compute_dtype = autocast, autocast
 
-    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
-        with torch.autocast(self._device_type, enabled=False):  # edge_logprobs chooses its own precision
-            return super().forward(*args, **kwargs)
+    def forward(self, batch: TreeBatch, **options: Any) -> ModelOutput:  # type: ignore[override]
+        # accelerate wraps the model's own forward in autocast, but edge_logprobs chooses its precision.
+        with torch.autocast(self._device_type, enabled=False):
+            return super(InPlaceModel, self).forward(batch, **options)
 
     def run_layers(self, *args: Any, **kwargs: Any) -> LayersOutput:
         with torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None):
@@ -164,15 +149,6 @@ def _leaves(model: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     finally:
         for module, name, parameter in replaced:
             setattr(module, name, parameter)
-
-
-def _shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of the model and of its base model. Both share all other modules with the originals."""
-    outer, base = copy.copy(model), copy.copy(model.base_model)
-    for module in (outer, base):
-        module._modules = dict(module._modules)
-    setattr(outer, model.base_model_prefix, base)
-    return outer
 
 
 def _check_modules(model: PreTrainedModel) -> None:

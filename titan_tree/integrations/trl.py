@@ -42,7 +42,7 @@ if trl.__version__ != VERSION:
         "'titan_tree[trl]'"
     )
 
-MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED_PRECISION = {"no": None, "bf16": torch.bfloat16}
 # Settings of TRL's configurations that must be off, and why or what to do.
 REFUSED_SETTINGS = {
     "use_liger_kernel": "titan_tree has kernels of its own",
@@ -122,6 +122,12 @@ def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
         UserError: the trainer does not use the fused head, or the model or a setting cannot be used on trees.
     """
     _check_trainer(trainer)
+    checkpointing = trainer.args.gradient_checkpointing_kwargs or {}
+    if max_tokens is not None and checkpointing.get("use_reentrant"):
+        raise UserError(
+            "score_on_trees: gradient_checkpointing_kwargs: expected use_reentrant = False with max_tokens, "
+            "because reentrant checkpointing hides the keys that partitions read"
+        )
     if max_tokens is not None and max_tokens < 2:
         raise UserError(f"score_on_trees: max_tokens: expected at least 2, got {max_tokens}")
 
@@ -148,7 +154,7 @@ def _replace_head(
     if "cast_lm_head_to_fp32" not in options:
         raise UserError(
             "score_on_trees: expected a model that scores rows by TRL's fused head, got "
-            f"{type(model).__name__} without it; pass a new SFT, DPO, GRPO or RLOO trainer, and only once"
+            f"{type(model).__name__} without it; pass a new trainer for SFT, DPO, KTO or RLOO, and only once"
         )
     if options["cast_lm_head_to_fp32"]:
         raise UserError("cast_lm_head_to_fp32: expected False on trees, whose logits are fp32 in any case")
@@ -279,7 +285,9 @@ def _check_trainer(trainer: Any) -> None:
     if (parallelism := trainer.accelerator.parallelism_config) is not None and parallelism.total_size > 1:
         refuse("parallelism_config", "none", parallelism, "several ranks need DistributedDataParallel")
     if trainer.accelerator.mixed_precision not in MIXED_PRECISION:
-        refuse("mixed precision", "bf16, fp16 or none", trainer.accelerator.mixed_precision, "not tested")
+        refuse(
+            "mixed precision", "bf16 or none", trainer.accelerator.mixed_precision, "it has not been tested"
+        )
     if trainer.compute_loss_func is not None:
         refuse("compute_loss_func", "none", "a function", "it needs logits of all tokens")
     config = trainer.model.config.get_text_config()
@@ -288,7 +296,7 @@ def _check_trainer(trainer: Any) -> None:
             "output_router_logits",
             False,
             True,
-            "the router's loss would count distinct tokens instead of rows",
+            "the router's loss would count distinct tokens instead of rows; set router_aux_loss_coef=0.0",
         )
     adapters = getattr(trainer.model, "peft_config", {}).values()
     if any(adapter.is_prompt_learning for adapter in adapters):

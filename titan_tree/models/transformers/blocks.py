@@ -12,9 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
@@ -67,40 +65,10 @@ class TransformersBlock(nn.Module):
             layout: of the tokens, with the plan of TreeAttention.
             rows: in a partition, what the layer exported in earlier ones; otherwise ().
         """
-        if not rows:
-            tree = {KEYWORD: TreeInputs(self.attention, layout), CACHE: None}
-            return BlockOutput(self.layer(hidden, *positional, **{**named, **tree}), ())
-        if self._checkpoints_itself and torch.is_grad_enabled():
-            return checkpoint(
-                self._run_partition, hidden, positional, named, layout, rows, use_reentrant=False
-            )
-        return self._run_partition(hidden, positional, named, layout, rows)
-
-    @property
-    def _checkpoints_itself(self) -> bool:
-        """Whether the layer recomputes its activations, see ``gradient_checkpointing_enable``."""
-        return bool(getattr(self.layer, "gradient_checkpointing", False)) and self.layer.training
-
-    def _run_partition(
-        self,
-        hidden: Tensor,
-        positional: Sequence[Any],
-        named: Mapping[str, Any],
-        layout: TreeLayout,
-        rows: Sequence[Tensor],
-    ) -> BlockOutput:
-        keys = PartitionKeys(rows, layout)
+        keys = PartitionKeys(rows, layout) if rows else None
         tree = {KEYWORD: TreeInputs(self.attention, layout), CACHE: keys}
-        layer: Any = self.layer
-        checkpoints_itself = self._checkpoints_itself
-        try:
-            if checkpoints_itself:  # a layer that checkpoints itself would ignore the keys
-                layer.gradient_checkpointing = False
-            hidden = layer(hidden, *positional, **{**named, **tree})
-        finally:
-            if checkpoints_itself:
-                layer.gradient_checkpointing = True
-        return BlockOutput(hidden, keys.exports)
+        hidden = self.layer(hidden, *positional, **{**named, **tree})
+        return BlockOutput(hidden, () if keys is None else keys.exports)
 
 
 @dataclass

@@ -112,7 +112,8 @@ class InPlaceModel(TransformersModel):
         score, module = super().score_edges, self.head
 
         def run(hidden: Tensor) -> EdgeScores:
-            return score(hidden, module.get_parameter("weight"), batch, entropy, statistics)
+            weight = module.get_parameter("weight").to(hidden.dtype)  # FSDP2 may have cast it already
+            return score(hidden, weight, batch, entropy, statistics)
 
         return module(hidden, **{CALL: run})  # FSDP2 follows the gradient of its argument
 
