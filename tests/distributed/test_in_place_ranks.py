@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.test_transformers import PATHS
 from tests.support.hf_families import hf_family
+from tests.support.in_place import assert_bf16_is_as_exact
 from tests.support.processes import process_group, run_ranks
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.integrations.samples import score_paths
 from titan_tree.models.transformers import InPlaceModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -25,8 +28,10 @@ MAX_TOKENS = 12
 SHARES = [PATHS[:4], PATHS[4:]]  # several partitions, and two
 
 
-def gradients(name: str, lora: bool, num_ranks: int, shares: list[list[list[int]]]) -> dict[str, Tensor]:
-    """Returns the gradients after two steps on these paths, one micro-batch per share."""
+def gradients(
+    name: str, lora: bool, num_ranks: int, shares: list[list[list[int]]]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Returns the gradients after two steps, with a micro-batch per share, and the log-probs of all paths."""
     hf = hf_family(name)
     model = InPlaceModel(hf)
     root: Any = hf
@@ -49,13 +54,18 @@ def gradients(name: str, lora: bool, num_ranks: int, shares: list[list[list[int]
         assert prepared.counts.forwards > 1
         step.run(prepared)
     found = {key: p.grad for key, p in root.named_parameters() if p.grad is not None}
-    return {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found.items()}
+    paths = [TokenPath(path) for share in shares for path in share]
+    scores = score_paths(model, paths, MAX_TOKENS).logprobs
+    return {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found.items()}, scores
 
 
 def rank_run(rank: int, ports: list[int], name: str, lora: bool) -> None:
     with process_group(rank, 2, ports[0]):
-        found = gradients(name, lora, 2, [SHARES[rank]])
-    want = gradients(name, lora, 1, SHARES)
+        found, scores = gradients(name, lora, 2, [SHARES[rank]])
+    want, all_scores = gradients(name, lora, 1, SHARES)
+    own = all_scores[: len(SHARES[0])] if rank == 0 else all_scores[len(SHARES[0]) :]
+    for got, expected in zip(scores, own, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert found.keys() == want.keys()
     for key, expected in want.items():
         assert (found[key] - expected).norm() <= 1e-5 * expected.norm(), key
@@ -70,3 +80,12 @@ def rank_run(rank: int, ports: list[int], name: str, lora: bool) -> None:
 )
 def test_ranks_with_different_numbers_of_partitions_sum_their_gradients(name: str, lora: bool) -> None:
     run_ranks(rank_run, 2, name, lora)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bf16_is_as_exact_as_that_of_the_model_itself(name: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_bf16_is_as_exact(hf_family(name), PATHS, "cpu", MAX_TOKENS)
+    finally:
+        dist.destroy_process_group()

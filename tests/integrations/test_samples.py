@@ -243,16 +243,19 @@ def training_samples(**changes: Any) -> list[SimpleNamespace]:
     return [SimpleNamespace(**{**row, **changes}) for row in rows]
 
 
+PADDING = 3  # tokens at the end of a micro-batch
+
+
 def micro_batch(rows: Sequence[SimpleNamespace]) -> dict[str, Any]:
     def joined(name: str) -> list[Any]:
-        return [x for row in rows for x in getattr(row, name)]
+        return [x for row in rows for x in getattr(row, name)] + [name == "token_ids"] * PADDING
 
     return {
-        "input_ids": joined("token_ids"),
+        "input_ids": list(map(int, joined("token_ids"))),
         "loss_mask": joined("mask"),
         "advantages": joined("advantages"),
         "inference_logprobs": joined("logprobs"),
-        "position_ids": [i for row in rows for i in range(len(row.token_ids))],
+        "position_ids": [i for row in rows for i in range(len(row.token_ids))] + list(range(PADDING)),
         "sequence_lengths": [len(row.token_ids) for row in rows],
         "temperatures": joined("temperatures"),
         "env_names": ["e"] * len(joined("token_ids")),
@@ -312,7 +315,10 @@ def test_prime_rl_gets_a_value_for_every_token() -> None:
     check_scores(
         prime_rl.to_paths(packed),
         lambda values: prime_rl.to_rows(packed, values),
-        lambda values: [torch.cat(every_token(values)[:3]), torch.cat(every_token(values)[3:])],
+        lambda values: [
+            torch.cat([*part, torch.full((PADDING,), torch.nan)])
+            for part in (every_token(values)[:3], every_token(values)[3:])
+        ],
     )
 
 

@@ -111,6 +111,21 @@ def test_one_rank(folder: Path, name: str, max_tokens: int | None) -> None:
     check_losses(stock, tree, max_tokens, LOSSES if name == "llama" else LOSSES[:2])
 
 
+@pytest.mark.parametrize("max_tokens", [None, PARTITIONS])
+def test_bf16(folder: Path, max_tokens: int | None) -> None:
+    """verl's default precision. Errors of gradients relative to fp32 are those of verl's own engine."""
+    path, found = snapshot(folder), []
+    bf16 = {"engine": {"mixed_precision": None}, "enable_gradient_checkpointing": True}
+    for kind, changes in ((StockEngine, {}), (StockEngine, bf16), (TreeEngine, bf16)):
+        engine = make_engine(kind, path, **copy.deepcopy(changes))
+        with engine.train_mode():
+            options = budget(max_tokens) if kind is TreeEngine else {}
+            engine.forward_backward_batch(prepared(**options), partial(ppo_loss, actor()))
+            found.append(torch.cat([g.float().flatten() for g in gradients(engine).values()]))
+    exact, stock, tree = found
+    assert (tree - exact).norm() < 1.2 * (stock - exact).norm()
+
+
 def check_steps(stock: Any, tree: Any, max_tokens: int | None) -> None:
     norms = []
     for engine, options in ((stock, {}), (tree, budget(max_tokens))):
@@ -142,6 +157,22 @@ def test_adapters(folder: Path, max_tokens: int | None) -> None:
     check_scores(stock, tree, max_tokens)
     with stock.disable_adapter(), tree.disable_adapter():
         check_scores(stock, tree, max_tokens)
+
+
+def test_checkpoints_are_those_of_verl(folder: Path, tmp_path: Path) -> None:
+    """verl's own engine goes on from a checkpoint of the engine on trees."""
+    path = snapshot(folder)
+    stock, tree = (make_engine(kind, path) for kind in (StockEngine, TreeEngine))
+    with tree.train_mode():
+        tree.train_batch(prepared(), partial(ppo_loss, actor()))
+    tree.save_checkpoint(str(tmp_path))
+    stock.load_checkpoint(str(tmp_path), del_local_after_load=False)
+    norms = []
+    for engine in (stock, tree):
+        with engine.train_mode():
+            norms.append(engine.train_batch(prepared(1), partial(ppo_loss, actor()))["metrics"]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert difference(*(dict(engine.get_per_tensor_param()[0]) for engine in (stock, tree))) < 1e-4
 
 
 @pytest.mark.parametrize("max_tokens", [None, PARTITIONS])

@@ -35,6 +35,8 @@ class CpuPlatform(PlatformCUDA):
         mem_get_info=lambda *_: (0, 0),
         empty_cache=lambda: None,
         get_device_name=lambda *_: "CPU",
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
     )
 
     def is_available(self) -> bool:

@@ -10,6 +10,7 @@ optimizer, checkpoints and the transfer of weights stay those of verl.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.verl needs verl 0.9.1 ({error}); see docs/verl.md for how to install it"
     ) from None
+
+VERSION = "0.9.1"  # of verl: the engine relies on more than its public interface
+if (installed := version("verl")) != VERSION:
+    raise UserError(
+        f"titan_tree.integrations.verl: expected verl {VERSION}, got {installed}; install that version, or "
+        "unset VERL_USE_EXTERNAL_MODULES"
+    )
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -69,7 +77,7 @@ class TreeEngine(FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_fsdp_module(module)
-        self.tree_model.wrapped_by(module, self._autocast_dtype)
+        self.tree_model.wrapped_by(module, self._autocast_dtype, get_device_id())
         return module
 
     def forward_backward_batch(
@@ -118,6 +126,7 @@ class TreeEngine(FSDPEngineWithLMHead):
         prepared = step.prepare([rows.trees])
         if forward_only:
             batch, scores = step.score(prepared)[0]
+            self.module.reshard()  # the sampling engine may need the memory
             loss(scores["logprobs"], batch, 1.0, scores.get("entropy"))
         else:
             step.run(prepared)
@@ -127,8 +136,7 @@ class TreeEngine(FSDPEngineWithLMHead):
         return postprocess_batch_func([result], None, data)
 
     def _with_sizes(self, data: TensorDict) -> TensorDict:
-        """Returns the data on the device, with the sizes that verl's losses and ``postprocess_batch_func``
-        read."""
+        """Returns the data on the device, with the sizes that verl's losses read."""
         tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
         data = data.copy().to(get_device_id())
@@ -201,5 +209,6 @@ def _check_batch(data: TensorDict) -> None:
         if _option(data, name, False):
             raise UserError(f"verl: {name}: expected false on token trees, got true; set it to false")
     has_images = extract_multi_modal_inputs(data.get("multi_modal_inputs", []))
-    if has_images or data["position_ids"].dim() > 2:
+    positions = data.get("position_ids", None)
+    if has_images or (positions is not None and positions.dim() > 2):
         raise UserError("verl: multi_modal_inputs: expected text only on token trees; use verl's own engine")

@@ -187,7 +187,7 @@ class TreeModel(nn.Module, ABC):
                 "TreeBatch.from_trees([TokenTree.from_paths([TokenPath(ids)])])"
             )
         embedding, head = self.cast_ends()
-        rows = self._gateways(batch, gateway, embedding)
+        rows = _gateways(self, batch, gateway, embedding)
         out = self.run_layers(batch, self.prepare(batch.layout), rows, embedding)
         hidden = out.hidden[batch.edge_source]
         routing = Routing.stack(out.routings) if out.routings else None
@@ -269,20 +269,23 @@ class TreeModel(nn.Module, ABC):
         metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
         return logprobs, entropies, metrics
 
-    def _gateways(self, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor) -> Sequence[Tensor]:
-        """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""
-        offset = batch.cache_offset
-        if gateway is None and offset == (0, 0):
-            return ()
-        if gateway is None and offset == (PAD, PAD):  # a plan's first partition
-            # They require gradients, as the rows of later partitions do, so that one compiled graph serves
-            # both.
-            return [rows.requires_grad_(torch.is_grad_enabled()) for rows in self.empty_rows(x)]
-        expected = [getattr(offset, stream) for stream in self.cache_streams]
-        given = [len(rows) for rows in gateway or ()]
-        if given != expected or not offset.keys:
-            raise UserError(
-                f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
-                f"tensor, got {given}"
-            )
-        return list(gateway or ())
+
+def _gateways(
+    model: TreeModel, batch: TreeBatch, gateway: Sequence[Tensor] | None, x: Tensor
+) -> Sequence[Tensor]:
+    """Returns a tensor for each of ``cache_streams``, or () if the batch is not a partition."""
+    offset = batch.cache_offset
+    if gateway is None and offset == (0, 0):
+        return ()
+    if gateway is None and offset == (PAD, PAD):  # a plan's first partition
+        # They require gradients, as the rows of later partitions do, so that one compiled graph serves
+        # both.
+        return [rows.requires_grad_(torch.is_grad_enabled()) for rows in model.empty_rows(x)]
+    expected = [getattr(offset, stream) for stream in model.cache_streams]
+    given = [len(rows) for rows in gateway or ()]
+    if given != expected or not offset.keys:
+        raise UserError(
+            f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
+            f"tensor, got {given}"
+        )
+    return list(gateway or ())

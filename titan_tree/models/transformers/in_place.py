@@ -64,17 +64,24 @@ class InPlaceModel(TransformersModel):
         # In tuples, because they are not submodules: they contain this model's modules.
         self._model: tuple[PreTrainedModel] = (model,)
         self._root: tuple[nn.Module] = (model,)
+        self._device: torch.device | int | str | None = None
         self.head: nn.Module = model.get_output_embeddings()
         _run_calls_inside(model)
         _run_calls_inside(self.head)
 
-    def wrapped_by(self, root: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+    def wrapped_by(
+        self,
+        root: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        device: torch.device | int | str | None = None,
+    ) -> None:
         """Sets the module that all calls go through.
 
         Args:
             root: contains the model, and passes it keyword arguments that it does not know, such as an FSDP2
                 module or a PeftModel.
             compute_dtype: of the activations; None: that of the weights.
+            device: of the computation; None: that of the weights, which FSDP2 may keep on the host.
         Raises:
             UserError: the output projection has been replaced.
         """
@@ -83,7 +90,7 @@ class InPlaceModel(TransformersModel):
                 f"model: lm_head: expected the linear that it was, got {type(head).__name__}; leave lm_head "
                 "out of the modules that adapters change"
             )
-        self._root, self.compute_dtype = (root,), compute_dtype
+        self._root, self.compute_dtype, self._device = (root,), compute_dtype, device
 
     @property
     def root(self) -> nn.Module:
@@ -96,7 +103,8 @@ class InPlaceModel(TransformersModel):
     def cast_ends(self) -> tuple[Tensor, Tensor]:
         """Returns empty tensors of the right dtype: only the modules themselves have gathered weights."""
         weight = self.embedding_weight
-        empty = torch.empty(0, dtype=self.compute_dtype or weight.dtype, device=weight.device)
+        device = weight.device if self._device is None else self._device
+        empty = torch.empty(0, dtype=self.compute_dtype or weight.dtype, device=device)
         return empty, empty
 
     def score_edges(
