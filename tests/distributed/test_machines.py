@@ -143,6 +143,7 @@ def test_all_machines_restart_after_a_rank_was_killed(whole: Config, tmp_path: P
     assert read_metrics(machines.config) == read_metrics(whole)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_is_started_again_rejoins(whole: Config, tmp_path: Path) -> None:
     with two_machines(tmp_path, "machine") as machines:
         machines.wait(1, status=-9)
