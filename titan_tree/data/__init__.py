@@ -4,6 +4,7 @@ readers/          one file per data format: file -> records
 groups.py         the record schema: records -> groups -> samples
 sample_reader.py  samples -> TokenPaths, by way of the tokenizer
 advantages.py     rewards of a group -> advantages
+turns.py          the turns of a group, as nodes of a tree
 packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches
 tree_costs.py     how long a tree takes to train, from its sizes
 balance.py        which rank trains on which tree
