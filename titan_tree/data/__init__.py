@@ -11,6 +11,8 @@ balance.py        which rank trains on which tree
 sharing.py        ranks read different groups and send each tree to its owner
 tree_bytes.py     a tree as bytes, in token stores and between ranks
 dataset.py        TreeDataset: the endless, resumable stream of all of the above
+scored_records.py   paths -> records of token ids, for `titan-tree score`
+resumable_file.py   a file that is written in rounds, and survives a kill
 demo.py           the embedded sample
 report.py         where and why the paths of a tree diverge, for `titan-tree inspect --report`
 

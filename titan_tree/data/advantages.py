@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.data.groups import Sample
+from titan_tree.data.schema import record_name
 from titan_tree.data.turns import Turn, Turns
 from titan_tree.errors import UserError, shorten
 from titan_tree.registry import ADVANTAGES
@@ -181,12 +182,18 @@ def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
 ONCE = frozenset({"spo"})  # estimators whose papers count each turn once
 
 
-def sample_rewards(name: str, samples: Sequence[Sample]) -> list[float]:
-    """Returns the rewards of the samples of one group, for the estimator ``name``.
+def rollout_rewards(name: str, samples: Sequence[Sample]) -> tuple[list[float], list[int]]:
+    """Returns the rewards of a group's rollouts, for the estimator ``name``, and the rollout of each sample.
+
+    Samples with the same rollout_id are one rollout. Any other sample is a rollout of its own.
 
     Raises:
-        UserError: a sample without a finite reward, or with an advantage of its own.
+        UserError: a sample without a finite reward, with another reward than its rollout, or with an
+            advantage of its own.
     """
+    rewards: list[float] = []
+    owners: list[int] = []
+    numbers: dict[str | int, int] = {}
     for place, _, record in samples:
         reward: Any = record.get("reward")
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
@@ -200,7 +207,17 @@ def sample_rewards(name: str, samples: Sequence[Sample]) -> list[float]:
                 f"{place}: advantage: expected none, because data.advantage = {name!r} computes it from "
                 "rewards; remove the field, or set data.advantage = 'given'"
             )
-    return [float(sample.record["reward"]) for sample in samples]
+        rollout = record_name(record, "rollout_id")
+        owner = numbers.setdefault(len(owners) if rollout is None else rollout, len(rewards))
+        if owner == len(rewards):
+            rewards.append(float(reward))
+        elif reward != rewards[owner]:
+            raise UserError(
+                f"{place}: reward: expected {rewards[owner]:g}, as in the other samples of rollout "
+                f"{rollout!r}, got {reward:g}; give all samples of a rollout its reward"
+            )
+        owners.append(owner)
+    return rewards, owners
 
 
 def _normalized(rewards: Sequence[float], std: bool = True) -> list[float]:

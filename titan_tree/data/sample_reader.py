@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.advantages import advantages, check_options, sample_rewards
+from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.files import DataFiles
 from titan_tree.data.groups import Group, Sample, group_samples
 from titan_tree.data.readers import Record
@@ -151,27 +151,42 @@ class SampleReader(DataFiles):
         """
         if (stored := self._stored_tree(group)) is not None:
             return list(stored.paths)
-        samples = list(group_samples(group, self.ignored))
-        name = self.config.advantage
-        rewards = [] if name == "given" else sample_rewards(name, samples)
+        return [path for _, paths in self.samples(group) for path in paths]
+
+    def samples(self, group: Group) -> list[tuple[Sample, list[TokenPath]]]:
+        """Returns the samples of a group of records in file order, each with its paths.
+
+        Raises:
+            UserError: see ``paths``.
+        """
+        made = []
         rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by sample
-        paths: list[TokenPath] = []
-        owners: list[int] = []  # the sample of each path
-        for number, sample in enumerate(samples):
+        for number, sample in enumerate(group_samples(group, self.ignored)):
             with errors_at(sample.place):
-                made = self._sample_paths(sample)
-                rollout = record_name(sample.record, "rollout_id")
-            paths += made
-            owners += [number] * len(made)
-            rollouts[number if rollout is None else rollout] += made
+                paths = self._sample_paths(sample)
+                name = record_name(sample.record, "rollout_id")
+            made.append((sample, paths))
+            rollouts[number if name is None else name] += paths
         for members in rollouts.values():
             TokenPath.join_rollout(members)
-        if name != "given":
-            values = advantages(name, paths, rewards, owners, **self.config.advantage_options)
-            for path, value, owner in zip(paths, values, owners, strict=True):
-                with errors_at(samples[owner].place):
-                    path.advantage = advantage_array("advantage", value, len(path))
-        return paths
+        if self.config.advantage != "given":
+            self._set_advantages(made)
+        return made
+
+    def _set_advantages(self, samples: Sequence[tuple[Sample, Sequence[TokenPath]]]) -> None:
+        """Sets the advantages of a group's paths from its rewards."""
+        name = self.config.advantage
+        rewards, owners = rollout_rewards(name, [sample for sample, _ in samples])
+        placed = [
+            (sample.place, owner, path)
+            for (sample, paths), owner in zip(samples, owners, strict=True)
+            for path in paths
+        ]
+        paths, of_paths = [path for *_, path in placed], [owner for _, owner, _ in placed]
+        values = advantages(name, paths, rewards, of_paths, **self.config.advantage_options)
+        for (place, _, path), value in zip(placed, values, strict=True):
+            with errors_at(place):
+                path.advantage = advantage_array("advantage", value, len(path))
 
     def _sample_paths(self, sample: Sample) -> list[TokenPath]:
         _, name, record = sample

@@ -88,7 +88,7 @@ BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in rec
         "model",
     }
     | {"created_at", "timestamp", "metadata", "meta", "info", "extra_info", "tags", "category", "language"}
-    | {"difficulty", "question", "answer", "search", "comment", "notes"}
+    | {"difficulty", "question", "answer", "search", "comment", "notes", "entropies"}
 )
 ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
