@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.datasets import sample_reader
+from titan_tree.cli import main
 from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError
 from titan_tree.models.registry import build_model
@@ -313,6 +314,45 @@ def test_the_turns_of_a_conversation_are_one_rollout(tmp_path):
     (group,) = reader.groups()
     paths = reader.paths(group)
     assert [path.advantage[path.loss_mask > 0].tolist()[0] for path in paths] == [0, -0.5, 0, 0.5]
+
+
+def rows_file(file, *rows):
+    file.write_text("".join(json.dumps({"group_id": 1, **row}) + "\n" for row in rows))
+    return file
+
+
+def test_records_of_one_rollout_count_once(tmp_path):
+    """Rewards 1 and 0 of two rollouts have mean 0.5, although three records have reward 1."""
+    turns = [{"tokens": [1, *range(2, 2 + n)], "rollout_id": "a", "reward": 1} for n in (1, 2, 3)]
+    reader = sample_reader(
+        rows_file(tmp_path / "f", *turns, {"tokens": [1, 9], "reward": 0}), advantage="mean"
+    )
+    (group,) = reader.groups()
+    assert [path.advantage.tolist()[-1] for path in reader.paths(group)] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_records_of_one_rollout_have_one_reward(tmp_path):
+    turns = [{"tokens": [1, 2], "rollout_id": "a", "reward": reward} for reward in (1, 0.5)]
+    reader = sample_reader(rows_file(tmp_path / "f", *turns), advantage="mean")
+    (group,) = reader.groups()
+    with pytest.raises(UserError, match=r"f:2: reward: expected 1, as in .* rollout 'a', got 0.5; give all"):
+        reader.paths(group)
+
+
+def test_a_store_holds_the_advantages_that_it_was_made_with(tmp_path):
+    store = str(tmp_path / "s.store")
+    options = ["--advantage", "gigpo", "--advantage-options", "omega=0.5"]
+    assert main(["ingest", str(write(tmp_path / "f")), store, *options]) == 0
+    want = advantages("gigpo", TREE, REWARDS, omega=0.5)
+    for settings in ({}, {"advantage": "gigpo", "advantage_options": {"omega": 0.5}}):
+        reader = sample_reader(store, **settings)
+        (group,) = reader.groups()
+        assert [path.advantage.tolist() for path in reader.paths(group)] == [x.tolist() for x in want]
+    for settings in ({"advantage": "gigpo"}, {"advantage": "spo"}):
+        reader = sample_reader(store, **settings)
+        (group,) = reader.groups()
+        with pytest.raises(UserError, match=r"s.store: made without the advantages of .* ingest"):
+            reader.paths(group)
 
 
 def test_wrong_options_are_refused_before_anything_is_read(tmp_path):
