@@ -210,6 +210,11 @@ def on_two_ranks(rank, ports, folder):
         options = {**SMALL["qwen3_moe"], "data__global_batch_groups": 3, "data__max_tokens": 4}
         totals = score(folder, "two.jsonl", routed_experts=True, **options)
         assert totals.groups == 9
+    with as_rank(rank, 2, ports[1]):  # both ranks score each tree together
+        options = {"parallel__sequence_parallel": 2, "data__global_batch_groups": 3, "data__max_tokens": 8}
+        score(folder, "shared.jsonl", **options)
+    with as_rank(rank, 2, ports[2]), pytest.raises(UserError, match="temperature: expected 1, as in path"):
+        score(folder, "wrong.jsonl", data__files=folder / "wrong.jsonl.data")  # the group of rank 1
 
 
 @pytest.mark.distributed
@@ -222,14 +227,22 @@ def test_two_ranks_write_the_file_of_one(tmp_path):
             row = {"tokens": path.tokens.tolist(), "loss_mask": path.loss_mask.tolist(), "reward": 1}
             file.write(json.dumps({"group_id": "large", **row}) + "\n")
     config(tmp_path)  # writes the configuration that both ranks read
-    run_ranks(on_two_ranks, 2, tmp_path)
+    wrong = [{"group_id": i, "tokens": [1, 2], "temperature": t} for i, t in ((0, 1), (1, 1), (1, 2))]
+    (tmp_path / "wrong.jsonl.data").write_text("".join(json.dumps(row) + "\n" for row in wrong))
+    run_ranks(on_two_ranks, 2, tmp_path, num_groups=3)
     score(tmp_path, "one.jsonl", routed_experts=True, **SMALL["qwen3_moe"])
-    one, two = ([json.loads(line) for line in (tmp_path / f).open()] for f in ("one.jsonl", "two.jsonl"))
-    for a, b in zip(one, two, strict=True):
+    assert_same_scores(tmp_path / "one.jsonl", tmp_path / "two.jsonl")
+    score(tmp_path, "alone.jsonl")
+    assert_same_scores(tmp_path / "alone.jsonl", tmp_path / "shared.jsonl")
+    assert not (tmp_path / "two.jsonl.partial").exists()
+
+
+def assert_same_scores(one, other):
+    """Compares log-probs up to rounding, and everything else exactly."""
+    for a, b in zip(*([json.loads(line) for line in file.open()] for file in (one, other)), strict=True):
         scores = [np.array([np.nan if x is None else x for x in row.pop("old_logprobs")]) for row in (a, b)]
         np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-5)
         assert a == b
-    assert not (tmp_path / "two.jsonl.partial").exists()
 
 
 class Killed(BaseException):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +24,15 @@ from titan_tree.data.readers import OpenFile, open_binary
 from titan_tree.data.resumable_file import ResumableFile
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.scored_records import GroupNames, PlacedPath, path_record, placed_paths
-from titan_tree.distributed.collectives import agreed, on_rank_0, rank, world_size
+from titan_tree.distributed.collectives import on_rank_0, own, rank, world_size
 from titan_tree.distributed.faults import failures_named, start_timeout
 from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
 from titan_tree.engine.path_scores import PathScores, score_trees
-from titan_tree.errors import AgreedError, UserError
+from titan_tree.errors import UserError
 from titan_tree.models.hf.files import fingerprint
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import LOGPROBS, TokenPath
 from titan_tree.tree.token_tree import TokenTree
-
-T = TypeVar("T")
 
 FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # that can be written
 LARGE = 0.1  # nats: differences above are counted
@@ -124,7 +122,7 @@ class _ScoreRun:
         self.config, self.field = config, field
         self.sharing = config.parallel.sequence_parallel  # ranks that score the same trees
         self.entropies, self.routed_experts, self.open_file = entropies, routed_experts, open_file
-        self.output = _own(lambda: ResumableFile(out))
+        self.output = own(lambda: ResumableFile(out))
         self.lock = FolderLock(self.output.folder)
         self.model: TreeModel = build_parallel_model(
             config.model, config.training, config.parallel, mesh, config.lora
@@ -146,7 +144,7 @@ class _ScoreRun:
         )
         slot, slots = rank() // self.sharing, world_size() // self.sharing
         size = self.config.data.global_batch_groups
-        while batch := _own(lambda: list(islice(groups, size))):
+        while batch := own(lambda: list(islice(groups, size))):
             parts = self._gather(self._score(batch[slot::slots]))
             done = on_rank_0(partial(self._write, parts, len(batch), done))
         on_rank_0(self._finish)
@@ -167,8 +165,8 @@ class _ScoreRun:
 
     def _score(self, named: Sequence[tuple[Group, str]]) -> list[tuple[str, ScoreTotals]]:
         """Returns the records and the totals of each group. Collective."""
-        placed = _own(lambda: [placed_paths(self.reader, group) for group, _ in named])
-        trees = _own(lambda: [self._tree(paths) for paths in placed])
+        placed = own(lambda: [placed_paths(self.reader, group) for group, _ in named])
+        trees = own(lambda: [self._tree(paths) for paths in placed])
         scores = score_trees(
             self.model,
             trees,
@@ -262,16 +260,6 @@ class _ScoreRun:
             "entropies": self.entropies,
             "experts": self.routed_experts,
         }
-
-
-def _own(function: Callable[[], T]) -> T:
-    """Calls a function on every rank and returns its own result. All ranks raise the first error of any."""
-    results: list[T] = []
-    try:
-        agreed(lambda: results.append(function()))
-    except UserError as error:
-        raise AgreedError(str(error)) from None
-    return results[0]
 
 
 def _difference(path: TokenPath, logprobs: np.ndarray) -> ScoreTotals:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.packing import first_fit
-from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.collectives import own, world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.lockstep import in_lockstep, positions
 from titan_tree.engine.partitions import PartitionRunner
@@ -53,11 +53,14 @@ def score_trees(
         partitioner: splits trees of more than ``max_tokens`` tokens. None runs each tree in one forward pass.
         entropies: also return the entropies.
         routed_experts: also return the experts. The model must have experts, and ranks must not share tokens.
+
+    Raises:
+        UserError: on all ranks, if paths that share a token that counts have different temperatures.
     """
     chosen = first_fit(list(map(len, trees)), max_tokens)
-    forests = [TokenTree.forest([trees[i] for i in of_pass]) for of_pass in chosen]
-    plans = [one_pass(forest) if partitioner is None else partitioner.plan(forest) for forest in forests]
-    batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
+    plan = one_pass if partitioner is None else partitioner.plan
+    plans = own(lambda: [plan(TokenTree.forest([trees[i] for i in of_pass])) for of_pass in chosen])
+    batches = own(lambda: [TreeBatch.from_plan(plan, edges="loss") for plan in plans])
     schedule = [[model.share.of(batch) for batch in of_plan] for of_plan in batches]
     if world_size() > 1:
         assert dist.group.WORLD is not None

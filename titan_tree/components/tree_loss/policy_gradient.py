@@ -106,7 +106,7 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 _FIXES = {
-    "advantage": ", or set data.advantage, such as 'group', and give rewards",
+    "advantage": ", or set data.advantage = 'group' and give rewards",
     "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
 }
 
