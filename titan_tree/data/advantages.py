@@ -134,7 +134,7 @@ def tree_rl(turns: Turns) -> list[np.ndarray]:
 
 
 def spo(turns: Turns) -> list[np.ndarray]:
-    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564), by default ``once`` per turn, as in the paper."""
+    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564). By default, it counts ``once`` per turn."""
     return turns.per_token(
         turns.node_values[turn.node] - turns.state_values[turn.state] for turn in turns.turns
     )
@@ -179,7 +179,7 @@ def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
     return turns.per_path([value(reward, above[i]) for i, reward in enumerate(turns.rewards)])
 
 
-ONCE = frozenset({"spo"})  # estimators whose papers count each turn once
+ONCE = frozenset({"spo"})  # estimators that are defined per turn of the tree, not per path
 
 
 def rollout_rewards(name: str, samples: Sequence[Sample]) -> tuple[list[float], list[int]]:
