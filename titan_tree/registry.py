@@ -125,6 +125,15 @@ LOSSES: Registry[Any] = Registry(
     },
 )
 
+# Functions (turns, **options) -> one array of advantages per path; data/advantages.py describes them.
+ADVANTAGES: Registry[Any] = Registry(
+    "advantage estimator",
+    {
+        name: f"titan_tree.data.advantages:{name}"
+        for name in ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "spo", "tree_po")
+    },
+)
+
 # Readers of data files; data/readers/__init__.py describes their interface.
 READERS: Registry[Any] = Registry(
     "data format",

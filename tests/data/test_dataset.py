@@ -261,7 +261,7 @@ def test_larger_trees_are_micro_batches_of_their_own_if_allowed(file, options):
         ({"limits": ModelLimits(vocab_size=105)}, "expected ids below"),
         ({"limits": ModelLimits(max_positions=3)}, "but the model has 3 positions"),
         ({"merge": "all"}, "data.merge: expected one of group, batch, got 'all'"),
-        ({"advantage": "grpo"}, "data.advantage: expected one of given, group, got 'grpo'"),
+        ({"advantage": "grpo"}, "data.advantage: expected one of given, group, mean, .* got 'grpo'"),
         ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
         ({"layout": "chain"}, "data.layout: expected one of tree, flat"),
         ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),

@@ -19,6 +19,7 @@ from titan_tree.errors import UserError
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
     "ingest": "tokenize data files into a token store",
+    "score": "write the log-probs of a model for the samples of data files",
     "plan": "estimate the memory and the time of a run before it starts",
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }

@@ -29,16 +29,18 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",
     )
     add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
-    add(
+    add_settings(
+        parser,
         "--sample",
-        nargs="+",
-        type=_setting,
-        default=[],
-        metavar="KEY=VALUE",
-        help="how conversations become samples, as in the table [data.sample] of a configuration: "
+        "how conversations become samples, as in the table [data.sample] of a configuration: "
         "turns=last, keep_reasoning=false, ...",
     )
     add("--ignore-fields", nargs="+", default=[], metavar="NAME", help="fields to ignore if they are unknown")
+
+
+def add_settings(parser: argparse.ArgumentParser, option: str, help: str) -> None:
+    """Declares an option that takes KEY=VALUE pairs, as the table of a configuration has them."""
+    parser.add_argument(option, nargs="+", type=_setting, default=[], metavar="KEY=VALUE", help=help)
 
 
 def data_config(args: argparse.Namespace, **settings: Any) -> DataConfig:

@@ -13,12 +13,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
+from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import DataConfig
 from titan_tree.data.groups import holds_conversations
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import is_store, write_store
 from titan_tree.errors import UserError, printable
+from titan_tree.registry import ADVANTAGES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
     parser.add_argument(
         "--advantage",
-        choices=("given", "group"),
+        choices=("given", *ADVANTAGES),
         default="given",
-        help="group: compute the advantages from the rewards of each group, as data.advantage does",
+        help="compute the advantages from the rewards of each group, as data.advantage does",
     )
+    add_settings(parser, "--advantage-options", "options of the estimator, as in [data.advantage_options]")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree ingest``. Raises UserError for malformed input or an existing store."""
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template) if args.tokenizer else None
-    reader = SampleReader(data_config(args, advantage=args.advantage), tokenizer)
+    reader = SampleReader(_data_config(args), tokenizer)
     _check(reader, tokenizer)
     with progress_bar() as open_file:
         groups = ((group.id, reader.paths(group)) for group in reader.groups(open_file))
@@ -46,6 +49,11 @@ def run(args: argparse.Namespace) -> None:
         f"{printable(args.out)}: {len(table):,} groups with {n_paths:,} samples; {n_flat:,} tokens, "
         f"{n_tree:,} distinct; {Path(args.out).stat().st_size / 1e6:,.1f} MB"
     )
+
+
+def _data_config(args: argparse.Namespace) -> DataConfig:
+    options = dict(args.advantage_options)
+    return data_config(args, advantage=args.advantage, advantage_options=options)
 
 
 def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
@@ -74,4 +82,5 @@ def _header(
         "tokenizer_name": " with template ".join(filter(None, (args.tokenizer, args.template))),
         "sample": dict(args.sample),
         "advantage": args.advantage,
+        "advantage_options": dict(args.advantage_options),
     }

@@ -35,6 +35,7 @@ from titan_tree.config.run_tables import (
     ValidationConfig,
 )
 from titan_tree.registry import (
+    ADVANTAGES,
     ATTENTION_BACKENDS,
     GDN_BACKENDS,
     LOSSES,
@@ -121,7 +122,9 @@ class DataConfig(Checked, table="data"):
     sample: dict[str, Any] = setting({}, OPTIONS)  # of TreeTokenizer.samples, such as turns = "last"
     merge: Literal["group", "batch"] = "group"  # one tree per group; "batch" also merges groups of a batch
     layout: Literal["tree", "flat"] = "tree"  # "flat" trains every path separately, as a baseline
-    advantage: Literal["given", "group"] = "given"  # "group" computes it from the rewards of each group
+    # "given" in the data, or computed from the rewards of each group, such as "group" in GRPO (docs/data.md).
+    advantage: str = setting("given", one_of("given", ADVANTAGES))
+    advantage_options: dict[str, Any] = setting({})  # numbers that the estimator takes, such as once = true
     # Train with the routed_experts recorded in the samples. If paths record different experts for a token
     # they share, use those of the "first" path or of the "majority", or "split" the paths (docs/routing.md).
     replay: Literal["off", "first", "majority", "split"] = "off"

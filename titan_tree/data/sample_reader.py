@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.advantages import with_group_advantages
+from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.files import DataFiles
 from titan_tree.data.groups import Group, Sample, group_samples
 from titan_tree.data.readers import Record
@@ -33,7 +33,7 @@ from titan_tree.data.schema import (
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, errors_at
-from titan_tree.tree.path_fields import wrong
+from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.replay import Replay, has_records
 from titan_tree.tree.token_tree import TokenTree
@@ -82,6 +82,13 @@ class SampleReader(DataFiles):
                 raise UserError(
                     f"data.ignore_fields: {name!r} is a field that is read; remove it from the list"
                 )
+        if config.advantage != "given":
+            check_options(config.advantage, config.advantage_options)
+        elif config.advantage_options:
+            raise UserError(
+                "data.advantage_options: expected none with data.advantage = 'given'; remove them, or "
+                "name an estimator in data.advantage"
+            )
         self._checked_stores: set[str] = set()
 
     def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
@@ -123,10 +130,12 @@ class SampleReader(DataFiles):
                 f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
                 "remove data.sample, or ingest the sources again"
             )
-        if config.advantage == "group" and made["advantage"] != "group":
+        wanted = config.advantage, dict(config.advantage_options)
+        if config.advantage != "given" and wanted != (made["advantage"], made.get("advantage_options", {})):
             raise UserError(
-                f"{store.file}: made without group advantages, which data.advantage = 'group' needs; ingest "
-                "the sources again with --advantage group"
+                f"{store.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
+                f"options; ingest the sources again with --advantage {config.advantage}, or set 'given' to "
+                "use those that the store holds"
             )
         if self.tokenizer is not None and made["tokenizer"] not in (None, self.tokenizer.fingerprint()):
             raise UserError(
@@ -142,20 +151,42 @@ class SampleReader(DataFiles):
         """
         if (stored := self._stored_tree(group)) is not None:
             return list(stored.paths)
-        samples = list(group_samples(group, self.ignored))
-        if self.config.advantage == "group":
-            samples = with_group_advantages(samples)
+        return [path for _, paths in self.samples(group) for path in paths]
+
+    def samples(self, group: Group) -> list[tuple[Sample, list[TokenPath]]]:
+        """Returns the samples of a group of records in file order, each with its paths.
+
+        Raises:
+            UserError: see ``paths``.
+        """
+        made = []
         rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by sample
-        paths = []
-        for number, sample in enumerate(samples):
+        for number, sample in enumerate(group_samples(group, self.ignored)):
             with errors_at(sample.place):
-                made = self._sample_paths(sample)
-                rollout = record_name(sample.record, "rollout_id")
-            paths += made
-            rollouts[number if rollout is None else rollout] += made
+                paths = self._sample_paths(sample)
+                name = record_name(sample.record, "rollout_id")
+            made.append((sample, paths))
+            rollouts[number if name is None else name] += paths
         for members in rollouts.values():
             TokenPath.join_rollout(members)
-        return paths
+        if self.config.advantage != "given":
+            self._set_advantages(made)
+        return made
+
+    def _set_advantages(self, samples: Sequence[tuple[Sample, Sequence[TokenPath]]]) -> None:
+        """Sets the advantages of a group's paths from its rewards."""
+        name = self.config.advantage
+        rewards, owners = rollout_rewards(name, [sample for sample, _ in samples])
+        placed = [
+            (sample.place, owner, path)
+            for (sample, paths), owner in zip(samples, owners, strict=True)
+            for path in paths
+        ]
+        paths, of_paths = [path for *_, path in placed], [owner for _, owner, _ in placed]
+        values = advantages(name, paths, rewards, of_paths, **self.config.advantage_options)
+        for (place, _, path), value in zip(placed, values, strict=True):
+            with errors_at(place):
+                path.advantage = advantage_array("advantage", value, len(path))
 
     def _sample_paths(self, sample: Sample) -> list[TokenPath]:
         _, name, record = sample

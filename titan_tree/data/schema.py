@@ -17,7 +17,7 @@ Fields of samples. A task passes those marked * on to trajectories that do not s
   By default, each record and each trajectory is a rollout: all turns of a conversation belong to it. Equal
   values in different groups are different rollouts. Not on tasks.
 - ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
-- ``reward``: read only if data.advantage = "group" (data/advantages.py). Not on tasks.
+- ``reward``: read unless data.advantage = "given" (data/advantages.py). Not on tasks.
 
 Fields of conversations. A task passes both on to its conversations:
 
@@ -88,7 +88,7 @@ BOOKKEEPING = frozenset(  # names that say where data comes from; ignored in rec
         "model",
     }
     | {"created_at", "timestamp", "metadata", "meta", "info", "extra_info", "tags", "category", "language"}
-    | {"difficulty", "question", "answer", "search", "comment", "notes"}
+    | {"difficulty", "question", "answer", "search", "comment", "notes", "entropies"}
 )
 ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titan_tree.errors import AgreedError, UserError
+
 T = TypeVar("T")
 
 
@@ -90,6 +92,20 @@ def agreed(function: Callable[[], T]) -> T:
         if failure is not None:
             raise failure
     return cast(T, of_ranks[0][0])
+
+
+def own(function: Callable[[], T]) -> T:
+    """Calls a function on every rank and returns this rank's result.
+
+    Raises:
+        AgreedError: on all ranks, if the function raised a UserError on one: the first error of any rank.
+    """
+    results: list[T] = []
+    try:
+        agreed(lambda: results.append(function()))
+    except UserError as error:
+        raise AgreedError(str(error)) from None
+    return results[0]
 
 
 def on_rank_0(function: Callable[[], T]) -> T:

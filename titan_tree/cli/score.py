@@ -1,0 +1,91 @@
+"""Writes the log-probs of a model for all samples of data files, as records that training reads.
+
+titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
+titan-tree score rollouts.jsonl scored.jsonl --config run.toml --field ref_logprobs
+torchrun --nproc-per-node 8 -m titan_tree.cli score rollouts.jsonl scored.jsonl --config run.toml
+
+Each shared prefix is computed once. --config is the configuration of the training run: model, dtype, data and
+parallelism are then those of training. The same command continues a run that was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from titan_tree.cli.data_arguments import progress_bar
+from titan_tree.errors import AgreedError, UserError, printable
+
+if TYPE_CHECKING:
+    from titan_tree.score import ScoreTotals
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree score``."""
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
+    add("out", metavar="OUT", help="the JSON Lines file to write, a new file")
+    add("--model", metavar="FOLDER", help="a local Hugging Face snapshot: sets model.hf_path")
+    add("--config", metavar="FILE.toml", help="the configuration of the training run; FILEs replace its data")
+    add("--set", nargs="+", default=[], metavar="key=value", help="override keys of the configuration")
+    add(
+        "--field",
+        default="old_logprobs",
+        metavar="NAME",
+        help="the field to write, such as ref_logprobs (default: old_logprobs)",
+    )
+    add("--entropies", action="store_true", help="also write the entropies; training ignores them")
+    add("--experts", action="store_true", help="also write routed_experts, which data.replay uses")
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Runs ``titan-tree score``. Raises UserError for wrong input or an existing file."""
+    # These import torch, which --help does not need.
+    from titan_tree.config.toml import load_config
+    from titan_tree.data.readers import open_binary
+    from titan_tree.score import score_files
+
+    if not (args.model or args.config):
+        raise UserError("--model or --config: missing; give the folder of a model, or a configuration")
+    overrides = [f"data.files={json.dumps(args.files)}", "data.weights=null", *args.set]
+    if args.model:
+        overrides += [f"model.hf_path={json.dumps(args.model)}", "model.flavor=null"]
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        config = load_config(args.config or os.devnull, overrides)
+        with nullcontext(open_binary) if rank else progress_bar() as open_file:
+            totals = score_files(
+                config,
+                args.out,
+                args.field,
+                entropies=args.entropies,
+                routed_experts=args.experts,
+                open_file=open_file,
+            )
+    except UserError as error:
+        if rank:
+            time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
+            if isinstance(error, AgreedError):
+                return 2
+        raise
+    if rank == 0:
+        print(describe(args.out, totals))
+    return None
+
+
+def describe(out: str, totals: ScoreTotals) -> str:
+    """Returns what was written, and how the sampling engine's log-probs differ."""
+    lines = [
+        f"{printable(out)}: {totals.groups:,} groups with {totals.paths:,} samples; "
+        f"{totals.tokens:,} tokens, {totals.distinct:,} distinct"
+    ]
+    if n := totals.compared:
+        lines.append(
+            f"rollout_logprobs of {n:,} tokens: mean |difference| {totals.abs_sum / n:.5f} nats, "
+            f"k3 {totals.k3_sum / n:.2e}, max {totals.largest:.5f}, above 0.1: {totals.large / n:.3%}"
+        )
+    return "\n".join(lines)

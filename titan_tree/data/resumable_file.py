@@ -1,0 +1,104 @@
+"""ResumableFile: a text file that is written in rounds, and survives a kill between any two instructions.
+
+While it is written, the folder NAME.partial holds it as "content", beside state.json. A round appends and
+synchronizes the content first. state.json then says how many bytes are complete. The next process cuts the
+content there and goes on, so nothing is lost or repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan_tree.errors import UserError
+
+
+class ResumableFile:
+    """Writes a file in rounds. The file appears under its name only when it is complete.
+
+    Args:
+        path: must not exist.
+
+    Attributes:
+        folder: holds the file until it is complete. The caller locks it.
+
+    Raises:
+        UserError: the file exists. All methods: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.folder = path, path.with_name(f"{path.name}.partial")
+        self._content, self._state = self.folder / "content", self.folder / "state.json"
+        self._description: Mapping[str, Any] = {}
+        self._refuse_existing()
+
+    def open(self, description: Mapping[str, Any]) -> Any:
+        """Starts or continues, and returns the progress that the last round stored; None at the start.
+
+        Args:
+            description: JSON values that decide the content.
+
+        Raises:
+            UserError: an earlier process had another description, or its content is damaged.
+        """
+        self._description = json.loads(json.dumps(description))
+        size, progress = 0, None
+        if self._state.exists():
+            state = json.loads(self._state.read_text())
+            before, size, progress = state["description"], state["bytes"], state["progress"]
+            differs = [key for key, value in self._description.items() if before.get(key) != value]
+            if differs:
+                raise UserError(
+                    f"{self.folder}: an interrupted run had other settings or data ({', '.join(differs)}); "
+                    "run it again with these, or remove the folder"
+                )
+            if not self._content.exists() or self._content.stat().st_size < size:
+                raise UserError(
+                    f"{self._content}: expected {size:,} bytes or more, because an interrupted run wrote "
+                    "them; remove the folder, and start again"
+                )
+        with self._writing(), self._content.open("ab") as file:
+            file.truncate(size)
+        return progress
+
+    def append(self, texts: Sequence[str], progress: Any) -> None:
+        """Adds a round. ``progress`` are JSON values that ``open`` returns to the next process."""
+        with self._writing():
+            with self._content.open("ab") as file:
+                file.writelines(text.encode() for text in texts)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            state = {"description": self._description, "progress": progress, "bytes": size}
+            new = self._state.with_suffix(".tmp")
+            with new.open("w") as file_of_state:
+                file_of_state.write(json.dumps(state))
+                file_of_state.flush()
+                os.fsync(file_of_state.fileno())
+            new.replace(self._state)
+
+    def finish(self) -> None:
+        """Gives the file its name, and removes the folder."""
+        self._refuse_existing()  # another process may have written it meanwhile
+        with self._writing():
+            self._content.replace(self.path)
+            shutil.rmtree(self.folder)
+
+    def _refuse_existing(self) -> None:
+        if self.path.exists():
+            raise UserError(
+                f"{self.path}: expected a new file, but it exists; remove it or choose another name"
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{self.path}: cannot be written: {reason}; correct it, and run again") from None

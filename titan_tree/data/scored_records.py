@@ -1,0 +1,114 @@
+"""Records of token ids that hold all fields of a path: ``titan-tree score`` writes them for training."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from titan_tree.data.groups import Group, Sample
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.data.schema import record_name
+from titan_tree.data.token_store import STORED
+from titan_tree.errors import UserError
+from titan_tree.tree.paths import LOGPROBS, TokenPath
+
+PlacedPath = tuple[TokenPath, dict[str, Any]]  # a path, and the fields that only its record has
+
+
+def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
+    """Returns the paths of a group, each with "reward" and "rollout_id" of its record, if there are any.
+
+    The paths of a sample with several paths get a rollout_id, because records of their own would be rollouts
+    of their own.
+
+    Raises:
+        UserError: see ``SampleReader.paths``; or a token store that does not say which paths are a rollout.
+    """
+    place, first = group.records[0]
+    if STORED in first:
+        paths = reader.paths(group)
+        if any(path.rollout_share not in (0, 1) for path in paths):
+            raise UserError(
+                f"{place}: a token store does not say which samples are one rollout, and these have several; "
+                "score the sources of the store"
+            )
+        return [(path, {}) for path in paths]
+    samples = reader.samples(group)
+    return [
+        (path, {name: value for name, value in fields.items() if value is not None})
+        for number, (sample, paths) in enumerate(samples)
+        for fields in (_fields(sample, f"sample {number}" if len(paths) > 1 else None),)
+        for path in paths
+    ]
+
+
+def _fields(sample: Sample, default_rollout: str | None) -> dict[str, Any]:
+    return {
+        "rollout_id": record_name(sample.record, "rollout_id") or default_rollout,
+        "reward": sample.record.get("reward"),
+    }
+
+
+class GroupNames:
+    """Gives each group of the input a name of its own: equal ids of groups would merge in one file."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def __call__(self, group: Group) -> str:
+        name, number = group.id, 1
+        while name in self._used:
+            number += 1
+            name = f"{group.id}#{number}"
+        self._used.add(name)
+        return name
+
+
+def path_record(
+    group: Group, name: str, path: TokenPath, fields: Mapping[str, Any], scores: Mapping[str, np.ndarray]
+) -> str:
+    """Returns one line of JSON.
+
+    Args:
+        group: that the path belongs to.
+        name: of the group, see ``GroupNames``.
+        path: its id is kept, without the id of the group.
+        fields: further fields.
+        scores: arrays of numbers [T] by field; NaN becomes null. "routed_experts" is [T, L, k].
+    """
+    record: dict[str, Any] = {"group_id": name, "id": path.id.removeprefix(f"{group.id}/"), **fields}
+    if path.id == group.id:  # a record that is a group of its own
+        record = {"id": name, **fields}
+    record["tokens"] = path.tokens.tolist()
+    record["loss_mask"] = _numbers(path.loss_mask)
+    if path.weight != 1:
+        record["weight"] = path.weight
+    if path.temperature != 1:
+        record["temperature"] = path.temperature
+    if path.policy_version is not None:
+        record["policy_version"] = path.policy_version.tolist()
+    own = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
+    values = {field: array for field, array in own.items() if array is not None} | dict(scores)
+    if "advantage" in values:
+        values["advantage"] = np.nan_to_num(values["advantage"])  # the first token's may be anything
+    for field, array in values.items():
+        record[field] = _base64(array) if field == "routed_experts" else _numbers(array)
+    return json.dumps(record, allow_nan=False)
+
+
+def _numbers(array: np.ndarray) -> list[float | int | None]:
+    """Returns float32 values as the shortest numbers that are read back as the same float32."""
+    texts = array.astype(np.float32).astype("U32").tolist()
+    values = [float(text) if np.isfinite(number) else None for text, number in zip(texts, array, strict=True)]
+    return [int(value) if value is not None and value.is_integer() else value for value in values]
+
+
+def _base64(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
