@@ -129,7 +129,7 @@ def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: 
         ("model.gdn=fast", "one of auto, hopper, triton, reference, got 'fast'"),
         ("data.format=xml", "one of auto, jsonl"),
         ("partition.strategy=best", "one of auto, none, single_path, multi_path"),
-        ("loss.name=dpo", "one of sft, reinforce, ppo, grpo, gspo"),
+        ("loss.name=dpo", "one of sft, reinforce, ppo, grpo, dr_grpo"),
         ("optimizer.name=sgd", "one of adamw, adamw8bit, got 'sgd'"),
         ("metrics.loggers=[csv, file]", "every item is one of console, csv, tensorboard, wandb"),
     ],

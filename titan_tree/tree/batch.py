@@ -62,6 +62,9 @@ class PathPairs:
     ref_logprobs: Tensor | None = None  # [F] float32, nats
     rollout_logprobs: Tensor | None = None  # [F] float32, nats
     policy_version: Tensor | None = None  # [F] int32
+    # [P] float32, nats: sum of old_logprobs - rollout_logprobs over the path's loss mask, also over edges of
+    # other partitions. None if the paths lack one of both.
+    rollout_log_ratio: Tensor | None = None
 
     def of_edges(self, chosen: Tensor) -> PathPairs:
         """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
@@ -73,7 +76,8 @@ class PathPairs:
         return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[kept]]})
 
 
-PER_PATH = ("path_number", "weight", "loss_tokens", "rollout_tokens")  # fields of PathPairs; others: per pair
+# Fields of PathPairs with one number per path; the others have one per pair.
+PER_PATH = ("path_number", "weight", "loss_tokens", "rollout_tokens", "rollout_log_ratio")
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
 

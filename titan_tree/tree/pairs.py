@@ -41,16 +41,17 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
         own if path.rollout_tokens is None else path.rollout_tokens
         for path, own in zip(paths, loss_tokens, strict=True)
     ]
-    return TreePairs(
-        label=tree.path_index[chosen],
-        path=np.repeat(np.arange(len(paths)), per_path),
-        fields=fields,
-        path_fields={
-            "weight": np.array([path.weight for path in paths], np.float32),
-            "loss_tokens": np.array(loss_tokens, np.float32),
-            "rollout_tokens": np.array(rollout_tokens, np.float32),
-        },
-    )
+    path_of_pair = np.repeat(np.arange(len(paths)), per_path)
+    path_fields = {
+        "weight": np.array([path.weight for path in paths], np.float32),
+        "loss_tokens": np.array(loss_tokens, np.float32),
+        "rollout_tokens": np.array(rollout_tokens, np.float32),
+    }
+    if "old_logprobs" in fields and "rollout_logprobs" in fields:
+        gap = fields["old_logprobs"].astype(np.float64) - fields["rollout_logprobs"]
+        sums = np.bincount(path_of_pair, fields["loss_mask"] * gap, minlength=len(paths))
+        path_fields["rollout_log_ratio"] = sums.astype(np.float32)
+    return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
 
 
 def edge_labels(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:
