@@ -134,6 +134,12 @@ LOSSES: Registry[Any] = Registry(
         "luspo": "titan_tree.components.tree_loss.sequence_ratios:luspo",
         "gmpo": "titan_tree.components.tree_loss.sequence_ratios:gmpo",
         "vespo": "titan_tree.components.tree_loss.sequence_ratios:vespo",
+        "dpo": "titan_tree.components.tree_loss.preferences:dpo",
+        "ipo": "titan_tree.components.tree_loss.preferences:ipo",
+        "apo_zero": "titan_tree.components.tree_loss.preferences:apo_zero",
+        "simpo": "titan_tree.components.tree_loss.preferences:simpo",
+        "orpo": "titan_tree.components.tree_loss.preferences:orpo",
+        "cpo": "titan_tree.components.tree_loss.preferences:cpo",
     },
 )
 

@@ -16,6 +16,8 @@ _FIXES = {
     "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
     "ref_logprobs": ": compute them under the reference model, or the teacher, with tree_logprobs",
     "rollout_logprobs": ", as the sampling engine reported them",
+    "is_chosen": ": set the field preference to 'chosen' or 'rejected'",
+    "partner": ": set the field preference to 'chosen' or 'rejected'",
 }
 
 
