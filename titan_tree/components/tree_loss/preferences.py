@@ -93,7 +93,7 @@ def orpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetric
 def cpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, alpha: float = 1.0) -> LossAndMetrics:
     """Returns -log sigmoid(beta (l_c - l_d)) - alpha l_c / T_c (CPO, arXiv:2401.08417).
 
-    The mean over tokens in the second term follows the authors' code and TRL.
+    In TRL, the second term is a mean over the tokens of all chosen answers of a batch.
 
     Args:
         beta: scale of the log-probs.
