@@ -129,7 +129,7 @@ def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: 
         ("model.gdn=fast", "one of auto, hopper, triton, reference, got 'fast'"),
         ("data.format=xml", "one of auto, jsonl"),
         ("partition.strategy=best", "one of auto, none, single_path, multi_path"),
-        ("loss.name=dpo", "one of sft, reinforce, ppo, grpo, gspo"),
+        ("loss.name=dqo", "one of sft, reinforce, ppo, grpo, dr_grpo"),
         ("optimizer.name=sgd", "one of adamw, adamw8bit, got 'sgd'"),
         ("metrics.loggers=[csv, file]", "every item is one of console, csv, tensorboard, wandb"),
     ],
@@ -169,7 +169,7 @@ def test_shipped_configs_are_valid(path: Path) -> None:
 
 def test_tables_check_their_values_without_a_file() -> None:
     assert_says(lambda: OptimizerConfig(lr=-1.0), ["optimizer.lr: expected at least 0, got -1.0"])
-    assert_says(lambda: LossConfig(name="dpo"), ["loss.name: expected one of sft"])
+    assert_says(lambda: LossConfig(name="dqo"), ["loss.name: expected one of sft"])
     for field in fields(Config):
         table = field.default_factory
         if isinstance(table, type) and issubclass(table, Checked):
@@ -220,7 +220,7 @@ def test_the_tables_need_no_omegaconf_and_a_wrong_config_needs_no_torch(file: Pa
         "import sys, titan_tree.config\n"
         "assert not {'torch', 'omegaconf'} & set(sys.modules)\n"
         "import titan_tree.train\n"
-        f"assert titan_tree.train.main(['--config', {str(file)!r}, 'loss.name=dpo']) == 2\n"
+        f"assert titan_tree.train.main(['--config', {str(file)!r}, 'loss.name=dqo']) == 2\n"
         "assert 'torch' not in sys.modules\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

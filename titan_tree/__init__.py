@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titan_tree.components.tree_attention import TreeAttention as TreeAttention
     from titan_tree.components.tree_gdn import TreeGDN as TreeGDN
+    from titan_tree.components.tree_loss import KLPenalty as KLPenalty
+    from titan_tree.components.tree_loss import RolloutCorrection as RolloutCorrection
     from titan_tree.components.tree_loss import TreeLoss as TreeLoss
     from titan_tree.components.tree_loss import register_loss as register_loss
     from titan_tree.components.tree_partitioner import TreePartitioner as TreePartitioner

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import RouterBias, RouterLoss
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import (
@@ -190,7 +190,19 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 
 
 def build_loss(config: LossConfig) -> TreeLoss:
-    return TreeLoss(config.name, config.reduction, config.entropy, **config.options)
+    kl, correction = config.kl, config.correction
+    penalty = KLPenalty(kl.coefficient, kl.estimator, kl.importance, kl.as_reward)
+    weights = None
+    if correction.level != "off":
+        weights = RolloutCorrection(correction.level, correction.mode, correction.low, correction.high)
+    return TreeLoss(
+        config.name,
+        config.reduction,
+        config.entropy,
+        penalty if kl.coefficient else None,
+        weights,
+        **config.options,
+    )
 
 
 def build_router_bias(config: RouterBiasConfig, model: TreeModel) -> RouterBias | None:

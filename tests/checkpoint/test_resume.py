@@ -1,5 +1,6 @@
 """Runs resume exactly after they were killed, and refuse checkpoints that do not belong to them."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -20,7 +21,9 @@ import torch.multiprocessing as mp
 import titan_tree.train
 from tests.support.processes import run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
+from titan_tree.checkpoint.changes import config_changes
 from titan_tree.checkpoint.lock import FolderLock
+from titan_tree.config import LossConfig
 from titan_tree.errors import UserError
 from titan_tree.trainer import Trainer
 
@@ -286,6 +289,13 @@ def test_hyperparameters_of_the_configuration_override_the_checkpoint(tmp_path: 
     groups = [group for optimizer in changed.optimizers for group in optimizer.param_groups]
     assert [group["weight_decay"] for group in groups] == [0.0, 0.7]
     assert read_metrics(changed.config)[-1]["lr"] == "0.0003"
+
+
+def test_a_checkpoint_without_newer_keys_of_the_loss_has_their_defaults() -> None:
+    now = {"loss": dataclasses.asdict(LossConfig(name="grpo"))}
+    assert config_changes({"loss": {"name": "grpo"}}, now) == ([], [])
+    now["loss"]["kl"]["coefficient"] = 0.1
+    assert config_changes({"loss": {"name": "grpo"}}, now) == (["loss.kl.coefficient: 0.0 -> 0.1"], [])
 
 
 def test_user_errors_are_one_line_and_status_2(

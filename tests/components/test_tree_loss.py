@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_tree.components.tree_loss import TreeLoss, register_loss, whole_path_loss
+from titan_tree.components.tree_loss import KLPenalty, TreeLoss, register_loss, whole_path_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
@@ -74,7 +74,7 @@ def plain_loss(name: str, logp: torch.Tensor, path: TokenPath) -> list[torch.Ten
 
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.3}
-OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": 0.1}}
+OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": KLPenalty(0.1)}}
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"])
@@ -176,7 +176,7 @@ def test_extreme_logprobs_of_masked_tokens_reach_neither_loss_nor_gradient():
     )
     batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
     logprobs = torch.tensor([-1.0, -5000.0], requires_grad=True)
-    loss, _ = TreeLoss("grpo", kl=0.5)(logprobs, batch, 1.0)
+    loss, _ = TreeLoss("grpo", kl=KLPenalty(0.5))(logprobs, batch, 1.0)
     (grad,) = torch.autograd.grad(loss, logprobs)
     assert loss.item() == pytest.approx(-1.0)
     assert grad.tolist() == [-1.0, 0.0]
@@ -230,7 +230,7 @@ def test_a_path_without_weight_changes_nothing_even_if_its_ratio_overflows(name)
     ignored = path(4, advantage=-1.0, old_logprobs=[0, 0, -1e4], weight=0.0)
     logprobs = torch.tensor([-1.25, -1.25], requires_grad=True)
     batch = TreeBatch.from_trees([TokenTree.from_paths([counted, ignored])], edges="loss")
-    options = {"kl": 0.1} if name == "grpo" else {}
+    options = {"kl": KLPenalty(0.1)} if name == "grpo" else {}
     loss, metrics = TreeLoss(name, **options)(logprobs, batch, 1.0)
     (grad,) = torch.autograd.grad(loss, logprobs)
     alone, expected = TreeLoss(name, **options)(
@@ -301,8 +301,13 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
 
     register_loss("argument", whole_paths=True)(lambda logprobs, pairs: mean(logprobs, pairs))
     register_loss("decorator")(whole_path_loss(mean))
-    needs = {name: TreeLoss(name).needs_whole_paths for name in LOSSES}
-    assert [name for name, needed in needs.items() if needed] == ["gspo", "argument", "decorator"]
+    needs = {
+        name: TreeLoss(name, getattr(LOSSES[name], "reduction", "path_mean")).needs_whole_paths
+        for name in LOSSES
+    }
+    assert [name for name, needed in needs.items() if needed] == [
+        *("gspo", "gspo_token", "luspo", "gmpo", "vespo", "argument", "decorator")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +380,9 @@ def test_errors_name_the_setting_and_what_was_expected():
         TreeLoss("stf")
     with pytest.raises(UserError, match=r"loss.reduction: expected one of path_mean, .* got 'mean'"):
         TreeLoss("sft", "mean")
-    with pytest.raises(UserError, match=r"'ppo': unknown option 'clip' \(known: clip_low, clip_high\)"):
+    with pytest.raises(
+        UserError, match=r"'ppo': unknown option 'clip' \(known: clip_low, clip_high, dual_clip\)"
+    ):
         TreeLoss("ppo", clip=0.1)
     with pytest.raises(UserError, match="loss: the paths have no advantage"):
         TreeLoss("reinforce")(torch.zeros(1), batch, 1.0)

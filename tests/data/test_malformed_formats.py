@@ -322,7 +322,7 @@ REFUSED = [
         {"conversations": [{"from": "function_call", "value": "x"}]},
         r"conversations\[0\].value \(JSON text of a call\): broken JSON at character 1",
     ),
-    ("sharegpt", {"conversations": [], "chosen": {}}, "chosen: preference data is not supported"),
+    ("sharegpt", {"conversations": [], "chosen": {}}, "chosen: this format has no preference pairs; "),
     ("alpaca", {"instruction": "a", "output": 3}, "output: expected a string, got 3"),
     (
         "alpaca",

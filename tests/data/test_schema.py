@@ -232,9 +232,11 @@ def test_token_records_carry_every_field(tmp_path):
         "policy_version": [3, 3, 4],
         "temperature": 0.7,
         "weight": 2,
+        "preference": "chosen",
+        "pair": "a",
     }
     ((path,),) = paths_of(tmp_path, ROW | fields)
-    want = TokenPath(ROW["tokens"], id=path.id, rollout_tokens=1, **fields)
+    want = TokenPath(ROW["tokens"], id=path.id, rollout_tokens=1, **fields | {"pair": f"{path.id}/a"})
     for name in TokenPath.__slots__:
         np.testing.assert_array_equal(getattr(path, name), getattr(want, name), err_msg=name)
     documented = KNOWN["token ids"] - set(fields) - {"tokens", "input_ids", "routed_experts"}

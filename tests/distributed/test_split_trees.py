@@ -19,7 +19,13 @@ from titan_tree.config import Config
 from titan_tree.engine import balancing
 from titan_tree.models.registry import build_model
 
-ROLLOUTS: dict[str, Any] = {"loss__name": "gspo", "loss__reduction": "path_token_mean"}
+ROLLOUTS: dict[str, Any] = {
+    "loss__name": "gspo",
+    "loss__reduction": "path_token_mean",
+    "loss__kl__coefficient": 0.1,
+    "loss__correction__level": "sequence",
+    "loss__correction__high": 1.5,
+}
 RANKS_SHARE_EXPERTS: dict[str, Any] = {
     "parallel__expert_parallel": 2,
     "router_bias__rate": 0.01,
@@ -41,8 +47,9 @@ def write_data(path: Path) -> None:
             tokens = [*range(12), group, *((7 * i + j * (1 + i % 3)) % 64 for j in range(6 + i % 5))]
             mask = [0] * 11 + [1] * (len(tokens) - 11)
             fields = {"loss_mask": mask, "weight": 1 + i % 2, "advantage": 1 - i % 3}
-            old = {"old_logprobs": [-4.0] * len(tokens)}
-            lines.append({"group_id": str(group), "id": str(i), "tokens": tokens, **fields, **old})
+            logprobs = {"old_logprobs": -4.0, "ref_logprobs": -3.5, "rollout_logprobs": -4.1 - 0.1 * (i % 2)}
+            fields |= {name: [value] * len(tokens) for name, value in logprobs.items()}
+            lines.append({"group_id": str(group), "id": str(i), "tokens": tokens, **fields})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -13,7 +13,7 @@ from tests.support.oracle import hf_model, in_one_pass, per_path, random_groups,
 from tests.support.partitions import CPU, RandomCuts, forest_of, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.tree_loss import TreeLoss, register_loss
-from titan_tree.components.tree_loss.policy_gradient import gspo
+from titan_tree.components.tree_loss.sequence_ratios import gspo
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import PartitionRunner

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan_tree.config import LossConfig
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[l
     Returns:
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
-    old, new = dict(_flat(before)), dict(_flat(now))
+    # Checkpoints of older versions lack newer keys of the loss, which then had their defaults.
+    old = dict(_flat({"loss": asdict(LossConfig())})) | dict(_flat(before))
+    new = dict(_flat(now))
     decisive: list[str] = []
     other: list[str] = []
     for key in sorted(old | new):

@@ -182,6 +182,30 @@ class PartitionConfig(Checked, table="partition"):
 
 
 @dataclass
+class KLConfig(Checked, table="loss.kl"):
+    """A penalty for diverging from the reference policy, see KLPenalty. Needs ref_logprobs."""
+
+    coefficient: float = setting(0.0, finite, at_least(0))  # 0: no penalty
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # of the KL divergence
+    importance: bool = False  # multiply the estimate by p / p_old, for tokens of an older policy
+    as_reward: bool = False  # subtract the penalty from the advantages; usual with k1
+
+
+@dataclass
+class CorrectionConfig(Checked, table="loss.correction"):
+    """Weights for rollout_logprobs that differ from old_logprobs, see RolloutCorrection."""
+
+    # The weight is p_old / p_rollout of the "token", of its path ("sequence"), or the "geometric" mean of its
+    # path. "off": all weights are 1.
+    level: Literal["off", "token", "sequence", "geometric"] = "off"
+    # "truncate" clamps weights to [low, high], "mask" sets those outside to 0, and "reject" also sets those
+    # inside to 1.
+    mode: Literal["truncate", "mask", "reject"] = "truncate"
+    low: float = setting(0.0, finite, at_least(0))
+    high: float = setting(2.0, finite)
+
+
+@dataclass
 class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
@@ -192,7 +216,9 @@ class LossConfig(Checked, table="loss"):
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
     reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
     entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
-    options: dict[str, Any] = setting({})  # numbers that the loss function takes: clip range, KL coefficient
+    options: dict[str, Any] = setting({})  # numbers that the loss function takes, such as a clip range
+    kl: KLConfig = field(default_factory=KLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -128,21 +128,27 @@ def _read_argument(argument: str) -> tuple[str, dict[str, Any]]:
 
 def _check_tables(tables: dict[str, Any]) -> None:
     """Raises UserError for unknown keys, values of another type than the key's, and unusable values."""
-    known = _types(Config)
-    for name, table in tables.items():
-        if name not in known:
-            raise UserError(_explain_unknown("", name))
-        if not dataclasses.is_dataclass(known[name]):
-            _check_type(table, known[name], name)
-            continue
-        _check_type(table, dict, name)
-        types = _types(known[name])
-        for field, value in table.items():
-            if field not in types:
-                raise UserError(_explain_unknown(name, field))
-            _check_type(value, types[field], f"{name}.{field}")
+    _check_fields(tables, Config, "")
     for name, table in tables.items():
         _check_value(table, name)
+
+
+def _check_fields(table: dict[str, Any], config: Any, key: str) -> None:
+    """Raises UserError for unknown keys of a table, and for values of another type than the key's.
+
+    Args:
+        table: the values.
+        config: the dataclass that declares the keys.
+        key: name of the table; "" for the whole configuration.
+    """
+    types = _types(config)
+    for name, value in table.items():
+        if name not in types:
+            raise UserError(_explain_unknown(key, name))
+        path, is_table = f"{key}.{name}" if key else name, dataclasses.is_dataclass(types[name])
+        _check_type(value, dict if is_table else types[name], path)
+        if is_table:
+            _check_fields(value, types[name], path)
 
 
 def _check_type(value: Any, hint: Any, key: str) -> None:
@@ -213,7 +219,7 @@ def _explain_unknown(table: str, name: str) -> str:
     key = f"{table}.{name}" if table else name
     if key in RENAMED:
         return f"{key!r} was replaced by {RENAMED[key]}"
-    tables = {name: _types(hint) for name, hint in _types(Config).items() if dataclasses.is_dataclass(hint)}
+    tables = _tables(Config)
     here = list(tables[table] if table else _types(Config))
     hints = [f"{other}.{name}" for other, fields in tables.items() if name in fields]
     if not hints:
@@ -223,6 +229,16 @@ def _explain_unknown(table: str, name: str) -> str:
         return f"unknown key {shorten(key)}; did you mean {' or '.join(map(repr, hints))}?"
     owner = f"the keys of [{table}]" if table else "the tables"
     return f"unknown key {shorten(key)}; {owner} are {', '.join(here if table else tables)}"
+
+
+def _tables(config: Any, prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Returns the types of the keys of all tables, by the table's name; nested tables have dots in it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, hint in _types(config).items():
+        if dataclasses.is_dataclass(hint):
+            found[prefix + name] = _types(hint)
+            found |= _tables(hint, f"{prefix}{name}.")
+    return found
 
 
 def _types(table: Any) -> dict[str, Any]:

@@ -164,6 +164,7 @@ class SampleReader(DataFiles):
         for number, sample in enumerate(group_samples(group, self.ignored)):
             with errors_at(sample.place):
                 paths = self._sample_paths(sample)
+                _set_preference(paths, sample.record, group.id)
                 name = record_name(sample.record, "rollout_id")
             made.append((sample, paths))
             rollouts[number if name is None else name] += paths
@@ -230,6 +231,20 @@ class SampleReader(DataFiles):
     def _options(self, record: Record) -> dict[str, Any]:
         """Returns the options of ``TreeTokenizer.samples`` for a conversation."""
         return self.config.sample | present_fields(record, ("turns",))
+
+
+def _set_preference(paths: Sequence[TokenPath], record: Record, group_id: str) -> None:
+    """Sets ``preference`` and ``pair`` of a sample's path. The name of a pair is unique to its group."""
+    if (preference := record.get("preference")) is None:
+        refuse_fields(record, ("pair",), "expected a preference beside it, 'chosen' or 'rejected'")
+        return
+    if len(paths) != 1:
+        raise UserError(
+            f"preference: expected a sample of one path, got {len(paths)} turns; set turns to 'last' or "
+            "'whole'"
+        )
+    pair = record_name(record, "pair")
+    paths[0].set_preference(preference, group_id if pair is None else f"{group_id}/{pair}")
 
 
 def _trained_turns(

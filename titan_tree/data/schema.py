@@ -17,6 +17,8 @@ Fields of samples. A task passes those marked * on to trajectories that do not s
   By default, each record and each trajectory is a rollout: all turns of a conversation belong to it. Equal
   values in different groups are different rollouts. Not on tasks.
 - ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
+- ``preference``: "chosen" or "rejected", and ``pair``, the pair's name within its group; see ``TokenPath``. A
+  sample with a preference is one path: set ``turns`` of conversations with several turns. Not on tasks.
 - ``reward``: read unless data.advantage = "given" (data/advantages.py). Not on tasks.
 
 Fields of conversations. A task passes both on to its conversations:
@@ -60,16 +62,13 @@ SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one o
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any sample
+OWN_FIELDS = ("id", "group_id", "rollout_id", "reward", "preference", "pair")  # of samples, not of tasks
 CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
 KNOWN = {  # the fields of each kind of record
-    "a conversation": frozenset(
-        {"messages", "group_id", "id", "rollout_id", "reward", *CONVERSATION_FIELDS, *PATH_FIELDS}
-    ),
-    "token ids": frozenset(
-        {"tokens", "input_ids", "group_id", "id", "rollout_id", "reward", *TOKEN_FIELDS, *PATH_FIELDS}
-    ),
+    "a conversation": frozenset({"messages", *OWN_FIELDS, *CONVERSATION_FIELDS, *PATH_FIELDS}),
+    "token ids": frozenset({"tokens", "input_ids", *OWN_FIELDS, *TOKEN_FIELDS, *PATH_FIELDS}),
     "a task": frozenset({"trajectories", "group_id", "id", *INHERITED_FIELDS}),
 }
 MESSAGE_FIELDS = NORMALIZED_FIELDS | {"name", "tool_call_id", "weight"}
@@ -95,6 +94,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "attention_mask": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
     "reward": "not read here; give each trajectory a reward of its own",
+    "preference": "not read here; give each trajectory a preference of its own",
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",
     "tools": "not read here; only conversations have tools",
     "turns": "not read here; only conversations have turns",

@@ -60,9 +60,10 @@ def may_split(tree: TokenTree) -> bool:
     """Returns whether pieces of a tree are refused whenever the tree is, and otherwise have the same loss.
 
     A batch refuses paths that count the same token at different temperatures, and paths of which only some
-    have a field. Pieces of such a tree might pass, so it stays whole.
+    have a field. Pieces of such a tree might pass, so it stays whole. The paths of a preference pair stay
+    together.
     """
-    return len(set(map(_traits, tree.paths))) == 1
+    return len(set(map(_traits, tree.paths))) == 1 and tree.paths[0].preference is None
 
 
 def _traits(path: TokenPath) -> tuple[object, ...]:

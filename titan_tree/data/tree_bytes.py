@@ -79,7 +79,8 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     flat = tree["tokens"][path_index]
     fields = {"tokens": np.split(flat, path_offsets[1:-1])}
     for name in PATH_FIELDS:
-        fields[name] = _decode(name, description["fields"][name], arrays, path_offsets)
+        stored = description["fields"].get(name, {"kind": "none"})  # older token stores lack newer fields
+        fields[name] = _decode(name, stored, arrays, path_offsets)
     paths = [_trusted_path(values) for values in zip(*fields.values(), strict=True)]
     return TokenTree(**tree, paths=tuple(paths), path_index=path_index, path_offsets=path_offsets)
 

@@ -153,6 +153,8 @@ class StepRun:
         loss_metrics = {name: value / token_weight for name, value in sums.items()}
         if "policy_version" in loss_metrics:
             loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
+        if (square := loss_metrics.pop("rollout_weight_square", None)) is not None:
+            loss_metrics["ess"] = loss_metrics["rollout_weight"].square() / square.clamp_min(1e-30)
         return StepResult(
             loss=loss,
             loss_metrics=loss_metrics,

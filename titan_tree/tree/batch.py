@@ -62,6 +62,11 @@ class PathPairs:
     ref_logprobs: Tensor | None = None  # [F] float32, nats
     rollout_logprobs: Tensor | None = None  # [F] float32, nats
     policy_version: Tensor | None = None  # [F] int32
+    # [P] float32, nats: sum of old_logprobs - rollout_logprobs over the path's loss mask, also over edges of
+    # other partitions. None if the paths lack one of both.
+    rollout_log_ratio: Tensor | None = None
+    is_chosen: Tensor | None = None  # [P] bool: whether the path is the chosen one of its preference pair
+    partner: Tensor | None = None  # [P] int64: number of the other path of the pair. None in a partition.
 
     def of_edges(self, chosen: Tensor) -> PathPairs:
         """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
@@ -73,7 +78,11 @@ class PathPairs:
         return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[kept]]})
 
 
-PER_PATH = ("path_number", "weight", "loss_tokens", "rollout_tokens")  # fields of PathPairs; others: per pair
+# Fields of PathPairs with one number per path; the others have one per pair.
+PER_PATH = (
+    *("path_number", "weight", "loss_tokens", "rollout_tokens", "rollout_log_ratio"),
+    *("is_chosen", "partner"),
+)
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
 
@@ -220,6 +229,8 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_pat
         all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
+    # A path's partner may run over no edge of this partition.
+    per_path = {name: pairs.path_fields[name] for name in pairs.path_fields if all_paths or name != "partner"}
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
         edge=torch.from_numpy(place[pairs.label[chosen]]),
@@ -227,7 +238,7 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_pat
             pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
         ),
         path_number=torch.from_numpy(paths),
-        **{name: torch.from_numpy(values[paths]) for name, values in pairs.path_fields.items()},
+        **{name: torch.from_numpy(values[paths]) for name, values in per_path.items()},
         **{name: torch.from_numpy(values[chosen]) for name, values in pairs.fields.items()},
     )
 

@@ -20,7 +20,7 @@ class TreePairs(NamedTuple):
     label: np.ndarray  # [F] int32: the edge, named by the index of the token that it predicts
     path: np.ndarray  # [F] int64
     fields: dict[str, np.ndarray]  # [F] each: the per-token fields of ``PathPairs``
-    path_fields: dict[str, np.ndarray]  # [P] float32 each: the fields per path
+    path_fields: dict[str, np.ndarray]  # [P] each: the fields per path
 
 
 def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
@@ -41,16 +41,47 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
         own if path.rollout_tokens is None else path.rollout_tokens
         for path, own in zip(paths, loss_tokens, strict=True)
     ]
-    return TreePairs(
-        label=tree.path_index[chosen],
-        path=np.repeat(np.arange(len(paths)), per_path),
-        fields=fields,
-        path_fields={
-            "weight": np.array([path.weight for path in paths], np.float32),
-            "loss_tokens": np.array(loss_tokens, np.float32),
-            "rollout_tokens": np.array(rollout_tokens, np.float32),
-        },
-    )
+    path_of_pair = np.repeat(np.arange(len(paths)), per_path)
+    path_fields = {
+        "weight": np.array([path.weight for path in paths], np.float32),
+        "loss_tokens": np.array(loss_tokens, np.float32),
+        "rollout_tokens": np.array(rollout_tokens, np.float32),
+    }
+    if "old_logprobs" in fields and "rollout_logprobs" in fields:
+        gap = fields["old_logprobs"].astype(np.float64) - fields["rollout_logprobs"]
+        sums = np.bincount(path_of_pair, fields["loss_mask"] * gap, minlength=len(paths))
+        path_fields["rollout_log_ratio"] = sums.astype(np.float32)
+    if any(path.preference for path in paths):
+        path_fields["is_chosen"] = np.array([path.preference == "chosen" for path in paths])
+        path_fields["partner"] = _partners(paths)
+    return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
+
+
+def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
+    """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
+
+    Raises:
+        UserError: a path has no preference, or no partner.
+    """
+    members: dict[str | None, dict[str, list[int]]] = {}
+    for number, path in enumerate(paths):
+        if path.preference is None:
+            raise UserError(
+                f"path {path.id or '?'}: preference: missing, but other paths of the batch have it; give it "
+                "to all paths or to none"
+            )
+        members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
+    partner = np.empty(len(paths), np.int64)
+    for pair, (chosen, rejected) in ((pair, found.values()) for pair, found in members.items()):
+        if len(chosen) != len(rejected):
+            path = paths[(chosen + rejected)[0]]
+            raise UserError(
+                f"path {path.id or '?'}: preference: expected as many chosen as rejected paths of the pair "
+                f"{pair or '?'!r} in a micro-batch, got {len(chosen)} and {len(rejected)}; put both into one "
+                "group, and set data.layout = 'tree'"
+            )
+        partner[chosen], partner[rejected] = rejected, chosen
+    return partner
 
 
 def edge_labels(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:

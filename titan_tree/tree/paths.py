@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.tree.path_fields import (
     FLOAT32_MAX,
     advantage_array,
@@ -78,6 +78,9 @@ class TokenPath:
             loss mask must be 0 there. Stored as [T] int32, with -1. Give it to all paths or to none. The
             metrics of a step show its mean over counted tokens, and how far the mean lags behind the newest
             version.
+        preference: "chosen" or "rejected", for losses of preference pairs.
+        pair: name of the pair that the path belongs to. In a micro-batch, the i-th chosen and the i-th
+            rejected path with one name form a pair. Both must be in one tree, which keeps them together.
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".
@@ -98,6 +101,8 @@ class TokenPath:
     temperature: float = 1.0
     policy_version: np.ndarray | None = None
     rollout_tokens: float | None = None
+    preference: str | None = None
+    pair: str | None = None
     shifted_old_logprobs: InitVar[Any] = None
     shifted_ref_logprobs: InitVar[Any] = None
     shifted_rollout_logprobs: InitVar[Any] = None
@@ -118,6 +123,8 @@ class TokenPath:
             temperature: float = 1.0,
             policy_version: ArrayLike | None = None,
             rollout_tokens: float | None = None,
+            preference: str | None = None,
+            pair: str | None = None,
             shifted_old_logprobs: Logprobs | None = None,
             shifted_ref_logprobs: Logprobs | None = None,
             shifted_rollout_logprobs: Logprobs | None = None,
@@ -149,6 +156,18 @@ class TokenPath:
         total = sum(path.loss_tokens for path in paths)
         for path in paths:
             path.rollout_tokens = total
+
+    def set_preference(self, preference: Any, pair: str | None) -> None:
+        """Makes the path the "chosen" or the "rejected" one of the named pair.
+
+        Raises:
+            UserError: ``preference`` is something else, or the loss counts no token of the path.
+        """
+        if preference not in ("chosen", "rejected"):
+            raise wrong("preference", "'chosen' or 'rejected'", shorten(preference))
+        if not self.loss_tokens:
+            raise UserError("preference: expected at least one token that the loss counts, got none")
+        self.preference, self.pair = preference, pair
 
     def check_limits(self, limits: ModelLimits) -> None:
         """Checks that a model with these limits can read the path.
@@ -185,6 +204,9 @@ class TokenPath:
             self.rollout_tokens = number(
                 "rollout_tokens", self.rollout_tokens, expected, lambda x: x >= own * (1 - 1e-6), FLOAT32_MAX
             )
+
+        if self.preference is not None:
+            self.set_preference(self.preference, self.pair)
 
     def _check_limits(self, limits: ModelLimits) -> None:
         max_positions, vocab_size, experts = limits

@@ -3,13 +3,17 @@
 loss.py             TreeLoss, which reduces a loss over the paths of a global batch; register_loss
 call.py             calls a loss function and checks what it returns
 sft.py              negative log-likelihood
-policy_gradient.py  reinforce, ppo, grpo, gspo
+policy_gradient.py  losses with one ratio per token: ppo and its relatives; distillation
+sequence_ratios.py  losses with one ratio per path: gspo and its relatives
+corrections.py      what any of them can add: a KL penalty, a correction of rollout mismatch
+ratios.py           ratios, KL estimates and sums over paths
 
 A loss is a function of the log-probs of one sequence's tokens. A new loss takes one file and one line in
 ``titan_tree.registry.LOSSES``, or the decorator ``register_loss`` in your own script.
 """
 
 from titan_tree.components.tree_loss.call import LossFunction
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.loss import (
     Reduction,
     TreeLoss,
@@ -18,4 +22,13 @@ from titan_tree.components.tree_loss.loss import (
     whole_path_loss,
 )
 
-__all__ = ["LossFunction", "Reduction", "TreeLoss", "normalizer", "register_loss", "whole_path_loss"]
+__all__ = [
+    "KLPenalty",
+    "LossFunction",
+    "Reduction",
+    "RolloutCorrection",
+    "TreeLoss",
+    "normalizer",
+    "register_loss",
+    "whole_path_loss",
+]

@@ -63,7 +63,7 @@ def _check(expected: str, values: Any, logprobs: Tensor) -> None:
 def _missing_field(error: Exception, pairs: PathPairs) -> str:
     """Says which fields the pairs have, and which line of the loss function failed."""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    names = [field.name for field in fields(pairs)]
+    names = [field.name for field in fields(pairs) if field.name != "rollout_log_ratio"]  # not a path's field
     missing = [name for name in names if getattr(pairs, name) is None]
     known = ", ".join(name for name in names if name not in missing)
     hint = f"; the paths lack {', '.join(missing)}, so give the field to every path" if missing else ""

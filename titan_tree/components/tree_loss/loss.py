@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.call import LossFunction, call_loss
+from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.ratios import kl_estimate
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch
@@ -54,6 +56,22 @@ def whole_path_loss(function: LossFunction, compares_paths: bool = True) -> Loss
     """
     function.needs_whole_paths = True  # type: ignore[attr-defined]
     function.compares_paths = compares_paths  # type: ignore[attr-defined]
+    return function
+
+
+def fixed_reduction(reduction: Reduction) -> Callable[[LossFunction], LossFunction]:
+    """Returns a decorator that marks a loss defined with one reduction. TreeLoss refuses the others."""
+
+    def mark(function: LossFunction) -> LossFunction:
+        function.reduction = reduction  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def corrects_rollout(function: LossFunction) -> LossFunction:
+    """Marks a loss that reads rollout_logprobs itself. It takes no ``RolloutCorrection``."""
+    function.corrects_rollout = True  # type: ignore[attr-defined]
     return function
 
 
@@ -88,18 +106,26 @@ class TreeLoss:
     """A registered loss, reduced over the paths of a global batch.
 
     Args:
-        name: "sft", "reinforce", "ppo", "grpo", "gspo", or a name given to ``register_loss``.
+        name: a name in ``registry.LOSSES``, or one given to ``register_loss``.
         reduction: "path_mean", "token_mean", "path_token_mean" or "rollout_token_mean", see the module's
             docstring.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
+        kl: a penalty for diverging from a reference policy; None: no penalty.
+        correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
         options: keyword arguments of the loss function.
 
     Raises:
-        UserError: the name, the reduction or an option does not exist.
+        UserError: the name, the reduction or an option does not exist, or they do not go together.
     """
 
     def __init__(
-        self, name: str = "sft", reduction: Reduction = "path_mean", entropy: float = 0.0, **options: float
+        self,
+        name: str = "sft",
+        reduction: Reduction = "path_mean",
+        entropy: float = 0.0,
+        kl: KLPenalty | None = None,
+        correction: RolloutCorrection | None = None,
+        **options: float,
     ) -> None:
         self.function: LossFunction = LOSSES[name]
         if reduction not in get_args(Reduction):
@@ -112,6 +138,24 @@ class TreeLoss:
                 f"loss {name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
             )
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
+        self.kl, self.correction = kl, correction
+        self._check()
+
+    def _check(self) -> None:
+        """Raises UserError for arguments that do not go together."""
+        own = getattr(self.function, "reduction", self.reduction)
+        if own != self.reduction:
+            raise UserError(
+                f"loss.reduction: expected {own!r}, which is part of the loss {self.name!r}, got "
+                f"{self.reduction!r}"
+            )
+        if not isinstance(self.kl, KLPenalty | None):
+            raise UserError(f"loss.kl: expected a KLPenalty, got {self.kl!r}; pass KLPenalty(coefficient)")
+        if self.correction and getattr(self.function, "corrects_rollout", False):
+            raise UserError(
+                f"loss.correction: expected none for the loss {self.name!r}, which reads rollout_logprobs "
+                "itself; set loss.correction.level = 'off'"
+            )
 
     @property
     def needs_whole_paths(self) -> bool:
@@ -210,8 +254,13 @@ class TreeLoss:
         self, path_logprobs: Tensor, pairs: PathPairs, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses and the metrics of all pairs, [F] each."""
-        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
+        losses, metrics = self._policy_losses(path_logprobs, pairs)
+        if self.kl and not self.kl.as_reward:
+            metrics["ref_kl"] = self.kl.estimate(path_logprobs, pairs)
+            losses = losses + self.kl.coefficient * metrics["ref_kl"]
         metrics["nll"] = -path_logprobs
+        if pairs.old_logprobs is not None and pairs.rollout_logprobs is not None:
+            metrics["rollout_kl"] = kl_estimate("k3", pairs.rollout_logprobs - pairs.old_logprobs)
         if pairs.policy_version is not None:
             metrics["policy_version"] = pairs.policy_version
         if entropy is not None:
@@ -223,3 +272,20 @@ class TreeLoss:
                 )
             losses = losses - self.entropy * metrics["entropy"]
         return losses, metrics
+
+    def _policy_losses(self, path_logprobs: Tensor, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the losses and the metrics of the loss function, corrected for rollout mismatch."""
+        extra = {}
+        if self.kl and self.kl.as_reward:
+            pairs, extra["ref_kl"] = self.kl.penalize_rewards(pairs)
+        if self.correction is None:
+            losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
+            return losses, metrics | extra
+        weight, weight_metrics = self.correction.weights(pairs)
+        # The ratio of a dropped token may overflow, and 0 * inf is NaN. In a path that keeps its weight, the
+        # ratio of a whole path needs the gradients of all tokens.
+        if not (self.needs_whole_paths and self.correction.level == "token"):
+            path_logprobs = torch.where(weight > 0, path_logprobs, path_logprobs.detach())
+        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
+        losses = torch.where(weight > 0, weight * losses, 0.0)
+        return losses, metrics | extra | weight_metrics

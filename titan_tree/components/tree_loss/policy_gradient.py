@@ -1,129 +1,233 @@
-"""Policy-gradient losses: reinforce, ppo, grpo and gspo.
+"""Policy-gradient losses with one ratio per token, and on-policy distillation.
 
 Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they
-belong to. It returns losses [F], or losses and a dict of metrics, each [F].
+belong to. It returns losses [F], or losses and a dict of metrics, each [F]. In formulas, A is the advantage,
+l the log-prob, and r the ratio p / p_old.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import whole_path_loss
+from titan_tree.components.tree_loss.loss import corrects_rollout, fixed_reduction
+from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+MAX_RATIO = 5.0  # of cispo: ScaleRL, arXiv:2510.13786
+
 
 def reinforce(logprobs: Tensor, pairs: PathPairs) -> Tensor:
-    """Returns the on-policy policy gradient loss -A log p (REINFORCE; Williams, 1992)."""
-    return -_field(pairs, "advantage") * logprobs
+    """Returns the on-policy policy gradient loss -A l (REINFORCE; Williams, 1992)."""
+    return -field(pairs, "advantage") * logprobs
 
 
 def ppo(
-    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor,
+    pairs: PathPairs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+) -> LossAndMetrics:
     """Returns PPO's clipped surrogate loss, with one ratio per token (PPO, arXiv:1707.06347).
 
     Args:
         clip_low: the ratio is clipped from below at 1 - clip_low.
         clip_high: the ratio is clipped from above at 1 + clip_high.
+        dual_clip: bound c of the ratio where A < 0, which PPO does not clip from above (dual-clip PPO,
+            arXiv:1912.09729; usually 3). At least 1 + clip_high; 0: no bound.
 
     Returns:
-        Losses, and the metrics clip_fraction and old_kl, an estimate of KL(old || new).
+        Losses, and the metrics clip_fraction, ratio and old_kl, an estimate of KL(old || new).
     """
-    advantage = _field(pairs, "advantage")
-    log_ratio = logprobs - _field(pairs, "old_logprobs")
-    loss, is_clipped = _clipped_surrogate(log_ratio, advantage, clip_low, clip_high)
-    return loss, {"clip_fraction": is_clipped, "old_kl": _k3(log_ratio)}
+    log_ratio = logprobs - field(pairs, "old_logprobs")
+    loss, is_clipped = clipped_surrogate(log_ratio, field(pairs, "advantage"), clip_low, clip_high, dual_clip)
+    return loss, {"clip_fraction": is_clipped} | ratio_metrics(log_ratio)
 
 
 def grpo(
-    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2, kl: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns PPO's loss plus a penalty for diverging from a reference policy (GRPO, arXiv:2402.03300).
+    logprobs: Tensor,
+    pairs: PathPairs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+) -> LossAndMetrics:
+    """Returns the loss of GRPO (arXiv:2402.03300), which is PPO's. Its KL penalty is ``KLPenalty``.
 
-    Paths carry their advantages; ``data.advantage = "group"`` computes them from rewards as GRPO does.
+    GRPO counts each path once: use the reduction "path_token_mean". Paths carry their advantages;
+    ``data.advantage = "group"`` computes them from rewards as GRPO does.
+    """
+    return ppo(logprobs, pairs, clip_low, clip_high, dual_clip)
+
+
+@fixed_reduction("path_mean")
+def dr_grpo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2
+) -> LossAndMetrics:
+    """Returns PPO's loss for Dr. GRPO (arXiv:2503.20783): sums over tokens, with the reduction "path_mean".
+
+    The paper also divides by the length budget of a response, a constant. Divide the learning rate or the
+    path weights by it.
+    """
+    return ppo(logprobs, pairs, clip_low, clip_high)
+
+
+@fixed_reduction("token_mean")
+def dapo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.28
+) -> LossAndMetrics:
+    """Returns PPO's loss with DAPO's clip range (arXiv:2503.14476), for the reduction "token_mean".
+
+    DAPO also drops groups whose rewards are all equal, and masks truncated responses. The data decides both.
+    """
+    return ppo(logprobs, pairs, clip_low, clip_high)
+
+
+def cispo(
+    logprobs: Tensor,
+    pairs: PathPairs,
+    clip_low: float = 1.0,
+    clip_high: float | None = None,
+    max_ratio: float | None = None,
+) -> LossAndMetrics:
+    """Returns -w A l with the clipped ratio w, a constant: every token keeps a gradient (arXiv:2506.13585).
 
     Args:
-        clip_low: see ``ppo``.
-        clip_high: see ``ppo``.
-        kl: coefficient of the k3 estimate of KL(new || reference).
+        clip_low: w is at least 1 - clip_low. 1: no lower bound.
+        clip_high: w is at most 1 + clip_high, as in the paper and in verl.
+        max_ratio: w is at most this, as TRL's ``epsilon_high``. Default: 5, unless clip_high is set.
 
     Returns:
-        Losses, and the metrics of ``ppo`` and, unless ``kl`` is 0, ref_kl.
+        Losses, and the metrics of ``ppo``.
+
+    Raises:
+        UserError: both upper bounds are set.
     """
-    loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
-    if kl:
-        metrics["ref_kl"] = _k3(_field(pairs, "ref_logprobs") - logprobs)
-        loss = loss + kl * metrics["ref_kl"]
-    return loss, metrics
-
-
-@partial(whole_path_loss, compares_paths=False)
-def gspo(
-    logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns PPO's clipped surrogate loss with one ratio per path (GSPO, arXiv:2507.18071).
-
-    A path's ratio is the geometric mean of its tokens' ratios. GSPO counts each path once: use the reduction
-    "path_token_mean".
-
-    Args:
-        clip_low: see ``ppo``.
-        clip_high: see ``ppo``.
-
-    Returns:
-        Losses, and the metric clip_fraction.
-    """
-    is_counted = pairs.weight[pairs.path] > 0  # a path without weight has no gradient, even an infinite one
-    log_ratio = (logprobs - _field(pairs, "old_logprobs")) * pairs.loss_mask * is_counted
-    mean = torch.zeros_like(pairs.loss_tokens, dtype=log_ratio.dtype).index_add(0, pairs.path, log_ratio)
-    mean = mean / pairs.loss_tokens.clamp_min(1e-30)
-    advantage = _field(pairs, "advantage")
-    loss, is_clipped = _clipped_surrogate(mean[pairs.path], advantage, clip_low, clip_high)
-    return loss, {"clip_fraction": is_clipped}
-
-
-def _clipped_surrogate(
-    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the losses [F], and 1.0 wherever the clipped term is the smaller one and stops the gradient.
-
-    Where the gradient is 0, the exponential is not differentiated: it may overflow, and 0 * inf is NaN.
-    """
+    if clip_high is not None and max_ratio is not None:
+        raise UserError("loss 'cispo': expected either clip_high or max_ratio, got both; remove one")
+    high = 1 + clip_high if clip_high is not None else MAX_RATIO if max_ratio is None else max_ratio
+    log_ratio = logprobs - field(pairs, "old_logprobs")
     ratio = log_ratio.detach().exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    is_clipped = (clipped - ratio) * advantage < 0
-    ratio = torch.where(is_clipped | (advantage == 0), 0.0, log_ratio).exp()
-    return -torch.where(is_clipped, clipped, ratio) * advantage, is_clipped.float()
+    weight = ratio.clamp(1 - clip_low, high)
+    loss = -weight * field(pairs, "advantage") * logprobs
+    return loss, {"clip_fraction": (weight != ratio).float()} | ratio_metrics(log_ratio)
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
-    """Returns the k3 estimate of KL divergence by Schulman (2020), which is unbiased and never negative."""
-    return log_ratio.expm1() - log_ratio
+def sapo(
+    logprobs: Tensor, pairs: PathPairs, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossAndMetrics:
+    """Returns -A (4 / tau) sigmoid(tau (r - 1)), a smooth gate in place of clipping (SAPO, arXiv:2511.20347).
+
+    SAPO counts each path once: use the reduction "path_token_mean".
+
+    Args:
+        tau_positive: tau where A > 0.
+        tau_negative: tau elsewhere.
+
+    Returns:
+        Losses, and the metrics ratio and old_kl.
+    """
+    advantage = field(pairs, "advantage")
+    log_ratio = logprobs - field(pairs, "old_logprobs")
+    tau = torch.where(advantage > 0, tau_positive, tau_negative)
+    # Beyond exp(20), the gate is 1 and flat. Its derivative would be 0 * inf.
+    gate = torch.sigmoid(tau * (log_ratio.clamp(max=20.0).exp() - 1)) * 4 / tau
+    return -gate * advantage, ratio_metrics(log_ratio)
 
 
-_FIXES = {
-    "advantage": ", or set data.advantage = 'group' and give rewards",
-    "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
-}
+def dppo_tv(
+    logprobs: Tensor,
+    pairs: PathPairs,
+    clip_low: float = 0.15,
+    clip_high: float = 0.15,
+    max_ratio: float = 20.0,
+) -> LossAndMetrics:
+    """Returns -w A l, masked by the change of the token's probability (DPPO-Binary-TV, arXiv:2602.04879).
+
+    A token is dropped if its probability has already moved too far in the direction of its advantage. w is
+    the ratio, at most ``max_ratio`` and without gradient.
+
+    Args:
+        clip_low: where A <= 0, tokens with p < p_old - clip_low are dropped.
+        clip_high: where A > 0, tokens with p > p_old + clip_high are dropped.
+        max_ratio: upper bound of w.
+
+    Returns:
+        Losses, and the metrics clip_fraction (dropped tokens), ratio and old_kl.
+    """
+    old = field(pairs, "old_logprobs")
+    change = logprobs.detach().exp() - old.exp()
+    is_kept = torch.where(field(pairs, "advantage") > 0, change <= clip_high, change >= -clip_low)
+    return _masked(logprobs, pairs, is_kept, max_ratio)
 
 
-def _field(pairs: PathPairs, name: str) -> Tensor:
-    """Returns a per-token field of the paths. Raises UserError if they lack it, or if it has gradients."""
-    if (value := getattr(pairs, name)) is not None:
-        if value.requires_grad:
-            raise UserError(
-                f"loss: {name}: expected constants, got a tensor that requires grad; compute it under "
-                f"torch.no_grad(), or pass {name}.detach()"
-            )
-        return value
-    fix = f"give it to every path{_FIXES.get(name, '')}"
-    if name == "old_logprobs" and pairs.rollout_logprobs is not None:
-        fix = (
-            "compute them with tree_logprobs, or rename rollout_logprobs to old_logprobs to use those of the "
-            "sampling engine in their place"
-        )
-    raise UserError(f"loss: the paths have no {name}; {fix}")
+def dppo_kl(
+    logprobs: Tensor,
+    pairs: PathPairs,
+    clip_low: float = 0.05,
+    clip_high: float = 0.05,
+    max_ratio: float = 20.0,
+) -> LossAndMetrics:
+    """Returns the loss of ``dppo_tv`` with another distance: the KL divergence between two coins.
+
+    A coin's probability is the token's, under the old and the current model (DPPO-Binary-KL).
+    """
+    old, new = field(pairs, "old_logprobs").to(logprobs.dtype), logprobs.detach()
+    rest_old, rest_new = 1 - old.exp(), 1 - new.exp()
+    divergence = old.exp() * (old - new) + rest_old * ((rest_old + 1e-8) / (rest_new + 1e-8)).log()
+    is_kept = torch.where(
+        field(pairs, "advantage") > 0,
+        (divergence <= clip_high) | (new <= old),
+        (divergence <= clip_low) | (new >= old),
+    )
+    return _masked(logprobs, pairs, is_kept, max_ratio)
+
+
+def _masked(logprobs: Tensor, pairs: PathPairs, is_kept: Tensor, max_ratio: float) -> LossAndMetrics:
+    log_ratio = logprobs - field(pairs, "old_logprobs")
+    weight = log_ratio.detach().exp().clamp(max=max_ratio)
+    loss = torch.where(is_kept, -weight * field(pairs, "advantage") * logprobs, 0.0)
+    return loss, {"clip_fraction": (~is_kept).float()} | ratio_metrics(log_ratio)
+
+
+@corrects_rollout
+def decoupled_ppo(
+    logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 5.0
+) -> LossAndMetrics:
+    """Returns PPO's loss times p_old / p_rollout (decoupled PPO, arXiv:2505.24298, as in AReaL).
+
+    The ratio is relative to old_logprobs, those of the proximal policy. The paths were sampled by an older
+    policy, whose log-probs are rollout_logprobs.
+
+    Args:
+        clip_low: see ``ppo``.
+        clip_high: see ``ppo``.
+        max_weight: tokens with a larger p_old / p_rollout are dropped.
+
+    Returns:
+        Losses, and the metrics of ``ppo`` and masked_fraction.
+    """
+    weight = (field(pairs, "old_logprobs") - field(pairs, "rollout_logprobs")).exp()
+    is_dropped = weight > max_weight
+    weight = torch.where(is_dropped, 0.0, weight)
+    # The ratio of a token with weight 0 may overflow, and 0 * inf is NaN.
+    logprobs = torch.where(weight > 0, logprobs, logprobs.detach())
+    loss, metrics = ppo(logprobs, pairs, clip_low, clip_high)
+    loss = torch.where(weight > 0, weight * loss, 0.0)
+    return loss, metrics | {"masked_fraction": is_dropped.float()}
+
+
+def distill(logprobs: Tensor, pairs: PathPairs) -> LossAndMetrics:
+    """Returns -A l with A = log p_teacher - l, a constant: on-policy distillation (GKD, arXiv:2306.13649).
+
+    Its expected gradient is that of KL(student || teacher) if the current model sampled the paths. The
+    teacher's log-probs are ``ref_logprobs``.
+
+    Returns:
+        Losses, and the metric teacher_kl, the k1 estimate of KL(student || teacher).
+    """
+    gap = logprobs.detach() - field(pairs, "ref_logprobs")
+    return gap * logprobs, {"teacher_kl": kl_estimate("k1", gap)}

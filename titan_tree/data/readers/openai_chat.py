@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from titan_tree.data.readers import Record, Source, anthropic
@@ -14,7 +15,7 @@ from titan_tree.data.readers.chat import (
     text_of,
     without,
 )
-from titan_tree.data.readers.rows import RowReader, expect, first_rows
+from titan_tree.data.readers.rows import PAIR_COLUMNS, RowReader, expect, first_rows
 from titan_tree.errors import UserError
 
 
@@ -24,13 +25,17 @@ class OpenAIChatReader(RowReader):
         {"messages": [...], "tools" or "functions"?}
         {"request": {"messages": [...], ...}, "response": {"choices": [{"message": {...}}]}}
         {"prompt": [messages], "completion": [messages]}
+        {"prompt"?: [messages], "chosen": [messages], "rejected": [messages]}
 
     Legacy ``function_call`` and role "function" become tool calls and role "tool", and role "developer"
     becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories. Of the
-    last two forms, only the response or completion is trained.
+    last three forms, only the response or completion is trained. A preference pair becomes a task of two
+    trajectories; without a prompt, the messages that both answers begin with are the prompt.
     Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, finish reasons,
     log-probs of text) are left out; ``temperature`` is kept.
     """
+
+    reads_pairs = True
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""
@@ -42,11 +47,15 @@ class OpenAIChatReader(RowReader):
             return True
         if isinstance(request := row.get("request"), dict):
             return "messages" in request
+        if _are_messages(row.get("chosen")):
+            return True
         return _are_messages(row.get("prompt")) and _are_messages(row.get("completion"))
 
     def convert(self, row: Record) -> Record:
         if row.get("request") is not None:
             return self._pair(row)
+        if any(row.get(name) is not None for name in PAIR_COLUMNS):
+            return self._preference_pair(row)
         if row.get("completion") is not None and "messages" not in row:
             return self._prompt_and_completion(row)
         if "messages" in row:
@@ -79,6 +88,25 @@ class OpenAIChatReader(RowReader):
         self._warn_about_turns(prompt)
         completion = converted_messages(row["completion"], "completion")
         return converted_request(without(row, ("prompt", "completion"))) | answered(prompt, completion)
+
+    def _preference_pair(self, row: Record) -> Record:
+        answers = [converted_messages(row.get(name), name) for name in PAIR_COLUMNS]
+        if row.get("prompt") is not None:
+            prompt = converted_messages(row["prompt"], "prompt")
+        else:
+            prompt = [first for first, second in takewhile(_are_equal, zip(*answers, strict=False))]
+            answers = [answer[len(prompt) :] for answer in answers]
+        self._warn_about_turns(prompt)
+        trajectories = []
+        for name, answer in zip(PAIR_COLUMNS, answers, strict=True):
+            if len(answer) > 1 and any(message.get("role") == "assistant" for message in prompt):
+                raise UserError(
+                    f"{name}: expected one message, because the prompt has turns of the assistant, got "
+                    f"{len(answer)}"
+                )
+            turns = "whole" if len(answer) > 1 else "last"
+            trajectories.append({"messages": prompt + answer, "turns": turns, "preference": name})
+        return converted_request(without(row, ("prompt", *PAIR_COLUMNS))) | {"trajectories": trajectories}
 
     def _warn_about_turns(self, prompt: list[Message]) -> None:
         if any(message.get("role") == "assistant" for message in prompt):
@@ -147,6 +175,10 @@ def _trajectory(trajectory: Any, index: int) -> Any:
         return trajectory
     where = f"trajectories[{index}].messages"
     return {**trajectory, "messages": converted_messages(trajectory["messages"], where)}
+
+
+def _are_equal(pair: tuple[Message, Message]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _are_messages(value: Any) -> bool:

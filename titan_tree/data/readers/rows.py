@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,8 @@ FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
 # Columns that may hold JSON text.
 JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes")
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-PREFERENCE_COLUMNS = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag")
+PAIR_COLUMNS = ("chosen", "rejected")
+PREFERENCE_COLUMNS = (*PAIR_COLUMNS, "preferred_output", "non_preferred_output", "kto_tag")
 
 
 def rows(source: Source) -> Iterator[tuple[Place, Record]]:
@@ -69,6 +70,7 @@ class RowReader(Reader):
     """Reads a format in which every row is one record. Subclasses recognize and convert a row."""
 
     path = ""  # of the file that is being read, for warnings
+    reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
 
     @abstractmethod
     def claims(self, row: Record) -> bool:
@@ -90,7 +92,7 @@ class RowReader(Reader):
         self.path = source.path
         for place, row in rows(source):
             with errors_at(place):
-                refuse_columns(row)
+                refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
                 record = self.convert(decoded_columns(row))
             yield place, record
 
@@ -122,18 +124,18 @@ def _decoded(text: str, name: str) -> Any:
     return parse_text(text, f"{name} (JSON text)") if text.strip() else None
 
 
-def refuse_columns(row: Record) -> None:
-    """Raises UserError for images, audio and preferences, which no record can hold."""
+def refuse_columns(row: Record, allowed: Sequence[str] = ()) -> None:
+    """Raises UserError for images and audio, and for preferences except for the ``allowed`` columns."""
     for name in MEDIA_COLUMNS:
         if row.get(name):
             raise UserError(
                 f"{name}: titan_tree trains on text, and this row has other media; remove the row"
             )
     for name in PREFERENCE_COLUMNS:
-        if row.get(name) is not None:
+        if row.get(name) is not None and name not in allowed:
             raise UserError(
-                f"{name}: preference data is not supported, because no loss compares two answers; "
-                "give the answers as trajectories with rewards"
+                f"{name}: this format has no preference pairs; give rows of messages in prompt, chosen and "
+                "rejected (data.format = 'openai_chat'), or trajectories with the field preference"
             )
 
 

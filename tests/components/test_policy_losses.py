@@ -1,0 +1,263 @@
+"""Compares every policy loss with its formula on each path alone: losses, gradients, corrections, limits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.components.test_tree_loss import edge_table, random_paths
+from tests.support.policy_losses import LOSSES, gspo, ppo, reduced
+from titan_tree.build import build_loss
+from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.config import LossConfig
+from titan_tree.config.toml import load_config
+from titan_tree.errors import UserError
+from titan_tree.registry import LOSSES as NAMES
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "loss_mask")
+
+
+def forest(seed, zero_advantage=False):
+    """Returns the paths of one tree per two random ones, its batch, and random log-probs of the edges."""
+    rng = np.random.default_rng(seed + 100)
+    paths = random_paths(seed)
+    for path in paths:
+        path.old_logprobs = path.old_logprobs.clip(max=-0.01)
+        path.rollout_logprobs = (path.old_logprobs + rng.normal(0, 0.2, len(path))).astype(np.float32)
+        if zero_advantage:
+            path.advantage[:] = 0
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+    noise = torch.from_numpy(rng.normal(-1, 0.6, len(batch.edge_label))).clamp(max=-0.01)
+    return paths, batch, noise.requires_grad_()
+
+
+def columns(path, logprobs, table):
+    """Returns n, o, f, b, A and m of the tokens of one path, found by following edges."""
+    tokens = path.tokens.tolist()
+    found = [table[tuple(tokens[: t + 1])] for t in range(1, len(tokens))]
+    fields = (torch.from_numpy(getattr(path, name)[1:]).double() for name in FIELDS)
+    return logprobs[found], *fields
+
+
+def expected_loss(paths, batch, logprobs, formula, reduction):
+    table = edge_table(batch)
+    losses, masks = [], []
+    for path in paths:
+        values = columns(path, logprobs, table)
+        masks.append(values[-1])
+        losses.append(formula(*values) if len(path) > 1 else values[0])
+    return reduced(losses, masks, [path.weight for path in paths], reduction)
+
+
+def assert_equals(loss, formula, reduction, seeds=range(4)):
+    for seed in seeds:
+        paths, batch, logprobs = forest(seed)
+        want = expected_loss(paths, batch, logprobs, formula, reduction)
+        (want_grad,) = torch.autograd.grad(want, logprobs)
+        got, metrics = loss(logprobs, batch, loss.normalizer(paths))
+        (got_grad,) = torch.autograd.grad(got, logprobs)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # fields are fp32
+        torch.testing.assert_close(got_grad, want_grad, rtol=2e-6, atol=1e-7)
+        assert want_grad.norm() > 1e-3
+    return metrics
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_loss_equals_its_formula_on_every_path_alone(case):
+    options, reduction, formula = LOSSES[case]
+    assert_equals(TreeLoss(case.partition(",")[0], reduction, **options), formula, reduction)
+
+
+def test_every_policy_loss_has_a_formula():
+    modules = ("policy_gradient", "sequence_ratios")
+    names = {name for name in NAMES if NAMES[name].__module__.endswith(modules)}
+    assert names == {case.partition(",")[0] for case in LOSSES}
+
+
+@pytest.mark.parametrize("as_reward", [False, True])
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_penalty(estimator, importance, as_reward):
+    if importance and as_reward:
+        with pytest.raises(UserError, match=r"loss\.kl\.importance: expected false together"):
+            KLPenalty(0.3, estimator, importance, as_reward)
+        return
+
+    def divergence(log_p, log_q):
+        if estimator == "k1":
+            return log_p - log_q
+        if estimator == "k2":
+            return 0.5 * (log_p - log_q) ** 2
+        return (log_q - log_p).exp() - (log_q - log_p) - 1
+
+    def formula(n, o, f, b, A, m):
+        if as_reward:
+            return ppo(n, o, A - 0.3 * divergence(o, f))
+        ratio = (n - o).exp() if importance else 1.0
+        return ppo(n, o, A) + 0.3 * ratio * divergence(n, f)
+
+    loss = TreeLoss("grpo", "token_mean", kl=KLPenalty(0.3, estimator, importance, as_reward))
+    assert "ref_kl" in assert_equals(loss, formula, "token_mean")
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask", "reject"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_the_correction_of_rollout_mismatch(name, level, mode):
+    low, high = 0.85, 1.2
+
+    def formula(n, o, f, b, A, m):
+        w = (o - b).exp()
+        if level != "token":
+            total = (m * (o - b)).sum()
+            if level == "geometric" and m.sum():
+                total = total / m.sum()
+            w = total.exp().expand_as(n)
+        inside = (w >= low) & (w <= high)
+        w = {"truncate": w.clamp(low, high), "mask": w * inside, "reject": 1.0 * inside}[mode]
+        loss = ppo(n, o, A) if name == "ppo" else gspo(n, o, A, m, 0.1, 0.3)
+        return w * loss + 0.1 * (n - f) ** 2 / 2  # the penalty has no weight
+
+    options = {} if name == "ppo" else {"clip_low": 0.1, "clip_high": 0.3}
+    correction = RolloutCorrection(level, mode, low, high)
+    loss = TreeLoss(name, "path_token_mean", kl=KLPenalty(0.1, "k2"), correction=correction, **options)
+    assert_equals(loss, formula, "path_token_mean")
+
+
+def test_metrics_are_means_over_counted_tokens():
+    paths = [
+        TokenPath([1, 2, 3], [0, 1, 1], advantage=1, old_logprobs=[0, -1, -1], rollout_logprobs=[0, -1, -2]),
+        TokenPath([1, 2, 4], [0, 0, 1], advantage=-1, old_logprobs=[0, 0, -1], rollout_logprobs=[0, 0, -1]),
+    ]
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)], edges="loss")
+    correction = RolloutCorrection("token", "mask", high=2.0)
+    logprobs = torch.where(batch.edge_label == 3, -0.5, -1.0)
+    _, metrics = TreeLoss("ppo", correction=correction)(logprobs, batch, 2.0)
+    mean = {name: (value / metrics["token_weight"]).item() for name, value in metrics.items()}
+    assert mean["masked_fraction"] == pytest.approx(1 / 3)  # e > 2
+    assert mean["rollout_weight"] == mean["rollout_weight_square"] == pytest.approx(2 / 3)
+    assert mean["clip_fraction"] == pytest.approx(1 / 3)
+    assert mean["ratio"] == pytest.approx((2 + math.exp(0.5)) / 3)
+    assert mean["old_kl"] == pytest.approx((math.exp(0.5) - 1.5) / 3)
+    assert mean["rollout_kl"] == pytest.approx((math.e - 2) / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", LOSSES)
+def test_extreme_ratios_are_never_nan(case, dtype):
+    """Where the loss has a bound, it is finite."""
+    options, reduction, _ = LOSSES[case]
+    penalty = KLPenalty(0.1, "k3", importance=True)
+    for correction in (None, RolloutCorrection("sequence", "mask")):
+        if case.startswith(("vespo", "decoupled")) and correction:
+            continue
+        loss = TreeLoss(case.partition(",")[0], reduction, kl=penalty, correction=correction, **options)
+        for x in (-1e4, -200.0, -30.0, 30.0, 200.0, 1e4):
+            for advantage in (-2.0, 0.0, 1.5):
+                old = -1.0 if x <= 0 else -1.0 - x
+                fields = {"old_logprobs": [0, old], "ref_logprobs": [0, -2], "rollout_logprobs": [0, -1]}
+                path = TokenPath([1, 2], advantage=advantage, **fields)
+                batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
+                logprobs = torch.tensor([old + x], dtype=dtype, requires_grad=True)
+                value, _ = loss(logprobs, batch, 1.0)
+                (gradient,) = torch.autograd.grad(value, logprobs)
+                assert not torch.stack([value, *gradient]).isnan().any(), (x, advantage)
+                if x < 0:
+                    assert torch.stack([value, *gradient]).isfinite().all(), (x, advantage)
+
+
+@pytest.mark.parametrize("case", [case for case in LOSSES if case != "distill"])
+def test_a_group_without_advantages_has_no_gradient(case):
+    options, reduction, _ = LOSSES[case]
+    paths, batch, logprobs = forest(0, zero_advantage=True)
+    loss = TreeLoss(case.partition(",")[0], reduction, **options)
+    value, _ = loss(logprobs, batch, loss.normalizer(paths))
+    (gradient,) = torch.autograd.grad(value, logprobs)
+    assert value.item() == 0
+    assert gradient.abs().max() == 0
+
+
+def test_a_rejected_token_may_overflow():
+    path = TokenPath(
+        [1, 2, 3], advantage=-1, old_logprobs=[0, -1e4, -1], rollout_logprobs=[0, -1, -1], id="overflow"
+    )
+    batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss = TreeLoss("ppo", correction=RolloutCorrection("token", "reject", low=0.5))
+    value, _ = loss(logprobs, batch, 1.0)
+    (gradient,) = torch.autograd.grad(value, logprobs)
+    assert (value.item(), gradient.tolist()) == (1.0, [0.0, 1.0])
+
+
+def test_gspo_and_gspo_token_differ_only_in_the_advantage_of_each_token():
+    paths, batch, logprobs = forest(1)
+    options = {"clip_low": 10.0, "clip_high": 10.0}
+    for same in (True, False):
+        for path in paths:
+            path.advantage[:] = path.advantage[0] if same else np.linspace(-1, 1, len(path))
+        batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+        gradients = []
+        for name in ("gspo", "gspo_token"):
+            loss = TreeLoss(name, "path_token_mean", **options)
+            value, _ = loss(logprobs, batch, loss.normalizer(paths))
+            gradients.append(torch.autograd.grad(value, logprobs)[0])
+        difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+        assert difference < 1e-6 if same else difference > 0.1
+
+
+def test_settings_that_contradict_the_loss_are_refused():
+    for name, reduction in (("dapo", "token_mean"), ("dr_grpo", "path_mean"), ("luspo", "path_mean")):
+        TreeLoss(name, reduction)
+        with pytest.raises(UserError, match=rf"^loss\.reduction: expected '{reduction}', .* loss '{name}'"):
+            TreeLoss(name, "path_token_mean")
+    for name in ("vespo", "decoupled_ppo"):
+        with pytest.raises(UserError, match=rf"^loss\.correction: expected none for the loss '{name}'"):
+            TreeLoss(name, correction=RolloutCorrection())
+    with pytest.raises(UserError, match=r"^loss\.kl: expected a KLPenalty, got 0\.1"):
+        TreeLoss("grpo", kl=0.1)
+    with pytest.raises(
+        UserError, match=r"^loss\.correction\.low: .* below loss\.correction\.high = 1, got 2"
+    ):
+        RolloutCorrection(low=2, high=1)
+    _, batch, logprobs = forest(0)
+    with pytest.raises(UserError, match=r"^loss 'cispo': expected either clip_high or max_ratio, got both"):
+        TreeLoss("cispo", clip_high=0.2, max_ratio=2)(logprobs, batch, 1.0)
+    with pytest.raises(UserError, match=r"^loss: dual_clip: .* at least 1 \+ clip_high = 1\.2, got 1\.1"):
+        TreeLoss("ppo", dual_clip=1.1)(logprobs, batch, 1.0)
+    batch = TreeBatch.from_trees(
+        [TokenTree.from_paths([TokenPath([1, 2], advantage=1, old_logprobs=[0, -1])])]
+    )
+    for loss, field in (
+        (TreeLoss("ppo", kl=KLPenalty(0.1)), "ref_logprobs"),
+        (TreeLoss("ppo", correction=RolloutCorrection()), "rollout_logprobs"),
+        (TreeLoss("decoupled_ppo"), "rollout_logprobs"),
+        (TreeLoss("distill"), "ref_logprobs"),
+    ):
+        with pytest.raises(UserError, match=f"^loss: the paths have no {field}; give it to every path"):
+            loss(torch.zeros(1), batch, 1.0)
+
+
+def test_the_configuration_builds_both_terms(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nflavor = "debug"\n[data]\nfiles = "demo"\n[loss]\nname = "grpo"\n'
+        '[loss.kl]\ncoefficient = 0.1\nestimator = "k2"\n[loss.correction]\nlevel = "sequence"\n'
+    )
+    loss = build_loss(load_config(file, ["loss.correction.high=3", "loss.kl.importance=true"]).loss)
+    assert loss.kl == KLPenalty(0.1, "k2", importance=True)
+    assert loss.correction == RolloutCorrection("sequence", "truncate", 0.0, 3.0)
+    off = build_loss(LossConfig())
+    assert (off.kl, off.correction) == (None, None)
+    for argument, error in (
+        ("loss.kl.coefficient='0.1'", r"loss\.kl\.coefficient: expected a number, got '0\.1'"),
+        ("loss.kl.coeficient=1", r"unknown key 'loss\.kl\.coeficient'; did you mean 'loss\.kl\.coefficient'"),
+        ("loss.kl=0.1", r"loss\.kl: expected a table, got 0\.1"),
+        ("loss.options.kl=0.1", r"loss\.options\.kl: expected no such option \(set loss\.kl instead\)"),
+        ("loss.correction.mode=clip", r"loss\.correction\.mode: Invalid value 'clip', expected one of"),
+    ):
+        with pytest.raises(UserError, match=error):
+            load_config(file, [argument])

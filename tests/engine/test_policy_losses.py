@@ -1,0 +1,84 @@
+"""A step with each policy loss equals transformers on every path alone, in one pass and in partitions."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.oracle import flat, hf_model, hybrid_model, random_groups, relative_error, tree_model
+from tests.support.partitions import RandomCuts
+from tests.support.policy_losses import LOSSES, reduced
+from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.tree.token_tree import TokenTree
+
+FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantage", "loss_mask")
+MODELS = {
+    "dense": lambda: hf_model(tied=True, dtype=torch.float64),
+    "experts": lambda: hf_model(tied=False, kind="Qwen3Moe"),  # the grouped product of experts has no float64
+    "hybrid": lambda: hybrid_model(tied=True, dtype=torch.float64),
+}
+CASES = [("dense", case) for case in LOSSES]
+CASES += [(model, case) for model in ("experts", "hybrid") for case in ("dapo", "gmpo")]
+
+
+def add_fields(hf, paths, seed):
+    """Gives the paths log-probs near those of the model, so that some ratios are clipped."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for path in paths:
+            own = np.concatenate([[-1], path_logprobs(hf, path).numpy()])
+            for name in FIELDS[:3]:
+                values = own + rng.normal(0, 0.15, len(path))
+                setattr(path, name, values.clip(max=-0.01).astype(np.float32))
+            path.advantage = rng.normal(size=len(path)).astype(np.float32)
+
+
+def path_logprobs(hf, path):
+    ids = torch.as_tensor(path.tokens).long()
+    if len(ids) == 1:
+        return torch.zeros(0, dtype=torch.float64)
+    logits = hf(input_ids=ids[None], use_cache=False).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def on_every_path(hf, paths, formula, reduction, corrects):
+    """Returns the loss with a k2 penalty and a sequence-level correction, and gradients by name."""
+    losses, masks = [], []
+    for path in paths:
+        n = path_logprobs(hf, path)
+        o, f, b, a, m = (torch.from_numpy(getattr(path, name)[1:]).double() for name in FIELDS)
+        weight = (m * (o - b)).sum().exp().clamp(max=1.1) if corrects else 1.0
+        losses.append(weight * (formula(n, o, f, b, a, m) if len(n) else n) + 0.05 * (n - f) ** 2)
+        masks.append(m)
+    loss = reduced(losses, masks, [path.weight for path in paths], reduction)
+    hf.zero_grad(set_to_none=True)
+    loss.backward()
+    return loss.item(), {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
+
+
+@pytest.mark.parametrize(("model", "case"), CASES)
+def test_a_step_equals_transformers_on_every_path(model, case):
+    options, reduction, formula = LOSSES[case]
+    corrects = not case.startswith(("vespo", "decoupled"))
+    correction = RolloutCorrection("sequence", high=1.1) if corrects else None
+    name = case.partition(",")[0]
+    loss = TreeLoss(name, reduction, kl=KLPenalty(0.1, "k2"), correction=correction, **options)
+    hf = MODELS[model]()
+    groups = random_groups(3)  # several trees
+    add_fields(hf, flat(groups), seed=0)
+    want_loss, want = on_every_path(hf, flat(groups), formula, reduction, corrects)
+    mine = tree_model(hf)
+    trees = [TokenTree.from_paths(paths) for paths in groups]
+    metrics = []
+    for partitioner in (None, RandomCuts(0.3, 0)):
+        mine.zero_grad(set_to_none=True)
+        step = TreeStep(mine, loss, "cpu", partitioner)
+        result = step.run(step.prepare([trees]))
+        assert result.loss.item() == pytest.approx(want_loss, rel=1e-5)
+        for parameter, p in mine.named_parameters():
+            assert relative_error(p.grad, want[parameter]) < 1e-5, parameter
+        metrics.append({name: value.item() for name, value in result.loss_metrics.items()})
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-7)
+    assert ("ess" in metrics[0]) == corrects
+    if corrects:
+        assert 0 < metrics[0]["ess"] < 1

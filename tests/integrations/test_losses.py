@@ -1,0 +1,203 @@
+"""Compares losses by name with the functions of TRL and verl, on rows that share tokens, in float64."""
+
+import os
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["VERL_PLATFORM"] = "cpu"
+FIELDS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+LENGTHS = (6, 4, 5, 2, 6, 3)
+
+
+class Rows:
+    """Six rows of one prompt in padded columns [B, T], and the same rows as a tree."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        paths, size = [], (len(LENGTHS), max(LENGTHS))
+        self.mask = torch.zeros(size, dtype=torch.float64)
+        for i, length in enumerate(LENGTHS):
+            tokens = np.concatenate([[7, 8], rng.integers(0, 2, length)])
+            mask = np.concatenate([[0, 0], rng.choice([1, 1, 1, 0], length - 1), [1]])
+            old = rng.normal(-1, 0.3, length + 2).clip(max=-0.05)
+            fields = {name: (old + rng.normal(0, 0.3, length + 2)).clip(max=-0.05) for name in FIELDS}
+            paths.append(TokenPath(tokens, mask, advantage=float(rng.normal()), **fields))
+            self.mask[i, :length] = torch.from_numpy(mask[2:])
+        self.paths = paths
+        self.batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])
+        count = len(self.batch.edge_label)
+        assert count < sum(LENGTHS)  # rows share tokens
+        values = rng.normal(-1, 0.4, count).clip(max=-0.05)
+        self.logprobs = torch.from_numpy(values).requires_grad_()
+        self.advantages = torch.tensor([float(path.advantage[1]) for path in paths], dtype=torch.float64)
+
+    def padded(self, per_path) -> torch.Tensor:
+        """Returns [B, T] from one tensor per row, which also covers the prompt's second token."""
+        return torch.nn.utils.rnn.pad_sequence([values[1:].double() for values in per_path], batch_first=True)
+
+    def column(self, name: str) -> torch.Tensor:
+        return self.padded([torch.from_numpy(getattr(path, name)[1:]) for path in self.paths])
+
+    def new(self) -> torch.Tensor:
+        pairs = self.batch.pairs
+        counts = torch.bincount(pairs.path).tolist()
+        return self.padded(self.logprobs[pairs.edge].split(counts))
+
+    def assert_equals(self, want: torch.Tensor, loss: TreeLoss) -> None:
+        (want_gradient,) = torch.autograd.grad(want, self.logprobs)
+        got, _ = loss(self.logprobs, self.batch, loss.normalizer(self.paths))
+        (gradient,) = torch.autograd.grad(got, self.logprobs)
+        assert want_gradient.norm() > 1e-2
+        assert got.item() == pytest.approx(want.item(), rel=1e-6, abs=1e-7)
+        assert (gradient - want_gradient).norm() < 1e-6 * want_gradient.norm()
+
+
+def trl_loss(rows: Rows, loss_type: str, **settings: object) -> torch.Tensor:
+    """Returns the loss of TRL's GRPOTrainer for the rows."""
+    from trl import GRPOTrainer
+
+    args = {
+        "use_bias_correction_kl": False,
+        "delta": None,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+        "steps_per_generation": 1,
+    }
+    trainer = {
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "max_completion_length": 1,
+        "current_gradient_accumulation_steps": 1,
+        "_entropy_bonus_enabled": False,
+    }
+    new, mask = rows.new(), rows.mask
+    inputs = {
+        "prompt_ids": mask[:, :0],
+        "prompt_mask": mask[:, :0],
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": rows.advantages,
+        "old_per_token_logps": rows.column("old_logprobs"),
+        "ref_per_token_logps": rows.column("ref_logprobs"),
+        "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": settings.pop("weights", None),
+    }
+    fake = SimpleNamespace(
+        **trainer | {name: value for name, value in settings.items() if name not in args},
+        loss_type=loss_type,
+        args=SimpleNamespace(**args | {name: value for name, value in settings.items() if name in args}),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, sync_gradients=True
+        ),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
+    )
+    return GRPOTrainer._compute_loss(fake, None, inputs)
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TRL = {  # case -> (settings of TRL, arguments of TreeLoss)
+    "grpo": ({}, ("grpo", "path_token_mean")),
+    "grpo, delta": ({"delta": 1.4}, ("grpo", "path_token_mean", {"dual_clip": 1.4})),
+    "grpo, beta": ({"beta": 0.1}, ("grpo", "path_token_mean", {"kl": KLPenalty(0.1)})),
+    "grpo, corrected beta": (
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        ("grpo", "path_token_mean", {"kl": KLPenalty(0.1, importance=True)}),
+    ),
+    "dapo": ({"epsilon_high": 0.28}, ("dapo", "token_mean")),
+    "dr_grpo": ({}, ("dr_grpo", "path_mean")),
+    "cispo": ({"epsilon_high": 1.1}, ("cispo", "token_mean", {"max_ratio": 1.1})),
+    "sapo": ({}, ("sapo", "path_token_mean")),
+    "vespo": ({}, ("vespo", "token_mean")),
+    "luspo": (SEQUENCE, ("luspo", "path_mean", {"clip_low": 0.2, "clip_high": 0.2})),
+    "grpo, sequence": (SEQUENCE, ("gspo", "path_token_mean", {"clip_low": 0.2, "clip_high": 0.2})),
+}
+
+
+@pytest.mark.parametrize("case", TRL)
+def test_losses_of_trl(case):
+    settings, (name, reduction, *options) = TRL[case]
+    rows = Rows()
+    if name == "vespo":
+        weights = (rows.column("old_logprobs") - rows.column("rollout_logprobs")) * rows.mask
+        settings = {"use_vllm": True, "weights": weights.exp()}
+    want = trl_loss(rows, case.partition(",")[0], **settings)
+    rows.assert_equals(want, TreeLoss(name, reduction, **(options[0] if options else {})))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_sampling_of_trl(level, mode):
+    """TRL's token_truncate, token_mask, sequence_truncate and sequence_mask, as its trainer computes them."""
+    rows, cap = Rows(), 1.1
+    log_weight = (rows.column("old_logprobs") - rows.column("rollout_logprobs")) * rows.mask
+    if level == "sequence":
+        log_weight = log_weight.sum(-1, keepdim=True)
+    weight = log_weight.exp()
+    weight = weight.clamp(max=cap) if mode == "truncate" else weight.masked_fill(weight > cap, 0.0)
+    want = trl_loss(rows, "dapo", use_vllm=True, weights=weight, epsilon_high=0.28, beta=0.1)
+    correction = RolloutCorrection(level, mode, high=cap)
+    rows.assert_equals(want, TreeLoss("dapo", "token_mean", kl=KLPenalty(0.1), correction=correction))
+
+
+VERL = {  # case -> (clip_ratio_low, clip_ratio_high, aggregation, name in titan_tree, reduction, options)
+    "vanilla": (0.2, 0.28, "token-mean", "ppo", "token_mean", {"dual_clip": 3.0}),
+    "gspo": (0.1, 0.2, "seq-mean-token-mean", "gspo_token", "path_token_mean", {}),
+    "sapo": (0.2, 0.2, "seq-mean-token-mean", "sapo", "path_token_mean", {}),
+    "geo_mean": (0.2, 0.1, "seq-mean-token-mean", "gmpo", "path_token_mean", {}),
+    "cispo": (0.2, 0.1, "token-mean", "cispo", "token_mean", {}),
+    "dppo_tv": (0.05, 0.1, "token-mean", "dppo_tv", "token_mean", {"max_ratio": 3.0}),
+    "dppo_kl": (0.02, 0.01, "token-mean", "dppo_kl", "token_mean", {"max_ratio": 3.0}),
+    "gpg": (0.2, 0.2, "seq-mean-token-sum", "reinforce", "path_mean", {}),
+}
+
+
+@pytest.mark.parametrize("case", VERL)
+def test_losses_of_verl(case):
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    import tests.support.verl_cpu  # noqa: F401  # a platform for CPUs
+
+    low, high, mode, name, reduction, options = VERL[case]
+    config = ActorConfig(
+        strategy="fsdp2",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=4,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=3.0,
+        tau_pos=1.0,
+        tau_neg=1.05,
+    )
+    rows = Rows()
+    advantages = rows.advantages[:, None].expand_as(rows.mask)
+    old = rows.column("old_logprobs")
+    want, _ = get_policy_loss_fn(case)(old, rows.new(), advantages, rows.mask, mode, config, None)
+    if name not in ("sapo", "reinforce"):
+        options = options | {"clip_low": low, "clip_high": high}
+    rows.assert_equals(want, TreeLoss(name, reduction, **options))
