@@ -4,6 +4,7 @@ environment.py     what a task is: the protocols Environment and Episode, and Re
 desk.py            the bundled environment: two turns and a tool
 sampler.py         what samples turns: the protocol Sampler, and Completion
 cached_sampler.py  samples from the weights that are trained
+server_sampler.py  samples from a server with OpenAI's API, such as vLLM or SGLang
 rollouts.py        Rollout; Chat, which turns messages into tokens; and play, which samples rollouts
 branching.py       rollouts that continue others, and the advantages of all rollouts of a task
 trainer.py         RLTrainer and WarmStart, the loops
