@@ -19,7 +19,8 @@ from titan_tree.config.checks import (
     required,
     setting,
 )
-from titan_tree.config.toml import RENAMED, dump_config, load_config
+from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.toml import RENAMED, dump_config, load_config, load_tables
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 
@@ -163,7 +164,8 @@ def test_required_keys_and_missing_files_are_named(file: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path: Path) -> None:
     fine_tuning = "model.hf_path" in path.read_text()
-    config = load_config(path, ["model.hf_path=weights", "data.files=mine.jsonl"] if fine_tuning else [])
+    overrides = ["model.hf_path=weights", "data.files=mine.jsonl"] if fine_tuning else []
+    config = load_tables(RLRunConfig if path.stem.startswith("rl_") else Config, path, overrides)
     assert config.folder.startswith("outputs/")
 
 

@@ -171,6 +171,9 @@ READERS: Registry[Any] = Registry(
     },
 )
 
+# Environments of reinforcement learning: functions () -> rl.environment.Environment, such as classes.
+ENVIRONMENTS: Registry[Any] = Registry("environment", {"desk": "titan_tree.rl.desk:Desk"})
+
 # Instances of distributed.optimizers.OptimizerSpec.
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer",
@@ -195,6 +198,7 @@ LOGGERS: Registry[Any] = Registry(
 METRICS: Registry[Any] = Registry(
     "metric",
     {
+        "rollouts": "titan_tree.metrics.step_metrics:rollout_metrics",
         "tree": "titan_tree.metrics.step_metrics:tree_metrics",
         "partitions": "titan_tree.metrics.step_metrics:partition_metrics",
         "speed": "titan_tree.metrics.step_metrics:speed_metrics",

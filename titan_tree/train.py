@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from titan_tree.config.toml import load_config
 from titan_tree.errors import AgreedError, UserError
@@ -23,44 +23,65 @@ from titan_tree.signals import Interrupted, Signals, discard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the training and returns the exit status.
+    """Runs the training and returns the exit status, see ``run_command``."""
+    return run_command("titan_tree.train", "Train a model on token trees.", _train, argv)
 
-    It is 0 once all steps are trained, 2 for an error, and 128 plus the number of a signal that ended the
-    run: 130 after Ctrl-C, 143 after SIGTERM.
+
+def run_command(
+    program: str,
+    description: str,
+    train: Callable[[str, Sequence[str]], None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs ``train(path of a TOML file, overrides)`` with the arguments of a command.
+
+    Returns:
+        The exit status: 0 once all steps are trained, 2 for an error, and 128 plus the number of a signal
+        that ended the run: 130 after Ctrl-C, 143 after SIGTERM.
     """
-    try:
-        with Signals():
-            return _main(argv)
-    except Interrupted as interrupted:
-        return int(interrupted.code or 0)
-
-
-def _main(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="titan_tree.train", description="Train a model on token trees.")
+    parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--config", required=True, metavar="FILE.toml", help="see train_configs/")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key, for example training.steps=10"
     )
-    args, dashed = parser.parse_known_args(argv)
     rank = int(os.environ.get("RANK", 0))
-    _log_to_stdout(rank)
     try:
-        config = load_config(args.config, [*args.overrides, *dashed])
-        # These imports take seconds, so check the configuration first.
-        from titan_tree.distributed.faults import failures_named
-        from titan_tree.trainer import Trainer
-
-        with failures_named(lambda: "the start or the end of the run", lambda: "run the same command again"):
-            trainer = Trainer(config)
-            trainer.train()
-            trainer.close()
+        with Signals():
+            args, dashed = parser.parse_known_args(argv)
+            _log_to_stdout(rank)
+            train(args.config, [*args.overrides, *dashed])
+    except Interrupted as interrupted:
+        return int(interrupted.code or 0)
     except UserError as error:
         if rank > 0:
             time.sleep(2)  # rank 0 probably reports the same error, and torchrun then ends this process
         if rank == 0 or not isinstance(error, AgreedError):
-            print(f"titan_tree.train: error: {error}", file=sys.stderr, flush=True)
+            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _train(path: str, overrides: Sequence[str]) -> None:
+    config = load_config(path, overrides)
+    # These imports take seconds, so check the configuration first.
+    from titan_tree.distributed.faults import failures_named
+    from titan_tree.trainer import Trainer
+
+    with failures_named(lambda: "the start or the end of the run", lambda: "run the same command again"):
+        trainer = Trainer(config)
+        trainer.train()
+        trainer.close()
+
+
+def exit_process(main: Callable[[], int]) -> None:
+    """Runs ``main`` and ends the process with its exit status, or 1 after an exception."""
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status:
+        os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped
 
 
 class _Stdout(logging.Handler):
@@ -90,10 +111,4 @@ def _log_to_stdout(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    if status:
-        os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped
+    exit_process(main)

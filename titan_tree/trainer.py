@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -113,13 +113,14 @@ class Trainer:
 
     # how far it is, and where it writes
     folder: RunFolder
-    num_steps: int  # of the whole run
+    num_steps: int  # of the whole run; ``train`` ends as soon as they are done
     progress: Progress
     checkpoints: Checkpoints
     leaving: Leaving
     steps_trained: int  # by this process, without bad steps
     counts: StepCounts  # of these steps, summed
     bad_steps: BadSteps  # of this process
+    rollout_values: Mapping[str, float]  # of the rollouts of this step; empty unless rl/ samples them
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
@@ -148,17 +149,10 @@ class Trainer:
         self.balancing = build_balancing(config, self.model, loss, self.mesh, self.device)
 
         self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
-        reader = build_reader(config.data, self.tokenizer, self.model)
-        self.dataset = build_dataset(
-            reader, config, config.training.epochs, self.mesh, is_balanced=self.balancing is not None
-        )
-        held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
-        self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
-        count = config.training.epochs is not None or reader.num_bytes() < COUNTED_BYTES
-        self.data_sizes = reader.sizes() if count else None
-        self.num_steps = num_steps(config, self.dataset, self.data_sizes)
+        self.num_steps = self.open_data()
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
+        self.rollout_values = {}
         # A run in which no step trains also ends with an error.
         self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
         self.checkpoints = Checkpoints(
@@ -174,11 +168,31 @@ class Trainer:
         self.checkpoints.resume()
         self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
-            resume_data(self.dataset, self.progress.data, config.checkpoint.allow_changes)
+            self.resume_data()
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
-        self._data_state = in_background(self.dataset.state_dict) if config.checkpoint.interval else dict
+        self._data_state = in_background(self.data_state) if config.checkpoint.interval else dict
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
+
+    def open_data(self) -> int:
+        """Opens the training and validation data. Returns the number of steps of the whole run."""
+        config, is_balanced = self.config, self.balancing is not None
+        reader = build_reader(config.data, self.tokenizer, self.model)
+        epochs = config.training.epochs
+        self.dataset = build_dataset(reader, config, epochs, self.mesh, is_balanced=is_balanced)
+        held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
+        self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
+        count = epochs is not None or reader.num_bytes() < COUNTED_BYTES
+        self.data_sizes = reader.sizes() if count else None
+        return num_steps(config, self.dataset, self.data_sizes)
+
+    def resume_data(self) -> None:
+        """Moves the data to the position in ``progress``."""
+        resume_data(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+
+    def data_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
+        return self.dataset.state_dict()
 
     def train(self) -> None:
         """Runs the remaining steps, then writes the last checkpoint, the export and a summary.
@@ -187,29 +201,33 @@ class Trainer:
             Interrupted: a signal ended the run, after a checkpoint of the steps trained so far.
             UserError: a step was refused, or a checkpoint could not be written.
         """
-        config, steps, done = self.config, self.num_steps, self.progress.step
-        logger.info(introduction(config, self.model, dist.get_world_size(), self.device, steps, done))
+        config, done, ranks = self.config, self.progress.step, dist.get_world_size()
+        logger.info(introduction(config, self.model, ranks, self.device, self.num_steps, done))
         if self.data_sizes:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
-            self._log_sample()
+            self.log_sample()
         with self.leaving.signals as signals:
             inputs = self.inputs()  # the first ones are made while the model compiles
-            if steps > done and config.training.compile:
+            if self.num_steps > done and config.training.compile:
                 self.compile()
             signals.defer()
             profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
             with self.loggers or nullcontext(), profiler_context as profiler:
-                while self.progress.step < steps:
+                while self.progress.step < self.num_steps:
                     with self.leaving.guard_step():
                         self.train_step(inputs)
                     profiler.step()
                 set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
                 self.checkpoints.close()  # before the loggers, which may fail to close
-            self._log_summary()
-            export_results(self.model, config, self.folder.run)
+            self.finish()
 
-    def _log_sample(self) -> None:
+    def finish(self) -> None:
+        """Logs a summary of a complete run and writes its export."""
+        self._log_summary()
+        export_results(self.model, self.config, self.folder.run)
+
+    def log_sample(self) -> None:
         """Logs the first sample of the run as it is trained."""
         path = self.dataset.reader.paths(self.dataset.first_group())[0]
         logger.info("first sample: %s", render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain)
@@ -269,7 +287,7 @@ class Trainer:
             self.progress.data["balance"] = self.balancing.state_dict()
 
         seconds = time.perf_counter() - started
-        validation = self._validate(step)
+        validation = self.validate(step)
         if not self.loggers:
             return
         with self.leaving.logging():
@@ -288,10 +306,11 @@ class Trainer:
                     position["epoch"],
                     validation,
                     balance,
+                    self.rollout_values,
                 )
                 self.loggers.log(step, step_values(report))
 
-    def _validate(self, step: int) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         """Scores the validation files if they are due after ``step``."""
         is_due = step % self.config.validation.interval == 0 or step == self.num_steps
         if not self.validation_inputs or not is_due:

@@ -21,7 +21,8 @@ from tests.support.markdown import Block, blocks
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
-from titan_tree.config.toml import load_config
+from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.toml import load_config, load_tables
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import Registry
 
@@ -94,7 +95,10 @@ def _check_config(text: str) -> None:
     overrides = [] if "files" in table.get("data", {}) else ["data.files=demo"]
     if not {"flavor", "hf_path"} & table.get("model", {}).keys():
         overrides.append("model.flavor=debug")
-    load_config(file, overrides)
+    if "rl" in table:
+        load_tables(RLRunConfig, file)
+    else:
+        load_config(file, overrides)
 
 
 def _check_records(text: str) -> None:
@@ -122,6 +126,10 @@ def _check_command(words: list[str]) -> None:
         option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
         assert option == "--config", words
         load_config(config, overrides)
+    elif "titan_tree.rl" in words:
+        option, config, *overrides = words[words.index("titan_tree.rl") + 1 :]
+        assert option == "--config", words
+        load_tables(RLRunConfig, config, overrides)
     elif program.endswith("scripts/train.sh") and arguments:
         load_config(arguments[0], arguments[1:])
     elif program.endswith("scripts/test.sh"):

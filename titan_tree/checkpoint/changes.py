@@ -29,8 +29,10 @@ DECISIVE = (
     "data.tokenizer",
     "data.weights",
     "loss.",
+    "rl.",
     "router_loss.",
     "validation.files",
+    "warm_start.",
 )
 # These keys change neither training nor logged values. ``TreeDataset`` compares ``data.files`` by content.
 IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -24,6 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.tables import Config
 from titan_tree.errors import UserError, errors_at, require_unicode, shorten
+
+C = TypeVar("C", bound=Config)
 
 # Keys of earlier versions, and the setting that replaced each one.
 RENAMED = {
@@ -51,17 +53,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
-    config = OmegaConf.structured(Config)
+    return load_tables(Config, path, overrides)
+
+
+def load_tables(tables: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Returns a configuration with other tables. Arguments and errors: see ``load_config``."""
+    config = OmegaConf.structured(tables)
     sources: dict[str, str] = {}  # the argument that set a key
     for source, table in [(str(path), _read_file(path)), *map(_read_argument, overrides)]:
         with errors_at(source):
-            _check_tables(table)
+            _check_tables(table, tables)
             config = _merge(config, table)
         if source != str(path):
             sources |= dict.fromkeys(_keys(table), source)
     _require_all(config, path)
     try:
-        return OmegaConf.to_object(config)  # type: ignore[return-value]  # runs the checks of every table
+        return cast(C, OmegaConf.to_object(config))  # runs the checks of every table
     except UserError as error:
         key = str(error).partition(":")[0]
         raise UserError(f"{sources.get(key, path)}: {error}") from None
@@ -126,29 +133,30 @@ def _read_argument(argument: str) -> tuple[str, dict[str, Any]]:
     return source, value
 
 
-def _check_tables(tables: dict[str, Any]) -> None:
+def _check_tables(tables: dict[str, Any], config: type[Config]) -> None:
     """Raises UserError for unknown keys, values of another type than the key's, and unusable values."""
-    _check_fields(tables, Config, "")
+    _check_fields(tables, config, "", config)
     for name, table in tables.items():
         _check_value(table, name)
 
 
-def _check_fields(table: dict[str, Any], config: Any, key: str) -> None:
+def _check_fields(table: dict[str, Any], declared: Any, key: str, config: type[Config]) -> None:
     """Raises UserError for unknown keys of a table, and for values of another type than the key's.
 
     Args:
         table: the values.
-        config: the dataclass that declares the keys.
+        declared: the dataclass that declares the keys.
         key: name of the table; "" for the whole configuration.
+        config: the dataclass of the whole configuration.
     """
-    types = _types(config)
+    types = _types(declared)
     for name, value in table.items():
         if name not in types:
-            raise UserError(_explain_unknown(key, name))
+            raise UserError(_explain_unknown(config, key, name))
         path, is_table = f"{key}.{name}" if key else name, dataclasses.is_dataclass(types[name])
         _check_type(value, dict if is_table else types[name], path)
         if is_table:
-            _check_fields(value, types[name], path)
+            _check_fields(value, types[name], path, config)
 
 
 def _check_type(value: Any, hint: Any, key: str) -> None:
@@ -214,13 +222,13 @@ def _require_all(config: Any, path: str | Path) -> None:
         raise UserError(f"{path}: missing, without a default: {names}; set them here or as key=value")
 
 
-def _explain_unknown(table: str, name: str) -> str:
+def _explain_unknown(config: type[Config], table: str, name: str) -> str:
     """Returns what is wrong with a key. Hints name the same key of another table, or a similar one here."""
     key = f"{table}.{name}" if table else name
     if key in RENAMED:
         return f"{key!r} was replaced by {RENAMED[key]}"
-    tables = _tables(Config)
-    here = list(tables[table] if table else _types(Config))
+    tables = _tables(config)
+    here = list(tables[table] if table else _types(config))
     hints = [f"{other}.{name}" for other, fields in tables.items() if name in fields]
     if not hints:
         near = difflib.get_close_matches(name.lower()[:60], here, n=1, cutoff=0.7)

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 FORMATS = {
     "bad_steps": "{:.0f} bad steps so far",
     "loss": "loss {:.4f}",
+    "reward": "reward {:.3f}",
     "grad_norm": "grad {:.3f}",
     "lr": "lr {:.2e}",
     "por": "POR {:.1%}",
@@ -41,6 +42,9 @@ OMITTED = {
     "dummy_forwards",
     "replayed_rows",
     "replay_disagreement",
+    "rollouts",
+    "sampled_tokens",
+    "sampling_s",
 }
 
 

@@ -29,6 +29,7 @@ class StepReport:
     epoch: int  # epochs completed after the step
     validation: Mapping[str, float]  # see engine/evaluation.py; empty unless this step validated
     balance: Mapping[str, float] = field(default_factory=dict)  # see engine/balancing.py; empty on one rank
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
 
 
 def step_values(report: StepReport) -> dict[str, float]:

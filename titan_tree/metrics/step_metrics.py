@@ -11,6 +11,11 @@ from titan_tree.distributed import titan
 from titan_tree.metrics.report import StepReport
 
 
+def rollout_metrics(report: StepReport) -> dict[str, float]:
+    """Returns the rewards and sizes of the sampled rollouts. Returns nothing if the step sampled none."""
+    return dict(report.rollouts)
+
+
 def tree_metrics(report: StepReport) -> dict[str, float]:
     """Returns how much computation the trees saved. docs/concepts.md defines POR and ERR."""
     counts = report.result.counts

@@ -1,0 +1,215 @@
+"""What the sampler reports is what the trainer computes, and rollouts hold the tokens that were sampled."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
+from titan_tree.models.decoder import Decoder
+from titan_tree.rl.branching import branches
+from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.desk import Desk
+from titan_tree.rl.environment import Reply
+from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
+from titan_tree.rl.sampler import Completion
+
+TOKENIZER = TreeTokenizer.load("byte")
+
+
+def tiny_model(name: str = "qwen3", **sizes: object) -> Decoder:
+    """Returns a model whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": TOKENIZER.vocab_size, "hidden_size": 32, "head_dim": 16} | sizes
+    model = build_model(name, "debug", **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+    return model
+
+
+class Scripted:
+    """A sampler whose turns are given."""
+
+    def __init__(self, *turns: str) -> None:
+        self.turns = [TOKENIZER.encode(turn) for turn in turns]
+        self.calls: list[tuple[list[list[int]], list[int]]] = []
+
+    def sample(
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+    ) -> list[Completion]:
+        self.calls.append(([list(context) for context in contexts], list(max_tokens)))
+        turns = [self.turns.pop(0)[:limit] for limit in max_tokens]
+        return [Completion(turn, [-1.0] * len(turn)) for turn in turns]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_of_the_sampler_are_those_of_the_trainer(name: str, tied: bool) -> None:
+    model = tiny_model(name, tie_word_embeddings=tied)
+    draw = random.Random(0)
+    contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 30, 7, 30)]
+    contexts.append(contexts[1])  # read once
+    limits = [25, 3, 40, 12, 33]
+    stop = 101  # ends some turns early
+    turns = CachedSampler(model).sample(contexts, limits, stop, seed=3)
+    assert turns == CachedSampler(model).sample(contexts, limits, stop, seed=3)
+    assert turns != CachedSampler(model).sample(contexts, limits, stop, seed=4)
+    with torch.no_grad():
+        scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
+    for context, turn, limit, score in zip(contexts, turns, limits, scores, strict=True):
+        assert stop not in turn.tokens[:-1]
+        assert len(turn.tokens) == limit or turn.tokens[-1] == stop
+        expected = score[len(context) - 1 :]
+        torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
+    """The longest context ends first, and its row stays in the batch until enough others have ended."""
+    model = tiny_model()
+    contexts, limits = [[1] * 30, *([i] for i in range(2, 11))], [2, *[20] * 9]
+    turns = CachedSampler(model).sample(contexts, limits, stop=258, seed=0)
+    assert list(map(len, (turn.tokens for turn in turns))) == limits
+    with torch.no_grad():
+        scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
+    for context, turn, score in zip(contexts, turns, scores, strict=True):
+        torch.testing.assert_close(torch.tensor(turn.logprobs), score[len(context) - 1 :], atol=1e-4, rtol=0)
+
+
+def test_tokens_are_sampled_from_the_models_distribution() -> None:
+    """The frequencies of 4,000 first tokens match the probabilities."""
+    model = tiny_model(vocab_size=8)
+    turns = CachedSampler(model).sample([[1, 2, 3]] * 4000, [1] * 4000, stop=7, seed=0)
+    counts = torch.bincount(torch.tensor([turn.tokens[0] for turn in turns]), minlength=8)
+    with torch.no_grad():
+        probability = torch.stack([tree_logprobs(model, [[1, 2, 3, t]])[0][-1] for t in range(8)]).exp()
+    error = (counts / 4000 - probability).abs()
+    assert (error <= 4 * (probability * (1 - probability) / 4000).sqrt() + 1e-4).all(), (counts, probability)
+
+
+def test_the_sampler_uses_the_current_weights_in_the_dtype_of_training() -> None:
+    model = tiny_model()
+    sampler = CachedSampler(model)
+    before = sampler.sample([[1, 2]], [8], stop=258, seed=0)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(-1)
+    assert sampler.sample([[1, 2]], [8], stop=258, seed=0) != before
+    model.compute_dtype = torch.bfloat16
+    (turn,) = sampler.sample([[1, 2]], [8], stop=258, seed=0)
+    assert model.embed_tokens.weight.dtype == torch.float32
+    exact = tiny_model().to(torch.bfloat16)
+    with torch.no_grad():
+        exact.embed_tokens.weight.mul_(-1)
+        (score,) = tree_logprobs(exact, [[1, 2, *turn.tokens]])
+    torch.testing.assert_close(torch.tensor(turn.logprobs), score[1:], atol=0.1, rtol=0)
+
+
+def test_other_models_and_long_contexts_are_refused() -> None:
+    with pytest.raises(UserError, match="expected a dense decoder"):
+        CachedSampler(tiny_model("qwen3_moe"))
+    with pytest.raises(
+        UserError, match="max_rollout_tokens: expected at most the model's 16 positions, got 18"
+    ):
+        CachedSampler(tiny_model(max_position_embeddings=16)).sample([[1] * 8], [10], 258, 0)
+
+
+def started(number: int = 1) -> tuple[Chat, list[Rollout]]:
+    chat = Chat(TOKENIZER)
+    return chat, chat.start(Desk().episode(random.Random(0)), number)
+
+
+def test_a_rollout_has_the_tokens_of_the_rendered_conversation() -> None:
+    chat, (rollout,) = started()
+    episode = rollout.episode
+    calls, answer = "".join(f"?{item}" for item in episode.items), episode.answer
+    play([rollout], Scripted(f"{calls}<|im_end|>", f"{answer}<|im_end|>"), chat, Limits(20, 200), "seed")
+    tools = [{"role": "tool", "content": str(episode.count[item])} for item in episode.items]
+    said = [{"role": "assistant", "content": text} for text in (calls, answer)]
+    (path,) = TOKENIZER.samples([*episode.prompt, said[0], *tools, said[1]], turns="whole")
+    length = len(rollout.tokens)  # the template adds a line break
+    assert rollout.tokens == path.tokens[:length].tolist()
+    assert rollout.mask == path.loss_mask[:length].tolist()
+    assert not path.loss_mask[length:].any()
+    assert (rollout.reward, rollout.turns, rollout.is_cut_off) == (1.0, [calls, answer], False)
+    assert [-x for x in rollout.logprobs] == rollout.mask
+
+
+def test_sampled_tokens_are_kept_although_their_text_has_other_tokens() -> None:
+    chat, (rollout,) = started()
+    text = "<tool_call>"  # one control token, or eleven bytes
+    tokens = [*text.encode(), chat.end]
+    sampler = Scripted("")
+    sampler.turns = [tokens]
+    play([rollout], sampler, chat, Limits(20, 200), "seed")
+    assert rollout.turns == [text]
+    assert rollout.tokens[rollout.starts[0] :] == tokens != TOKENIZER.encode(f"{text}<|im_end|>")
+
+
+def test_limits_cut_rollouts_off_without_a_reward() -> None:
+    chat, rollouts = started(3)
+    size = len(rollouts[0].tokens)
+    right = "".join(f"?{item}" for item in rollouts[0].episode.items)
+    sampler = Scripted(f"{right}<|im_end|>", "x" * 30, f"{right}<|im_end|>")
+    play(rollouts[:2], sampler, chat, Limits(20, size + 20), "seed")
+    assert sampler.calls[0][1] == [20, 20]
+    for rollout in rollouts[:2]:  # the first one has no room for the observation, the second for its turn
+        assert (rollout.reward, rollout.is_cut_off, len(rollout.turns)) == (0.0, True, 1)
+    assert len(rollouts[1].tokens) == size + 20
+    with pytest.raises(UserError, match=f"expected more than the {size} tokens of a prompt, got {size}"):
+        play(rollouts[2:], sampler, chat, Limits(20, size), "seed")
+
+
+def test_forks_share_exactly_what_precedes_the_turn() -> None:
+    chat, rollouts = started(2)
+    model = tiny_model()
+    right = "".join(f"?{item}" for item in rollouts[0].episode.items)
+    play(
+        rollouts,
+        Scripted(*[f"{right}<|im_end|>"] * 2, "1<|im_end|>", "2<|im_end|>"),
+        chat,
+        Limits(20, 200),
+        "",
+    )
+    for original in rollouts:
+        original.logprobs = [-0.5 * mask for mask in original.mask]
+    forks = branches(rollouts, 5, random.Random(0))
+    assert len(forks) == 5
+    for fork in forks:
+        assert (fork.inherited, fork.reward, fork.turns) == (1, None, [right])
+    copies = [(list(r.tokens), list(r.logprobs), list(r.turns)) for r in rollouts]
+    play(forks, CachedSampler(model), chat, Limits(20, 200), "forks")
+    assert copies == [
+        (r.tokens, r.logprobs, r.turns) for r in rollouts
+    ]  # they share no list with their forks
+    at = rollouts[0].starts[1]
+    for fork in forks:
+        assert fork.tokens[:at] == rollouts[0].tokens[:at]
+        assert fork.logprobs[:at] == rollouts[0].logprobs[:at]
+        assert fork.reward is not None
+        with torch.no_grad():
+            (score,) = tree_logprobs(model, [fork.tokens])
+        own = torch.tensor(fork.logprobs[at:]), score[at - 1 :]
+        mask = torch.tensor(fork.mask[at:])
+        torch.testing.assert_close(own[0] * mask, own[1] * mask, atol=1e-4, rtol=0)
+    assert branches(started(2)[1], 3, random.Random(0)) == []  # no turn to fork at
+
+
+def test_a_reward_that_is_no_number_is_refused() -> None:
+    chat, (rollout,) = started()
+    rollout.episode = type("Wrong", (), {"reply": lambda self, turns: Reply(None, float("nan"))})()
+    with pytest.raises(UserError, match="reward: expected a finite number, got nan after the turns"):
+        play([rollout], Scripted("a<|im_end|>"), chat, Limits(20, 200), "seed")
+
+
+def test_the_seed_decides_the_rollouts() -> None:
+    model = tiny_model()
+
+    def tokens(seed: str) -> list[list[int]]:
+        chat, rollouts = started(3)
+        play(rollouts, CachedSampler(model), chat, Limits(12, 200), seed)
+        return [rollout.tokens for rollout in rollouts]
+
+    assert tokens("a") == tokens("a") != tokens("b")
+    assert len(set(map(tuple, tokens("a")))) == 3  # equal contexts get different turns

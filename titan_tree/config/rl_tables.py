@@ -1,0 +1,100 @@
+"""The tables of ``python -m titan_tree.rl``: those of training, and [rl] and [warm_start]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_tree.config.checks import (
+    Checked,
+    at_least,
+    check,
+    finite,
+    one_of,
+    positive_number,
+    require,
+    setting,
+)
+from titan_tree.config.tables import Config, DataConfig
+from titan_tree.registry import ENVIRONMENTS
+
+# Keys of [data] that say how files are read. An environment has no files.
+OF_FILES = (
+    *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "replay", "shuffle_buffer"),
+    "workers",
+)
+
+
+@dataclass
+class RLDataConfig(DataConfig, table="data"):
+    """The table [data] for tasks of an environment. A group is a task with all its rollouts."""
+
+    files: Any = setting(
+        [], check("no files, because the environment makes the tasks", lambda files: not files)
+    )
+    seed: int = 0  # seed of tasks and of sampling
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        default = DataConfig(files="")
+        for name in OF_FILES:
+            got, expected = getattr(self, name), getattr(default, name)
+            require(got == expected, f"data.{name}", "no value, because an environment has no files", got)
+
+
+@dataclass
+class RLConfig(Checked, table="rl"):
+    """How rollouts are sampled in each step, and what they are worth."""
+
+    environment: str = setting("desk", one_of(ENVIRONMENTS))
+    rollouts: int = setting(8, at_least(2))  # independent rollouts per task
+    # Further rollouts per task. Each continues a random one of the task's rollouts from a random later turn.
+    branches: int = setting(0, at_least(0))
+    # "group": reward minus the task's mean, over their standard deviation, on all tokens (GRPO).
+    # "turn": value of the turn minus that of its context; values are means over what was sampled below.
+    advantage: Literal["group", "turn"] = "group"
+    max_turn_tokens: int = setting(1024, at_least(1))  # of one turn; a rollout that is cut off has reward 0
+    max_rollout_tokens: int = setting(8192, at_least(2))  # of a whole rollout, prompt included
+
+
+@dataclass
+class WarmStartConfig(Checked, table="warm_start"):
+    """Supervised training on the environment's demonstrations, until sampled rollouts reach a mean reward."""
+
+    steps: int = setting(0, at_least(0))  # at most; 0: no warm start
+    reward: float = setting(0.0, finite)  # mean reward at which the warm start ends
+    interval: int = setting(25, at_least(1))  # steps between measurements of the reward
+    measured_tasks: int = setting(256, at_least(1))  # rollouts per measurement, each of another task
+    lr: float = setting(1e-3, positive_number)  # decays linearly to a tenth over ``steps``
+    tasks: int = setting(16, at_least(1))  # tasks per step
+
+
+@dataclass
+class RLRunConfig(Config):
+    """All tables of a configuration for ``python -m titan_tree.rl``."""
+
+    data: RLDataConfig = field(default_factory=RLDataConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, value in (
+            ("validation.files", self.validation.files),
+            ("training.epochs", self.training.epochs),
+        ):
+            require(
+                value is None, key, "no value, because the environment makes new tasks in each step", value
+            )
+        require(
+            self.partition.strategy != "none",
+            "partition.strategy",
+            "another one than 'none', because the sizes of sampled trees are not known before",
+            "'none'",
+        )
+        require(
+            self.warm_start.steps == 0 or self.model.flavor,
+            "warm_start.steps",
+            "0 with model.hf_path, because the warm start trains a model with random weights",
+            self.warm_start.steps,
+        )

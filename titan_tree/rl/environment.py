@@ -1,0 +1,54 @@
+"""Environments make tasks and answer the model's turns, in text. They know neither tokens nor models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+Message = dict[str, Any]  # of a chat API: role, content, ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of an environment to a turn.
+
+    Attributes:
+        messages: what the model reads before its next turn; None if the episode is over.
+        reward: reward of the whole episode if it is over.
+    """
+
+    messages: list[Message] | None
+    reward: float = 0.0
+
+
+class Episode(Protocol):
+    """One task. It keeps no state between turns, so every turn of it can be sampled several times.
+
+    Attributes:
+        prompt: the messages before the model's first turn.
+    """
+
+    prompt: list[Message]
+
+    def reply(self, turns: Sequence[str]) -> Reply:
+        """Answers the last of ``turns``: all turns of the model so far, without their end-of-turn tokens."""
+        ...
+
+
+class Environment(Protocol):
+    """Makes the tasks of a run."""
+
+    def episode(self, draw: random.Random) -> Episode:
+        """Returns a task that depends on nothing but ``draw``."""
+        ...
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """An environment that can show how a task is done, for a warm start."""
+
+    def demonstrations(self, draw: random.Random) -> list[list[Message]]:
+        """Returns whole conversations on one task, with the model's turns as messages of the assistant."""
+        ...

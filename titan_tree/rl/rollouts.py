@@ -1,0 +1,178 @@
+"""Rollouts: trajectories as token ids, exactly as the model read and wrote them.
+
+Text that was decoded is never encoded again: another tokenization of the same text is another path.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.errors import UserError, shorten
+from titan_tree.rl.environment import Episode, Message, Reply
+from titan_tree.rl.sampler import Sampler
+
+ANSWER: Message = {"role": "assistant", "content": "answer"}  # stands for a turn of the model
+
+
+@dataclass
+class Rollout:
+    """One trajectory of T tokens on a task.
+
+    Attributes:
+        tokens: [T] token ids.
+        mask: [T] 1 for a sampled token, else 0.
+        logprobs: [T] log-probs of sampled tokens in nats, as the sampler reported them, else 0.
+        starts: index of the first token of each turn of the model.
+        turns: texts of finished turns.
+        inherited: number of turns that another rollout has sampled, see ``fork``.
+        reward: None until the rollout has ended.
+        is_cut_off: whether a limit of tokens ended it; its reward is 0.
+    """
+
+    episode: Episode
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    starts: list[int] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)
+    inherited: int = 0
+    reward: float | None = None
+    is_cut_off: bool = False
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Appends tokens that the model reads."""
+        self._append(tokens, [0.0] * len(tokens), 0)
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Appends a turn of the model."""
+        self.starts.append(len(self.tokens))
+        self._append(tokens, logprobs, 1)
+
+    def fork(self, turn: int) -> Rollout:
+        """Returns an unfinished rollout that shares all tokens before ``turn`` with this one."""
+        at = self.starts[turn]
+        tokens, mask, logprobs = self.tokens[:at], self.mask[:at], self.logprobs[:at]
+        return Rollout(self.episode, tokens, mask, logprobs, self.starts[:turn], self.turns[:turn], turn)
+
+    def end(self, reward: float, is_cut_off: bool = False) -> None:
+        """Ends the rollout. Raises UserError if the reward is not a finite number."""
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise UserError(
+                f"environment: reward: expected a finite number, got {shorten(reward)} after the turns "
+                f"{shorten(self.turns)}; correct the environment's method reply"
+            )
+        self.reward, self.is_cut_off = float(reward), is_cut_off
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.mask += [mask] * len(tokens)
+
+
+class Chat:
+    """Turns messages into tokens with the chat template, and turns of the model into text.
+
+    Attributes:
+        end: the id that ends a turn.
+
+    Raises:
+        UserError: the template does not end a turn with a special token.
+    """
+
+    def __init__(self, tokenizer: TreeTokenizer) -> None:
+        self.tokenizer = tokenizer
+        user: Message = {"role": "user", "content": "question"}
+        (path,) = tokenizer.samples([user, ANSWER], turns="last")
+        self._before = [user, ANSWER]
+        self.end = int(path.tokens[np.flatnonzero(path.loss_mask)[-1]])
+        if self.end not in tokenizer.special_tokens.values():
+            raise UserError(
+                "data.template: expected a chat template that ends turns with a special token, but they end "
+                f"with {tokenizer.decode([self.end])!r}; choose another template"
+            )
+
+    def start(self, episode: Episode, number: int) -> list[Rollout]:
+        """Returns ``number`` rollouts that have only the prompt."""
+        tokens = self._between(episode.prompt, turn=0)
+        size = len(tokens)
+        return [Rollout(episode, list(tokens), [0] * size, [0.0] * size) for _ in range(number)]
+
+    def text(self, turn: Sequence[int]) -> str:
+        """Returns the text of a turn without the id that ends it."""
+        return self.tokenizer.decode(turn[:-1] if turn and turn[-1] == self.end else turn)
+
+    def observation(self, messages: Sequence[Message]) -> list[int]:
+        """Returns what the template writes between the end of a turn and the beginning of the next one.
+
+        Raises:
+            UserError: the template renders a turn differently once more messages follow.
+        """
+        return self._between([*self._before, *messages], turn=1)
+
+    def _between(self, messages: Sequence[Message], turn: int) -> list[int]:
+        """Returns the tokens right before the turn of the model that follows ``messages``."""
+        (path,) = self.tokenizer.samples([*messages, ANSWER], turns="whole")
+        edges = np.flatnonzero(np.diff(path.loss_mask, prepend=0, append=0))  # starts and ends of turns
+        begin = edges[2 * turn - 1] if turn else 0
+        return path.tokens[begin : edges[2 * turn]].tolist()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of tokens: of one turn, and of a whole rollout with its prompt."""
+
+    turn: int
+    rollout: int
+
+
+def play(rollouts: Sequence[Rollout], sampler: Sampler, chat: Chat, limits: Limits, seed: str) -> None:
+    """Samples all rollouts to their end, one turn of all that go on at a time.
+
+    A rollout that reaches a limit is cut off.
+
+    Args:
+        seed: with the same weights, the same seed gives the same rollouts if the sampler is deterministic.
+
+    Raises:
+        UserError: a prompt leaves no room for a turn, or what the sampler raises.
+    """
+    live = list(rollouts)
+    for rollout in live:
+        if len(rollout.tokens) >= limits.rollout:
+            raise UserError(
+                f"rl.max_rollout_tokens: expected more than the {len(rollout.tokens):,} tokens of a prompt, "
+                f"got {limits.rollout:,}; raise it"
+            )
+    turn = 0
+    while live:
+        room = [min(limits.turn, limits.rollout - len(rollout.tokens)) for rollout in live]
+        draw = random.Random(f"{seed}/{turn}").getrandbits(62)
+        turns = sampler.sample([rollout.tokens for rollout in live], room, chat.end, draw)
+        for rollout, completion in zip(live, turns, strict=True):
+            rollout.write(completion.tokens, completion.logprobs)
+            _answer(rollout, chat, limits)
+        live = [rollout for rollout in live if rollout.reward is None]
+        turn += 1
+
+
+def _answer(rollout: Rollout, chat: Chat, limits: Limits) -> None:
+    """Lets the environment answer the newest turn."""
+    rollout.turns.append(chat.text(rollout.tokens[rollout.starts[-1] :]))
+    if rollout.tokens[-1] != chat.end:
+        rollout.end(0.0, is_cut_off=True)
+        return
+    reply: Reply = rollout.episode.reply(rollout.turns)
+    if reply.messages is None:
+        rollout.end(reply.reward)
+        return
+    observation = chat.observation(reply.messages)
+    if len(rollout.tokens) + len(observation) >= limits.rollout:
+        rollout.end(0.0, is_cut_off=True)
+        return
+    rollout.read(observation)

@@ -1,0 +1,69 @@
+"""run: a whole run of reinforcement learning. Its warm start is a run of its own in the folder warm_start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from titan_tree.checkpoint.changes import config_changes
+from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
+from titan_tree.config.rl_tables import RLRunConfig, WarmStartConfig
+from titan_tree.config.toml import load_tables
+from titan_tree.errors import UserError
+from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.trainer import RLTrainer, WarmStart
+
+
+def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:
+    """Trains until ``training.steps``, starting from the newest checkpoints if there are some.
+
+    Args:
+        sampler: see ``RLTrainer``. A warm start always samples from the weights that it trains.
+
+    Raises:
+        Interrupted: a signal ended the run.
+        UserError: as ``Trainer``, or the warm start did not reach its reward.
+    """
+    if config.warm_start.steps:
+        config = after_warm_start(config)
+    trainer = RLTrainer(config, sampler)
+    trainer.train()
+    trainer.close()
+
+
+def warm_start_config(config: RLRunConfig) -> RLRunConfig:
+    """Returns the configuration of the warm start: supervised training of all weights on demonstrations."""
+    table = config.warm_start
+    return dataclasses.replace(
+        config,
+        folder=f"{config.folder}/warm_start",
+        data=dataclasses.replace(config.data, global_batch_groups=table.tasks),
+        loss=LossConfig("sft", "token_mean"),
+        lora=LoRAConfig(),
+        optimizer=dataclasses.replace(config.optimizer, lr=table.lr),
+        lr_scheduler=LRSchedulerConfig(min(10, table.steps), "linear", min_lr_factor=0.1),
+        training=dataclasses.replace(config.training, steps=table.steps),
+        checkpoint=dataclasses.replace(config.checkpoint, folder="checkpoints", export_hf=True),
+    )
+
+
+def after_warm_start(config: RLRunConfig) -> RLRunConfig:
+    """Runs the warm start unless it is complete. Returns the configuration that starts from its weights.
+
+    Raises:
+        UserError: see ``run``.
+    """
+    warm = warm_start_config(config)
+    folder = Path(warm.folder)
+    if not (folder / "hf").exists():
+        trainer = WarmStart(warm)
+        trainer.train()
+        trainer.close()
+    earlier = load_tables(RLRunConfig, folder / "config.toml")
+    if changes := config_changes(dataclasses.asdict(earlier), dataclasses.asdict(warm))[0]:
+        raise UserError(
+            f"{folder}: its warm start had other settings: {', '.join(changes)}; restore them, or choose "
+            "another folder"
+        )
+    model = dataclasses.replace(config.model, flavor=None, hf_path=str(folder / "hf"), overrides={})
+    return dataclasses.replace(config, model=model, warm_start=WarmStartConfig())

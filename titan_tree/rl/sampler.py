@@ -1,0 +1,31 @@
+"""Sampler: what continues contexts of token ids with one turn each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Completion(NamedTuple):
+    """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off."""
+
+    tokens: list[int]
+    logprobs: list[float]  # of these tokens in nats, at temperature 1
+
+
+class Sampler(Protocol):
+    """Samples turns at temperature 1 from the whole vocabulary."""
+
+    def sample(
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+    ) -> list[Completion]:
+        """Samples one turn for each context, in the same order.
+
+        Args:
+            contexts: token ids. Several may be equal.
+            max_tokens: limit of each turn.
+            stop: the id that ends a turn.
+            seed: from 0 to 2**62. With the same weights and arguments, the same seed gives the same turns if
+                the sampler is deterministic.
+        """
+        ...
