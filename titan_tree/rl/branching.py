@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan_tree.data.advantages import group_advantages
+from titan_tree.data.advantages import advantages
 from titan_tree.rl.rollouts import Rollout
+from titan_tree.tree.paths import TokenPath
 
 Context = tuple[int, ...]  # the tokens before a turn
 
@@ -30,12 +31,9 @@ def branches(rollouts: Sequence[Rollout], number: int, draw: random.Random) -> l
 
 
 def group_token_advantages(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Returns [T] for each rollout: its group advantage (``group_advantages``) at every token."""
-    advantages = group_advantages([_reward(rollout) for rollout in rollouts])
-    return [
-        np.full(len(rollout.tokens), advantage, np.float32)
-        for rollout, advantage in zip(rollouts, advantages, strict=True)
-    ]
+    """Returns [T] for each rollout: its advantage in the group, as ``data.advantage = "group"`` computes it."""
+    paths = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
+    return advantages("group", paths, [_reward(rollout) for rollout in rollouts])
 
 
 def turn_advantages(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
