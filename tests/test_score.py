@@ -27,7 +27,7 @@ from titan_tree.score import score_files
 from titan_tree.tree.paths import TokenPath
 
 
-def write_rows(file: Path, seed: int = 0, *, advantages: bool = True) -> Path:
+def write_rows(file: Path, seed: int = 0, *, advantages: bool = True, pairs: bool = False) -> Path:
     """Writes groups of token ids with every field. Ids repeat, and some rows are groups of their own."""
     draw, rows = random.Random(seed), []
     for group in range(6):
@@ -39,6 +39,8 @@ def write_rows(file: Path, seed: int = 0, *, advantages: bool = True) -> Path:
                 {
                     **({"id": "same"} if group in (2, 3) else {"group_id": f"g{group}"}),
                     **({"rollout_id": "r"} if group == 4 and sample else {}),
+                    **({} if not pairs else {"preference": draw.choice(["chosen", "rejected"])}),
+                    **({} if not pairs or group < 3 else {"pair": "p"}),
                     "tokens": prompt + answer,
                     "loss_mask": [0] * len(prompt) + [1] * (len(answer) - 1) + [0.5],
                     "weight": draw.choice([0, 1, 2.5]),
@@ -86,7 +88,7 @@ def alone(model, path: TokenPath) -> np.ndarray:
 
 @pytest.mark.parametrize("max_tokens", [160, 12])
 def test_every_sample_keeps_its_fields_and_gets_its_log_probs(tmp_path, max_tokens):
-    write_rows(tmp_path / "rows.jsonl")
+    write_rows(tmp_path / "rows.jsonl", pairs=True)
     options = {"data__max_tokens": max_tokens, "data__global_batch_groups": 2}
     totals = score(tmp_path, "out.jsonl", **options)
     before, after = read(tmp_path / "rows.jsonl"), read(tmp_path / "out.jsonl")
@@ -94,13 +96,14 @@ def test_every_sample_keeps_its_fields_and_gets_its_log_probs(tmp_path, max_toke
     assert [id for id, _ in after] == ["g0", "g1", "same", "same#2", "same#3", "same#4", "g4", "g5"]
     assert totals.groups == len(before) == len(after)
     model, compared = model_of(tmp_path, **options), 0
-    for (_, old), (_, new) in zip(before, after, strict=True):
+    for (old_id, old), (new_id, new) in zip(before, after, strict=True):
         assert len(old) == len(new)
         for a, b in zip(old, new, strict=True):
             for field in fields(TokenPath):
-                if field.name not in ("id", "old_logprobs"):
+                if field.name not in ("id", "pair", "old_logprobs"):
                     np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), field.name)
             assert a.id == b.id or a.id == "same"
+            assert a.pair.removeprefix(old_id) == b.pair.removeprefix(new_id)
             np.testing.assert_allclose(b.old_logprobs, alone(model, a), rtol=1e-5, atol=1e-5)
             compared += int(np.isfinite(b.old_logprobs).sum())
     assert compared > 40

@@ -92,6 +92,10 @@ def path_record(
         record["temperature"] = path.temperature
     if path.policy_version is not None:
         record["policy_version"] = path.policy_version.tolist()
+    if path.preference is not None and path.pair is not None:
+        record["preference"] = path.preference
+        if path.pair != group.id:
+            record["pair"] = path.pair.removeprefix(f"{group.id}/")
     own = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
     values = {field: array for field, array in own.items() if array is not None} | dict(scores)
     if "advantage" in values:

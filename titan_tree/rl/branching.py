@@ -31,7 +31,7 @@ def branches(rollouts: Sequence[Rollout], number: int, draw: random.Random) -> l
 
 
 def group_token_advantages(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """Returns [T] for each rollout: its advantage in the group, as ``data.advantage = "group"`` computes it."""
+    """Returns [T] for each rollout: its advantage in the group, as ``data.advantage = "group"`` does."""
     paths = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
     return advantages("group", paths, [_reward(rollout) for rollout in rollouts])
 
