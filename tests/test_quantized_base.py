@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.hf_families import hf_family, hf_logprobs
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.build import build_parallel_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, LoRAConfig, ModelConfig, ParallelConfig, TrainingConfig
@@ -21,6 +20,7 @@ from titan_tree.engine.activations import Activations
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath

@@ -15,13 +15,13 @@ from tests.support.datasets import sample_reader
 from tests.support.oracle import random_groups
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train
-from titan_tree.build import build_parallel_model
 from titan_tree.cli import main
 from titan_tree.config.toml import dump_config
 from titan_tree.data.resumable_file import ResumableFile
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.score import score_files
 from titan_tree.tree.paths import TokenPath

@@ -24,6 +24,7 @@ from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.pretrained import load_pretrained
 from titan_tree.models.registry import build_model
 from titan_tree.tree.batch import TreeBatch
@@ -250,7 +251,7 @@ def test_a_loop_of_your_own_equals_the_trainer(tmp_path: Path) -> None:
     """It has another optimizer object, and no process group. Its positions continue the stream of data."""
     config, mesh = tiny_config(tmp_path, data__max_tokens=24), OneRank()
     rows = read_metrics(train(config).config)
-    model = build.build_parallel_model(config.model, config.training, config.parallel, mesh)
+    model = build_parallel_model(config.model, config.training, config.parallel, mesh)
     step = build.build_tree_step(config, model, build.build_loss(config.loss), torch.device("cpu"))
     vectors, matrices = ([p for p in model.parameters() if (p.ndim == 1) == flag] for flag in (True, False))
     groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]

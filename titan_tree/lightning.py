@@ -24,14 +24,12 @@ from titan_tree.build import (
     build_balancing,
     build_dataset,
     build_loss,
-    build_parallel_model,
     build_reader,
     build_router_bias,
     build_step_loader,
     build_tokenizer,
     build_tree_step,
     build_validation,
-    describe_architecture,
     num_steps,
     warm_up,
 )
@@ -50,6 +48,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.update import update_weights
 from titan_tree.errors import UserError
 from titan_tree.metrics import StepReport, step_values, validation_values
+from titan_tree.model_setup import build_parallel_model, describe_architecture
 from titan_tree.models.lora import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.trainer import resume_data, validate

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.build import build_parallel_model, build_reader, build_tokenizer
+from titan_tree.build import build_reader, build_tokenizer
 from titan_tree.checkpoint import FolderLock
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config
@@ -29,6 +29,7 @@ from titan_tree.distributed.faults import failures_named, start_timeout
 from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
 from titan_tree.engine.path_scores import PathScores, score_trees
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.hf.files import fingerprint
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import LOGPROBS, TokenPath

@@ -25,7 +25,6 @@ from titan_tree.build import (
     build_balancing,
     build_dataset,
     build_loss,
-    build_parallel_model,
     build_profiler,
     build_reader,
     build_router_bias,
@@ -33,7 +32,6 @@ from titan_tree.build import (
     build_tokenizer,
     build_tree_step,
     build_validation,
-    describe_architecture,
     num_steps,
     warm_up,
 )
@@ -64,6 +62,7 @@ from titan_tree.folder import RunFolder
 from titan_tree.leaving import AgreedInput, Leaving
 from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
 from titan_tree.metrics.summary import data_sizes, introduction, summary
+from titan_tree.model_setup import build_parallel_model, describe_architecture
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS, OPTIMIZERS
 

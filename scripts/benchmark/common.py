@@ -24,7 +24,6 @@ import triton
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_tree.build import build_parallel_model
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -36,6 +35,7 @@ from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.lora import init_lora
 from titan_tree.models.registry import build_model
 from titan_tree.models.tree_model import TreeModel

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.build import build_parallel_model
 from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.config import (
     CheckpointConfig,
@@ -22,6 +21,7 @@ from titan_tree.config import (
     TrainingConfig,
 )
 from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
+from titan_tree.model_setup import build_parallel_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("reshard")]
 

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.build import build_parallel_model
 from titan_tree.cli.plan.activations import Kept
 from titan_tree.cli.plan.hardware import GIB
 from titan_tree.cli.plan.memory import CONTEXT, NCCL, Load, MemoryPlan, optimizer_bytes, plan_bytes
@@ -18,6 +17,7 @@ from titan_tree.cli.plan.workload import OwnerStep, Pass
 from titan_tree.components.tree_attention import plan
 from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.optimizers import build_optimizers
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.registry import build_model
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.paths import TokenPath

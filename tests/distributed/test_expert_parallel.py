@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
-from titan_tree.build import build_parallel_model
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -30,6 +29,7 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.models.registry import build_model

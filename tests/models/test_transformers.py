@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
-from titan_tree.build import build_parallel_model
 from titan_tree.components.lora import is_factor
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -25,6 +24,7 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.transformers.support import REASONS, SUPPORTED, check_supported

@@ -23,6 +23,7 @@ from titan_tree.config import Config
 from titan_tree.config.toml import load_config
 from titan_tree.data.files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.model_setup import build_lora, build_model_without_weights
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora import add_lora
@@ -70,8 +71,8 @@ class _Run:
         """Builds the model without weights, and compares the snapshot's tensors with it."""
         model, folder = self.config.model, self.config.model.hf_path
         with torch.device("meta"):
-            built = self._model = build.build_model_without_weights(model)
-            lora, _ = build.build_lora(self.config.lora, built)
+            built = self._model = build_model_without_weights(model)
+            lora, _ = build_lora(self.config.lora, built)
             if lora is not None:
                 add_lora(built, lora)
         text = f"{built.config.family}, {built.num_parameters():,} parameters"

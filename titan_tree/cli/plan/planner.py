@@ -23,6 +23,7 @@ from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
 from titan_tree.engine.balancing import start_costs
 from titan_tree.errors import UserError
+from titan_tree.model_setup import build_model_without_weights
 from titan_tree.models.decoder import Decoder
 
 Settings = Mapping[str, Any]  # values by key of the configuration, such as "data.max_tokens"
@@ -119,7 +120,7 @@ class Planner:
     def __init__(self, config: Config, gpus: int, gpu: Gpu, num_groups: int | None = None) -> None:
         self.config, self.gpus, self.gpu = config, gpus, gpu
         with torch.device("meta"):
-            model = build.build_model_without_weights(config.model)
+            model = build_model_without_weights(config.model)
         if not isinstance(model, Decoder):
             raise UserError(f"model: titan-tree plan knows titan_tree's own models only, got {model.family}")
         if config.lora.is_on:
