@@ -22,7 +22,7 @@ from titan_tree.rl.desk import DeskEpisode
 from titan_tree.rl.environment import Reply
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import run
-from titan_tree.rl.trainer import RLTrainer
+from titan_tree.rl.trainer import RLTrainer, WarmStart
 from titan_tree.tree.token_tree import TokenTree
 
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"
@@ -120,6 +120,25 @@ def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, ma
     trainer.close()
 
 
+def test_the_layout_of_the_configuration_is_used(tmp_path: Path) -> None:
+    found = {}
+    for layout in ("tree", "flat"):
+        options = ["rl.environment=letters", f"data.layout={layout}", "training.steps=1"]
+        trainer = with_short_turns(RLTrainer(tiny(tmp_path / layout, *options)))
+        trainer.train()
+        trainer.close()
+        (found[layout],) = rows(tmp_path / layout)
+    tree, flat = ({name: float(value) for name, value in found[layout].items()} for layout in found)
+    assert tree["loss"] == pytest.approx(flat["loss"], abs=1e-6)
+    assert tree["grad_norm"] == pytest.approx(flat["grad_norm"], rel=1e-5)
+    assert (tree["reward"], flat["por"], flat["executed_tokens"]) == (
+        flat["reward"],
+        0,
+        flat["logical_tokens"],
+    )
+    assert tree["executed_tokens"] < 0.6 * flat["executed_tokens"]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Weights and metrics are equal bit for bit."""
     weights = {}
@@ -189,6 +208,22 @@ def test_a_warm_start_that_misses_its_reward_ends_with_an_error(tmp_path: Path) 
             run(tiny(tmp_path, *options, "warm_start.measured_tasks=2"))
         dist.destroy_process_group()
     assert not (tmp_path / "warm_start" / "hf").exists()
+
+
+def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["warm_start.steps=6", "warm_start.interval=2", "warm_start.tasks=1", "training.steps=1"]
+    config = tiny(tmp_path, *options, "warm_start.measured_tasks=2", "warm_start.reward=0")
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "finish", lambda self: 1 / 0)  # before the export
+        with pytest.raises(ZeroDivisionError):
+            run(config)
+    dist.destroy_process_group()
+    assert not (tmp_path / "warm_start" / "hf").exists()
+    run(config)
+    assert [row["step"] for row in rows(tmp_path / "warm_start")] == ["1", "2"]
+    assert (tmp_path / "warm_start" / "hf").exists()
 
 
 @pytest.mark.parametrize(
