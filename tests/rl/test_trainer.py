@@ -4,6 +4,8 @@ import csv
 import logging
 import random
 import re
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,22 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert config.model.hf_path == str(tmp_path / "warm_start" / "hf")
     (tmp_path / "again.toml").write_text(dump_config(config))
     assert load_tables(RLRunConfig, tmp_path / "again.toml") == config
+
+
+def test_the_script_of_the_measurements_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, "warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0"]
+    file = tmp_path / "rl.csv"
+    arguments = ["--seed", "1", "--csv", str(file), "--folder", str(tmp_path / "run"), "--config", str(DEMO)]
+    overrides = [each for each in overrides if not each.startswith("metrics.")]
+    monkeypatch.setattr(sys, "argv", ["rl.py", *arguments, *overrides, "training.steps=2"])
+    runpy.run_path(str(DEMO.parents[1] / "scripts" / "benchmark" / "rl.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(r"tree: loss .*\nflat: loss .*\ngradients differ by .* of their norm", printed)
+    assert "step 1: sampler and tree_logprobs differ by at most" in printed
+    with file.open(newline="") as lines:
+        assert [row["phase"] for row in csv.DictReader(lines)] == ["warm_start", "rl", "rl"]
 
 
 def test_a_warm_start_that_misses_its_reward_ends_with_an_error(tmp_path: Path) -> None:
