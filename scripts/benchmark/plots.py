@@ -173,11 +173,33 @@ def draw_tau(rows: Rows) -> Figure:
 
 
 FLAT_TOKENS_PER_S = 76_584  # measured with data.layout=flat on the same data, see docs/performance.md
+
+
+def draw_rl(rows: Rows) -> Figure:
+    """Draws the reward of the RL demo against CPU seconds, a line per seed; rows of ``rl.py``."""
+    figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    demo = [row for row in rows if row["setting"] == "demo"]
+    for color, seed in enumerate(sorted({row["seed"] for row in demo})):
+        for phase, style in (("warm_start", ":"), ("rl", "-")):
+            chosen = [row for row in demo if (row["seed"], row["phase"]) == (seed, phase)]
+            reward = [float(row["reward"]) for row in chosen]
+            if phase == "rl":  # the mean of the last ten steps
+                parts = [reward[max(0, i - 9) : i + 1] for i in range(len(reward))]
+                reward = [sum(part) / len(part) for part in parts]
+            label = f"seed {seed}" if phase == "rl" else None
+            panel.plot([float(row["cpu_s"]) for row in chosen], reward, style, color=f"C{color}", label=label)
+    panel.axhline(0.9, color="0.8", zorder=0)
+    panel.set(xlabel="CPU seconds (dotted: warm start)", ylabel="mean reward on new tasks", ylim=(0, 1))
+    panel.legend()
+    return figure
+
+
 PICTURES: dict[str, tuple[str, Callable[[Rows], Figure]]] = {
     "attention": ("attention_sweep.csv", draw_attention),
     "gdn": ("gdn.csv", draw_gdn),
     "step": ("step.csv", draw_step),
     "partitions": ("partitions.csv", draw_partitions),
+    "rl": ("rl.csv", draw_rl),
     "tau_0.6b": ("tau_0.6b_tree.csv", draw_tau),
 }
 

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
+from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import add_lora
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.desk import Desk
@@ -64,6 +67,20 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(name: str, tied: bool)
         assert len(turn.tokens) == limit or turn.tokens[-1] == stop
         expected = score[len(context) - 1 :]
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_updates_of_lora_are_sampled_from() -> None:
+    model = tiny_model()
+    (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], stop=258, seed=0)
+    add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
+    for name, parameter in model.named_parameters():
+        if is_factor(name):
+            torch.nn.init.normal_(parameter, std=0.3)
+    (turn,) = CachedSampler(model).sample([[1, 2, 3]], [20], stop=258, seed=0)
+    assert turn != base
+    with torch.no_grad():
+        (score,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
+    torch.testing.assert_close(torch.tensor(turn.logprobs), score[2:], atol=1e-4, rtol=0)
 
 
 def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
@@ -134,6 +151,27 @@ def test_a_rollout_has_the_tokens_of_the_rendered_conversation() -> None:
     assert not path.loss_mask[length:].any()
     assert (rollout.reward, rollout.turns, rollout.is_cut_off) == (1.0, [calls, answer], False)
     assert [-x for x in rollout.logprobs] == rollout.mask
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3"])  # qwen3 changes earlier turns
+def test_the_template_renders_prompts_and_observations(template: str) -> None:
+    """Between turns stands what a template renders there, without the turns themselves."""
+    tokenizer = TreeTokenizer.byte_level(template)
+    chat = Chat(tokenizer)
+    assert chat.end == tokenizer.special_tokens["<|im_end|>"]
+    tools = [{"type": "function", "function": {"name": "stock", "parameters": {}}}]
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt.append({"role": "user", "content": "<|im_end|>"})
+    (rollout,) = chat.start(SimpleNamespace(prompt=prompt, tools=tools), 1)
+    text = tokenizer.render(prompt, tools, add_generation_prompt=True)
+    assert tokenizer.decode(rollout.tokens) == text
+    assert rollout.mask == [0] * len(rollout.tokens)
+    for role, rendered in {
+        "tool": "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n",
+        "user": "<|im_start|>user\n12<|im_end|>\n",
+    }.items():
+        observed = chat.observation([{"role": role, "content": "12"}])
+        assert tokenizer.decode(observed) == f"\n{rendered}<|im_start|>assistant\n"
 
 
 def test_sampled_tokens_are_kept_although_their_text_has_other_tokens() -> None:

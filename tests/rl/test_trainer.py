@@ -4,6 +4,8 @@ import csv
 import logging
 import random
 import re
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from titan_tree.rl.desk import DeskEpisode
 from titan_tree.rl.environment import Reply
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import run
-from titan_tree.rl.trainer import RLTrainer
+from titan_tree.rl.trainer import RLTrainer, WarmStart
 from titan_tree.tree.token_tree import TokenTree
 
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"
@@ -120,6 +122,25 @@ def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, ma
     trainer.close()
 
 
+def test_the_layout_of_the_configuration_is_used(tmp_path: Path) -> None:
+    found = {}
+    for layout in ("tree", "flat"):
+        options = ["rl.environment=letters", f"data.layout={layout}", "training.steps=1"]
+        trainer = with_short_turns(RLTrainer(tiny(tmp_path / layout, *options)))
+        trainer.train()
+        trainer.close()
+        (found[layout],) = rows(tmp_path / layout)
+    tree, flat = ({name: float(value) for name, value in found[layout].items()} for layout in found)
+    assert tree["loss"] == pytest.approx(flat["loss"], abs=1e-6)
+    assert tree["grad_norm"] == pytest.approx(flat["grad_norm"], rel=1e-5)
+    assert (tree["reward"], flat["por"], flat["executed_tokens"]) == (
+        flat["reward"],
+        0,
+        flat["logical_tokens"],
+    )
+    assert tree["executed_tokens"] < 0.6 * flat["executed_tokens"]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Weights and metrics are equal bit for bit."""
     weights = {}
@@ -180,6 +201,22 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert load_tables(RLRunConfig, tmp_path / "again.toml") == config
 
 
+def test_the_script_of_the_measurements_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, "warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0"]
+    file = tmp_path / "rl.csv"
+    arguments = ["--seed", "1", "--csv", str(file), "--folder", str(tmp_path / "run"), "--config", str(DEMO)]
+    overrides = [each for each in overrides if not each.startswith("metrics.")]
+    monkeypatch.setattr(sys, "argv", ["rl.py", *arguments, *overrides, "training.steps=2"])
+    runpy.run_path(str(DEMO.parents[1] / "scripts" / "benchmark" / "rl.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(r"tree: loss .*\nflat: loss .*\ngradients differ by .* of their norm", printed)
+    assert "step 1: sampler and tree_logprobs differ by at most" in printed
+    with file.open(newline="") as lines:
+        assert [row["phase"] for row in csv.DictReader(lines)] == ["warm_start", "rl", "rl"]
+
+
 def test_a_warm_start_that_misses_its_reward_ends_with_an_error(tmp_path: Path) -> None:
     options = ["warm_start.steps=2", "warm_start.reward=0.9", "warm_start.tasks=1"]
     for _ in range(2):  # also when nothing is left to train
@@ -189,6 +226,22 @@ def test_a_warm_start_that_misses_its_reward_ends_with_an_error(tmp_path: Path) 
             run(tiny(tmp_path, *options, "warm_start.measured_tasks=2"))
         dist.destroy_process_group()
     assert not (tmp_path / "warm_start" / "hf").exists()
+
+
+def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["warm_start.steps=6", "warm_start.interval=2", "warm_start.tasks=1", "training.steps=1"]
+    config = tiny(tmp_path, *options, "warm_start.measured_tasks=2", "warm_start.reward=0")
+    with monkeypatch.context() as patch:
+        patch.setattr(WarmStart, "finish", lambda self: 1 / 0)  # before the export
+        with pytest.raises(ZeroDivisionError):
+            run(config)
+    dist.destroy_process_group()
+    assert not (tmp_path / "warm_start" / "hf").exists()
+    run(config)
+    assert [row["step"] for row in rows(tmp_path / "warm_start")] == ["1", "2"]
+    assert (tmp_path / "warm_start" / "hf").exists()
 
 
 @pytest.mark.parametrize(

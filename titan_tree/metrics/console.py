@@ -15,7 +15,7 @@ from titan_tree.metrics.loggers import Logger
 logger = logging.getLogger(__name__)
 
 # The values that the line shows, in this order, and those that it omits. Any other value, such as one of your
-# own loss or metric, follows the loss.
+# own loss or metric, follows the loss and the reward.
 FORMATS = {
     "bad_steps": "{:.0f} bad steps so far",
     "loss": "loss {:.4f}",
@@ -83,7 +83,7 @@ def _line(values: Mapping[str, float]) -> str:
         for name, value in values.items()
         if name not in FORMATS and name not in OMITTED and not _repeats_loss(name, values)
     ]
-    after_loss = int("loss" in values)
+    after_loss = sum(name in values for name in ("loss", "reward"))
     parts[after_loss:after_loss] = others
     return "  ".join(parts)
 

@@ -28,6 +28,7 @@ class Episode(Protocol):
 
     Attributes:
         prompt: the messages before the model's first turn.
+        tools: optional; JSON schemas of tools, which the chat template renders into the prompt.
     """
 
     prompt: list[Message]

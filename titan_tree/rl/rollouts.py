@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,9 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
 from titan_tree.rl.sampler import Sampler
 
-ANSWER: Message = {"role": "assistant", "content": "answer"}  # stands for a turn of the model
+# Stand for any question, and for any turn of the model.
+QUESTION: Message = {"role": "user", "content": "question"}
+ANSWER: Message = {"role": "assistant", "content": "answer"}
 
 
 @dataclass
@@ -87,10 +90,9 @@ class Chat:
 
     def __init__(self, tokenizer: TreeTokenizer) -> None:
         self.tokenizer = tokenizer
-        user: Message = {"role": "user", "content": "question"}
-        (path,) = tokenizer.samples([user, ANSWER], turns="last")
-        self._before = [user, ANSWER]
-        self.end = int(path.tokens[np.flatnonzero(path.loss_mask)[-1]])
+        tokens, _, size = self._answered([QUESTION])
+        self.end = tokens[size - 1]
+        self._num_ends = tokens[:size].count(self.end)  # up to the end of the answer
         if self.end not in tokenizer.special_tokens.values():
             raise UserError(
                 "data.template: expected a chat template that ends turns with a special token, but they end "
@@ -99,28 +101,26 @@ class Chat:
 
     def start(self, episode: Episode, number: int) -> list[Rollout]:
         """Returns ``number`` rollouts that have only the prompt."""
-        tokens = self._between(episode.prompt, turn=0)
-        size = len(tokens)
-        return [Rollout(episode, list(tokens), [0] * size, [0.0] * size) for _ in range(number)]
+        tokens, size, _ = self._answered(episode.prompt, getattr(episode, "tools", None))
+        return [Rollout(episode, tokens[:size], [0] * size, [0.0] * size) for _ in range(number)]
 
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn without the id that ends it."""
         return self.tokenizer.decode(turn[:-1] if turn and turn[-1] == self.end else turn)
 
     def observation(self, messages: Sequence[Message]) -> list[int]:
-        """Returns what the template writes between the end of a turn and the beginning of the next one.
+        """Returns what the template writes between the end of a turn and the beginning of the next one."""
+        tokens, size, _ = self._answered([QUESTION, ANSWER, *messages])
+        ends = [i for i, token in enumerate(tokens) if token == self.end]
+        return tokens[ends[self._num_ends - 1] + 1 : size]
 
-        Raises:
-            UserError: the template renders a turn differently once more messages follow.
-        """
-        return self._between([*self._before, *messages], turn=1)
-
-    def _between(self, messages: Sequence[Message], turn: int) -> list[int]:
-        """Returns the tokens right before the turn of the model that follows ``messages``."""
-        (path,) = self.tokenizer.samples([*messages, ANSWER], turns="whole")
-        edges = np.flatnonzero(np.diff(path.loss_mask, prepend=0, append=0))  # starts and ends of turns
-        begin = edges[2 * turn - 1] if turn else 0
-        return path.tokens[begin : edges[2 * turn]].tolist()
+    def _answered(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], int, int]:
+        """Returns the tokens of ``messages`` and an answer, and where the answer starts and ends."""
+        (path,) = self.tokenizer.samples([*messages, ANSWER], tools, turns="last")
+        answer = np.flatnonzero(path.loss_mask)
+        return path.tokens.tolist(), int(answer[0]), int(answer[-1]) + 1
 
 
 @dataclass(frozen=True)

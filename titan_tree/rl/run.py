@@ -24,9 +24,7 @@ def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:
         Interrupted: a signal ended the run.
         UserError: as ``Trainer``, or the warm start did not reach its reward.
     """
-    if config.warm_start.steps:
-        config = after_warm_start(config)
-    trainer = RLTrainer(config, sampler)
+    trainer = RLTrainer(after_warm_start(config), sampler)
     trainer.train()
     trainer.close()
 
@@ -48,11 +46,13 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
 
 
 def after_warm_start(config: RLRunConfig) -> RLRunConfig:
-    """Runs the warm start unless it is complete. Returns the configuration that starts from its weights.
+    """Runs the warm start, if there is one and it is not complete, and returns the configuration after it.
 
     Raises:
         UserError: see ``run``.
     """
+    if not config.warm_start.steps:
+        return config
     warm = warm_start_config(config)
     folder = Path(warm.folder)
     if not (folder / "hf").exists():

@@ -167,6 +167,11 @@ class WarmStart(EpisodeTrainer):
             )
         return steps
 
+    def train(self) -> None:
+        if step := self.progress.step:
+            self.validate(step)  # again, because a checkpoint does not tell whether the reward was reached
+        super().train()
+
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the demonstrations of each task."""
         assert self.tokenizer is not None
@@ -192,13 +197,13 @@ class WarmStart(EpisodeTrainer):
     def finish(self) -> None:
         """Exports the weights. Raises UserError if the reward is too low."""
         warm_start, step = self.config.warm_start, self.progress.step
-        reward = self._measure(step) if self.reward is None else self.reward
-        if reward < warm_start.reward:
+        assert self.reward is not None
+        if self.reward < warm_start.reward:
             raise UserError(
                 f"warm_start.reward: expected a mean reward of at least {warm_start.reward}, got "
-                f"{reward:.3f} after {step} steps; lower it, or raise warm_start.steps"
+                f"{self.reward:.3f} after {step} steps; lower it, or raise warm_start.steps"
             )
-        logger.info("warm start: mean reward %.3f after %d steps", reward, step)
+        logger.info("warm start: mean reward %.3f after %d steps", self.reward, step)
         super().finish()
 
     def _measure(self, step: int) -> float:
