@@ -305,9 +305,10 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
         name: TreeLoss(name, getattr(LOSSES[name], "reduction", "path_mean")).needs_whole_paths
         for name in LOSSES
     }
-    assert [name for name, needed in needs.items() if needed] == [
-        *("gspo", "gspo_token", "luspo", "gmpo", "vespo", "argument", "decorator")
-    ]
+    ratios = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
+    preferences = ["dpo", "ipo", "apo_zero", "simpo", "orpo", "cpo"]
+    expected = [*ratios, *preferences, "argument", "decorator"]
+    assert [name for name, needed in needs.items() if needed] == expected
 
 
 @pytest.mark.parametrize(

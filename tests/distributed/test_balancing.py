@@ -154,6 +154,7 @@ def lose_a_worker(rank: int, ports: list[int], folder: Path) -> None:
             train(tiny_config(folder, data__workers=1))
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_ends_all_ranks_with_its_own_message(tmp_path: Path) -> None:
     """The other rank only knows that it has lost a worker."""
     write_config(tmp_path)

@@ -223,6 +223,7 @@ os._exit(titan_tree.train.main(sys.argv[1:]))
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
     options = {"training__steps": 5, "checkpoint__interval": 2}
     (tmp_path / "script.py").write_text(KILL_ONCE)

@@ -79,7 +79,10 @@ POLICIES = {
 
 
 EXECUTION = [(name, checkpoint, False) for name in POLICIES for checkpoint in ("none", "full")]
-EXECUTION += [(name, "none", True) for name in ("offload", "host is full")]
+EXECUTION += [
+    ("offload", "none", True),
+    pytest.param("host is full", "none", True, marks=pytest.mark.exhaustive),
+]
 
 
 @cache

@@ -200,7 +200,9 @@ def test_partitions_equal_one_pass(seed):
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("checkpoint", ["compiled", "full", "selective"])
+@pytest.mark.parametrize(
+    "checkpoint", [pytest.param("compiled", marks=pytest.mark.exhaustive), "full", "selective"]
+)
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
     """This holds with router losses, in one pass and in partitions."""
     plain = tree_model(hf_model(tied=True, kind="Qwen3Moe"))

@@ -73,8 +73,8 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[l
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
     # Checkpoints of older versions lack newer keys of the loss, which then had their defaults.
-    old = dict(_flat({"loss": asdict(LossConfig())})) | dict(_flat(before))
-    new = dict(_flat(now))
+    defaults = dict(_flat({"loss": asdict(LossConfig())}))
+    old, new = defaults | dict(_flat(before)), defaults | dict(_flat(now))
     decisive: list[str] = []
     other: list[str] = []
     for key in sorted(old | new):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.paths import TokenPath
 
 # (log-probs [F] in nats, pairs, **options) -> losses [F], or losses [F] and metrics, each [F]
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
@@ -63,8 +64,9 @@ def _check(expected: str, values: Any, logprobs: Tensor) -> None:
 def _missing_field(error: Exception, pairs: PathPairs) -> str:
     """Says which fields the pairs have, and which line of the loss function failed."""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    names = [field.name for field in fields(pairs) if field.name != "rollout_log_ratio"]  # not a path's field
-    missing = [name for name in names if getattr(pairs, name) is None]
-    known = ", ".join(name for name in names if name not in missing)
+    names = [field.name for field in fields(pairs)]
+    of_paths = {field.name for field in fields(TokenPath)}
+    missing = [name for name in names if name in of_paths and getattr(pairs, name) is None]
+    known = ", ".join(name for name in names if getattr(pairs, name) is not None)
     hint = f"; the paths lack {', '.join(missing)}, so give the field to every path" if missing else ""
     return f"{error} ({line.filename}:{line.lineno}); the pairs have {known}{hint}"
