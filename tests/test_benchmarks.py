@@ -44,6 +44,8 @@ BENCHMARKS = {
     ),
 }
 
+SLOW = {"partitions", "trl_step"}
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
@@ -60,7 +62,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks would use the GPU")
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n in SLOW else n for n in BENCHMARKS],
+)
 def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys):
     arguments, column = BENCHMARKS[name]
     path = tmp_path / "rows.csv"

@@ -121,6 +121,7 @@ def test_runs_notice_other_losses_and_files_that_vanish(training: ModuleType, tm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_command_can_be_killed_and_started_again(training: ModuleType, tmp_path: Path) -> None:
     code = f"""
 import signal, sys

@@ -103,6 +103,7 @@ def run(rank: int, ports: list[int], folder: Path, workers: list[int]) -> None:
             assert start == start_costs(trainer.model) != fitted
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_with_the_costs_of_its_checkpoint(tmp_path: Path) -> None:
     """Steps 7 and 8 use the start costs, steps 9 to 12 those that were fitted before the checkpoint."""
     for name in ("whole", "resumed"):

@@ -17,6 +17,7 @@ from titan_tree.config import Config
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.xdist_group("lightning"),
 ]
 

@@ -20,7 +20,12 @@ from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.config import Config
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("machines")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.xdist_group("machines"),
+]
 
 ROOT = Path(__file__).parents[2]
 NUM_MACHINES = 2
@@ -134,7 +139,6 @@ def test_two_machines_train_as_one_process(whole: Config, tmp_path: Path) -> Non
     assert_same_run(whole, train(tiny_config(tmp_path, **OPTIONS)))
 
 
-@pytest.mark.exhaustive
 def test_all_machines_restart_after_a_rank_was_killed(whole: Config, tmp_path: Path) -> None:
     """Only one machine counts the restart: the other one stops its rank, which waits for the killed one."""
     with two_machines(tmp_path, "rank") as machines:
@@ -143,7 +147,6 @@ def test_all_machines_restart_after_a_rank_was_killed(whole: Config, tmp_path: P
     assert read_metrics(machines.config) == read_metrics(whole)
 
 
-@pytest.mark.exhaustive
 def test_a_machine_that_is_started_again_rejoins(whole: Config, tmp_path: Path) -> None:
     with two_machines(tmp_path, "machine") as machines:
         machines.wait(1, status=-9)
@@ -153,7 +156,6 @@ def test_a_machine_that_is_started_again_rejoins(whole: Config, tmp_path: Path) 
     assert read_metrics(machines.config) == read_metrics(whole)
 
 
-@pytest.mark.exhaustive
 def test_the_other_machine_goes_on_alone(whole: Config, tmp_path: Path) -> None:
     """With ``--nnodes=1:2``, a run needs no second machine."""
     with two_machines(tmp_path, "machine", nnodes="1:2") as machines:
@@ -164,7 +166,6 @@ def test_the_other_machine_goes_on_alone(whole: Config, tmp_path: Path) -> None:
         assert float(alone["loss"]) == pytest.approx(float(both["loss"]), rel=1e-5)
 
 
-@pytest.mark.exhaustive
 def test_a_signal_to_torchrun_writes_a_checkpoint(whole: Config, tmp_path: Path) -> None:
     with two_machines(tmp_path, "signal") as machines:
         outputs = [machines.wait(machine, status=1) for machine in range(NUM_MACHINES)]

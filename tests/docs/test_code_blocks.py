@@ -24,7 +24,15 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.exhaustive if name(page) == "docs/memory.md" else [])
+        for page in PAGES
+        if runnable_blocks(page)
+    ],
+    ids=name,
+)
 def test_code_blocks_run_and_print_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,8 +80,7 @@ POLICIES = {
 
 EXECUTION = [(name, checkpoint, False) for name in POLICIES for checkpoint in ("none", "full")]
 EXECUTION += [
-    ("offload", "none", True),
-    pytest.param("host is full", "none", True, marks=pytest.mark.exhaustive),
+    pytest.param(name, "none", True, marks=pytest.mark.exhaustive) for name in ("offload", "host is full")
 ]
 
 

@@ -264,8 +264,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # What CI leaves out, in one pass and in partitions.
 LONG_TAIL = {"temperature", "reentrant checkpointing", "bnpo", "SFT, wrapped", "DPO, reference ahead"}
-PARTITIONED = {"sequence level", "LoRA", "tool mask", "entropy bonus", "accumulation", "checkpointing"}
-PARTITIONED |= {"SFT, padding-free", "DPO, weighting"}
+LONG_TAIL |= {"mean over micro-batches", "two steps per generation", "truncated rows"}
+PARTITIONED = {"sequence level", "LoRA", "SFT, padding-free", "DPO, weighting"}
 
 
 def cases(names: Iterable[str]) -> list[Any]:
@@ -426,6 +426,7 @@ def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_train_as_the_stock_trainer_does(folder: Path) -> None:
     """With accumulation and a reference model, in one pass and in partitions."""
     run_ranks(train_on_ranks, 2, folder)

@@ -202,7 +202,10 @@ def test_default_targets_are_linears_without_routers_and_experts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"activation_checkpoint": "full"}, {"compile": True, "activation_checkpoint": "selective"}],
+    [
+        {"activation_checkpoint": "full"},
+        pytest.param({"compile": True, "activation_checkpoint": "selective"}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_compiled_and_checkpointed_models_compute_the_same(options: Any, without_codegen: None) -> None:

@@ -161,7 +161,9 @@ def test_a_step_counts_the_bytes_of_gateways():
 
 @pytest.mark.usefixtures("without_codegen")
 @torch.fx.experimental._config.patch(use_duck_shape=True)  # ``parallelize`` changes it
-@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "checkpoint", [pytest.param("none", marks=pytest.mark.exhaustive), "full", "selective"]
+)
 def test_compiled_and_checkpointed_blocks_give_the_same_gradients(checkpoint):
     """This holds in one pass and in partitions."""
     model = tree_model(hybrid_model(tied=True))
