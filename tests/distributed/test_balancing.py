@@ -69,6 +69,7 @@ def column(config: Config, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_equal_one(four_ranks: Path, tmp_path: Path, name: str) -> None:
     one, many = train(config(tmp_path, name)), config(four_ranks, name)
@@ -76,6 +77,7 @@ def test_four_ranks_equal_one(four_ranks: Path, tmp_path: Path, name: str) -> No
     assert_same_run(many, one)
 
 
+@pytest.mark.exhaustive
 def test_balanced_ranks_wait_less(four_ranks: Path) -> None:
     balanced, other = (config(four_ranks, name) for name in ("ragged", "not balanced"))
     for name in ("idle_share", "planned_idle_share"):

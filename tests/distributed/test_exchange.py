@@ -19,7 +19,7 @@ from titan_tree.distributed.exchange import Arrived, count_rows, dispatch, waits
 from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("exchange")]
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive, pytest.mark.xdist_group("exchange")]
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 16, 6, 10
 

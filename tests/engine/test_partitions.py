@@ -110,6 +110,7 @@ def test_compiled_and_checkpointed_blocks_equal_eager_ones(checkpoint, compile, 
         assert_same_step(changed, eager, RandomCuts(0.2, seed).plan(forest_of(random_groups(seed))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("without_codegen")
 def test_new_plans_compile_no_new_graphs():
     """Each plan also has the gradients of eager blocks."""

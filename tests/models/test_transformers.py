@@ -119,7 +119,8 @@ def test_checkpointed_layers_give_the_same_gradients(name: str, policy: Any) -> 
 
 
 @pytest.mark.usefixtures("without_codegen")
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 def test_compiled_layers_share_their_graphs(name: str) -> None:
     torch._dynamo.reset()
     trees = [[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]
