@@ -12,6 +12,7 @@ import logging
 import random
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any
@@ -36,7 +37,7 @@ from titan_tree.tree.token_tree import TokenTree
 logger = logging.getLogger(__name__)
 
 
-class EpisodeTrainer(Trainer):
+class EpisodeTrainer(Trainer, ABC):
     """A Trainer without data files: each step calls ``paths`` for its samples.
 
     Args:
@@ -55,9 +56,9 @@ class EpisodeTrainer(Trainer):
         self._given_sampler = sampler
         super().__init__(config)
 
+    @abstractmethod
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the samples of each task of a step, which counts from 1."""
-        raise NotImplementedError
 
     def open_data(self) -> int:
         """Makes the environment and the sampler. Returns the number of steps of the whole run."""
