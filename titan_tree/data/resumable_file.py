@@ -101,4 +101,6 @@ class ResumableFile:
             yield
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f"{self.path}: cannot be written: {reason}; correct it, and run again") from None
+            raise UserError(
+                f"{self.path}: cannot be written: {reason}; fix this, and start the same command again"
+            ) from None

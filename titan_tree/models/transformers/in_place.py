@@ -164,9 +164,8 @@ class _InPlacePass:
         rows = self.rows[2 * mixer.index : 2 * mixer.index + 2]
         cache = PartitionCache(rows, self.layout) if rows else None
         out = mixer.plain(*positional, **{**named, KEYWORD: self.tree, mixer.cache: cache})
-        if (
-            cache is not None and mixer.index == self._exported
-        ):  # a layer may be run again in the backward pass
+        # With activation checkpointing, the layer runs once more in the backward pass.
+        if cache is not None and mixer.index == self._exported:
             self.exports += cache.exports
             self._exported += 1
         return out
