@@ -1,0 +1,36 @@
+"""Sampling on a GPU: CUDA graphs, rows that leave, several batches."""
+
+import random
+
+import pytest
+import torch
+
+from titan_tree import build_model, tree_logprobs
+from titan_tree.rl import cached_sampler
+from titan_tree.rl.cached_sampler import CachedSampler
+
+pytestmark = pytest.mark.gpu
+STOP = 7
+
+
+@pytest.mark.parametrize("share", [cached_sampler.CACHE_SHARE, 0.0])  # all rows at once, and one by one
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_logprobs_of_the_sampler_are_those_of_the_trainer(
+    share: float, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_sampler, "CACHE_SHARE", share)
+    monkeypatch.setattr(cached_sampler, "LENGTHS", 32)
+    model = build_model("qwen3", "debug", vocab_size=64, attention="reference").cuda().to(dtype)
+    draw = random.Random(0)
+    contexts = [[draw.randrange(64) for _ in range(draw.choice([1, 20, 90]))] for _ in range(12)]
+    limits = [draw.randrange(1, 100) for _ in contexts]
+    turns = CachedSampler(model).sample(contexts, limits, STOP, seed=3)
+    assert turns == CachedSampler(model).sample(contexts, limits, STOP, seed=3)
+    with torch.no_grad():
+        scores = tree_logprobs(model, [a + turn.tokens for a, turn in zip(contexts, turns, strict=True)])
+    for score, turn, limit in zip(scores, turns, limits, strict=True):
+        assert len(turn.tokens) == limit or turn.tokens[-1] == STOP
+        assert STOP not in turn.tokens[:-1]
+        torch.testing.assert_close(
+            score[-len(turn.tokens) :].float().cpu(), torch.tensor(turn.logprobs), atol=tolerance, rtol=0
+        )
