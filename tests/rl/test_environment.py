@@ -1,4 +1,4 @@
-"""The bundled environment and the advantages of rollouts."""
+"""The bundled environments and the advantages of rollouts."""
 
 import random
 import statistics
@@ -10,6 +10,8 @@ from titan_tree.rl.branching import group_token_advantages, turn_advantages
 from titan_tree.rl.desk import RIGHT, Desk
 from titan_tree.rl.environment import Demonstrator, Reply
 from titan_tree.rl.rollouts import Rollout
+from titan_tree.rl.search import MAX_SEARCHES, PEOPLE, RESULTS, Search
+from titan_tree.rl.search import RIGHT as SEARCH_RIGHT
 
 
 def test_rewards_of_the_desk() -> None:
@@ -107,3 +109,55 @@ def test_turn_advantages_add_up_to_reward_minus_mean_without_branches() -> None:
     for made, advantage in zip(rollouts, turn_advantages(rollouts), strict=True):
         total = sum(advantage[start] for start in made.starts)
         assert total == pytest.approx(made.reward - mean, abs=1e-6)
+
+
+def test_rewards_of_a_search() -> None:
+    episode = Search().episode(random.Random(7))
+    name, fields = episode.question.name, episode.question.fields
+    assert str(episode.question) == f"{fields[2]} of the {fields[1]} of the {fields[0]} of {name}"
+    assert episode.prompt[1] == {"role": "user", "content": str(episode.question)}
+    searches, value = [], name
+    for field in fields:
+        searches.append(f"search {value}")
+        reply = episode.reply(searches)
+        assert reply.messages is not None
+        first = reply.messages[0]["content"].splitlines()[0]
+        assert first.startswith(f"{value}: ")
+        assert f" {field} {episode.articles[value][field]}" in first
+        value = episode.articles[value][field]
+    assert value == episode.answer
+    for turns, reward in {
+        (*searches, value): 1.0,
+        (*searches, f"<think>\nWell.\n</think>\n\n{value}."): 1.0,
+        (value,): 1.0,
+        (*searches, "Nobody"): 0.0,
+        (*searches, f"It is {value}"): 0.0,
+        (*searches, ""): 0.0,
+        (*[f"search {name}"] * MAX_SEARCHES, "search Anna"): 0.0,
+    }.items():
+        assert episode.reply(turns) == Reply(None, reward), turns
+    for query in ("search", "search nobody"):
+        assert episode.reply([query]) == Reply([{"role": "tool", "content": "nothing"}])
+
+
+def test_a_search_finds_the_article_and_those_that_mention_it() -> None:
+    episode = Search().episode(random.Random(0))
+    for name in PEOPLE:
+        (message,) = episode.reply([f"search {name}"]).messages or []
+        found = [line.split(":")[0] for line in message["content"].splitlines()]
+        mentions = [other for other, article in episode.articles.items() if name in article.values()]
+        assert found == [name, *mentions][:RESULTS]
+
+
+def test_demonstrations_of_searches_are_right_as_often_as_they_say() -> None:
+    search = Search()
+    assert isinstance(search, Demonstrator)
+    rewards: dict[int, list[float]] = {1: [], 2: [], 3: []}
+    for task in range(400):
+        episode = search.episode(random.Random(task))
+        for messages in search.demonstrations(random.Random(task)):
+            turns = [message["content"] for message in messages if message["role"] == "assistant"]
+            rewards[len(turns) - 1].append(episode.reply(turns).reward)
+    for hops, values in rewards.items():
+        right = SEARCH_RIGHT**hops  # a wrong turn may also lead to the right word
+        assert right - 0.05 < statistics.fmean(values) < right + 0.12, hops
