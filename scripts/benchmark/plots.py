@@ -187,7 +187,7 @@ def draw_rl(rows: Rows) -> Figure:
                 parts = [reward[max(0, i - 9) : i + 1] for i in range(len(reward))]
                 reward = [sum(part) / len(part) for part in parts]
             label = f"seed {seed}" if phase == "rl" else None
-            panel.plot([float(row["cpu_s"]) for row in chosen], reward, style, color=f"C{color}", label=label)
+            panel.plot([float(row["s"]) for row in chosen], reward, style, color=f"C{color}", label=label)
     panel.axhline(0.9, color="0.8", zorder=0)
     panel.set(xlabel="CPU seconds (dotted: warm start)", ylabel="mean reward on new tasks", ylim=(0, 1))
     panel.legend()

@@ -1,18 +1,23 @@
-"""Trains the RL demo with one seed and records reward and CPU seconds, for docs/log/2026-11-23-rl.md.
+"""Trains an RL configuration with one seed and records reward and seconds, for docs/log/2026-11-23-rl.md.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark/rl.py --seed 0 --csv rl.csv [key=value ...]
+    OMP_NUM_THREADS=1 python scripts/benchmark/rl.py --seed 0 --csv rl.csv --folder FOLDER [key=value ...]
+    python scripts/benchmark/rl.py --config train_configs/rl_search.toml --csv rl.csv --folder FOLDER
 
 It appends one row per RL step, and per measurement of the warm start, to the CSV. At the first RL step it
 also compares the layouts "tree" and "flat" on the same rollouts, and every 20 steps the sampler with
-tree_logprobs. CPU seconds are those of this process: other programs affect them less than wall-clock time.
+tree_logprobs. On a CPU, seconds are CPU seconds of this process, which other programs affect less than
+wall-clock time; they include the start of Python. On a GPU they are seconds since the start of this script.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -23,20 +28,32 @@ from titan_tree import tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
+from titan_tree.engine.path_scores import score_trees
 from titan_tree.metrics import Logger
+from titan_tree.models.costs import ModelCosts
 from titan_tree.registry import LOGGERS
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-COLUMNS = ("setting", "seed", "phase", "step", "cpu_s", "reward", "sampled_tokens", "por")
+COLUMNS = ("setting", "seed", "phase", "step", "s", "sampling_s", "step_s", "reward", "sampled_tokens", "por")
+ROUNDS = 3  # of the comparison of layouts
+STARTED = time.perf_counter()
 
 
-def cpu_logger(file: Path, setting: str, seed: int) -> type[Logger]:
+def clock() -> float:
+    """Returns the seconds that this benchmark counts, when the GPU has finished its work."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter() - STARTED
+
+
+def reward_logger(file: Path, setting: str, seed: int) -> type[Logger]:
     """Returns a logger that appends rewards to ``file``."""
 
-    class CpuLogger(Logger):
+    class RewardLogger(Logger):
         sampled = 0
 
         def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -45,14 +62,15 @@ def cpu_logger(file: Path, setting: str, seed: int) -> type[Logger]:
             self.sampled += int(values.get("sampled_tokens", 0))
             if reward is None:
                 return
-            row = (step, f"{time.process_time():.1f}", f"{reward:.4f}", self.sampled, f"{values['por']:.3f}")
+            seconds = (clock(), values.get("sampling_s", 0.0), values["step_s"])
+            row = (*(f"{s:.2f}" for s in seconds), f"{reward:.4f}", self.sampled, f"{values['por']:.3f}")
             new = not file.exists()
             with file.open("a", newline="") as out:
                 writer = csv.writer(out, lineterminator="\n")
                 writer.writerows([COLUMNS] if new else [])
-                writer.writerow((setting, seed, phase, *row))
+                writer.writerow((setting, seed, phase, step, *row))
 
-    return CpuLogger
+    return RewardLogger
 
 
 class CheckedRLTrainer(RLTrainer):
@@ -74,26 +92,45 @@ class CheckedRLTrainer(RLTrainer):
         return by_task
 
     def compare_layouts(self, by_task: list[list[TokenPath]]) -> None:
-        """Prints losses, gradients and CPU seconds of both layouts, packed alike."""
-        found = []
+        """Prints losses, gradients and seconds of both layouts, packed alike."""
+        max_tokens, costs = self.config.data.max_tokens, ModelCosts.of(self.model)
         layouts = {
             "tree": [TokenTree.from_paths(paths) for paths in by_task],
             "flat": flat_trees(list(chain.from_iterable(by_task))),
         }
-        for layout, trees in layouts.items():
-            batches = pack(trees, self.config.data.max_tokens)
-            self.tree_step.run(self.tree_step.prepare(batches))
-            self.optimizers.zero_grad()
-            started = time.process_time()
-            result = self.tree_step.run(self.tree_step.prepare(batches))
-            seconds = time.process_time() - started
-            gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
-            self.optimizers.zero_grad()
-            found.append(gradient)
-            tokens = result.counts.executed_tokens
-            print(f"{layout}: loss {result.loss.item():.9f}, {tokens:,} tokens, {seconds:.2f} CPU s")
-        error = ((found[0] - found[1]).norm() / found[1].norm()).item()
-        print(f"gradients differ by {error:.1e} of their norm", flush=True)
+        steps = {name: self.tree_step.prepare(pack(trees, max_tokens)) for name, trees in layouts.items()}
+        seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        gradients = {}
+        for is_timed in (False, *[True] * ROUNDS):
+            for name, trees in layouts.items():
+                for work, run in (
+                    ("scoring", partial(score_trees, self.model, trees, max_tokens)),
+                    ("training", partial(self.tree_step.run, steps[name])),
+                ):
+                    self.optimizers.zero_grad()
+                    started = clock()
+                    result = run()
+                    if is_timed:
+                        seconds[name, work].append(clock() - started)
+                gradients[name] = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+                self.optimizers.zero_grad()
+                if not is_timed:
+                    tokens = result.counts.executed_tokens
+                    print(f"{name}: loss {result.loss.item():.9f}, {tokens:,} tokens")
+        error = ((gradients["tree"] - gradients["flat"]).norm() / gradients["flat"].norm()).item()
+        print(f"gradients differ by {error:.1e} of their norm")
+        operations = {
+            name: sum(costs.training_flops(batch) for batch in pack(trees, max_tokens))
+            for name, trees in layouts.items()
+        }
+        bound = operations["flat"] / operations["tree"]
+        for work in ("scoring", "training"):
+            flat, tree = (statistics.median(seconds[name, work]) for name in ("flat", "tree"))
+            print(
+                f"{work}: flat {flat:.3f} s, tree {tree:.3f} s: {flat / tree:.2f}x, "
+                f"{flat / tree / bound:.2f} of the operations' {bound:.2f}x",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -107,15 +144,15 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    LOGGERS.register("cpu", cpu_logger(args.csv, args.setting, args.seed))
+    LOGGERS.register("reward", reward_logger(args.csv, args.setting, args.seed))
     seeds = [f"data.seed={args.seed}", f"training.seed={args.seed}", f"folder={args.folder}"]
-    loggers = "metrics.loggers=[csv, cpu]"
+    loggers = "metrics.loggers=[csv, reward]"
     config = load_tables(RLRunConfig, args.config, [*seeds, loggers, *args.overrides])
     trainer = CheckedRLTrainer(after_warm_start(config))
     trainer.train()
     rollouts = trainer.sample([f"{args.seed}/test/{task}" for task in range(256)], 1)
     rewards = [rollout.reward for (rollout,) in rollouts]
-    print(f"mean reward of 256 further tasks: {np.mean(rewards):.3f}; {time.process_time():.0f} CPU s")
+    print(f"mean reward of 256 further tasks: {np.mean(rewards):.3f}; {clock():.0f} s")
     trainer.close()
 
 
