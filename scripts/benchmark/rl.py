@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_tree import tree_logprobs
+from titan_tree import TreeBatch, tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
@@ -120,7 +120,7 @@ class CheckedRLTrainer(RLTrainer):
         error = ((gradients["tree"] - gradients["flat"]).norm() / gradients["flat"].norm()).item()
         print(f"gradients differ by {error:.1e} of their norm")
         operations = {
-            name: sum(costs.training_flops(batch) for batch in pack(trees, max_tokens))
+            name: sum(costs.training_flops(TreeBatch.from_trees([tree])) for tree in trees)
             for name, trees in layouts.items()
         }
         bound = operations["flat"] / operations["tree"]
