@@ -96,7 +96,7 @@ def with_short_turns(trainer: RLTrainer) -> RLTrainer:
     return trainer
 
 
-@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "turn"), ("ppo", "group"), ("gspo", "group")])
+@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "spo"), ("ppo", "tree_rl"), ("gspo", "group")])
 @pytest.mark.parametrize("max_tokens", [512, 60])
 def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, max_tokens: int) -> None:
     """The same rollouts, with branches, as trees, as partitioned trees, and path by path."""
@@ -254,6 +254,8 @@ def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
         ("rl.environment=dsek", "rl.environment: expected one of desk"),
         ("rl.rollout=3", "unknown key 'rl.rollout'; did you mean 'rl.rollouts'"),
         ("partition.strategy=none", "partition.strategy: expected another one than 'none'"),
+        ("rl.advantage=turn", "rl.advantage: expected one of group, mean, loo"),
+        ("rl.advantage=given", "rl.advantage: expected one of group, mean, loo"),
         ("warm_start.steps=-1", "warm_start.steps: expected at least 0"),
     ],
 )
@@ -269,6 +271,7 @@ def test_wrong_configurations_are_refused(tmp_path: Path, override: str, message
         (["data.tokenizer=null"], "data.tokenizer: expected a tokenizer, got none"),
         (["warm_start.steps=2", "rl.environment=letters"], "'letters' has no method demonstrations"),
         (["rl.max_rollout_tokens=20"], "expected more than the 28 tokens of a prompt, got 20"),
+        (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),
         (["model.name=qwen3_moe"], "expected a dense decoder of titan_tree"),
     ],
 )

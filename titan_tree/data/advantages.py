@@ -34,6 +34,7 @@ def advantages(
     paths: Sequence[TokenPath],
     rewards: Sequence[float],
     rollouts: Sequence[int] | None = None,
+    inherited: Sequence[int] | None = None,
     **options: float,
 ) -> list[np.ndarray]:
     """Returns the advantages of the paths of one group.
@@ -44,8 +45,11 @@ def advantages(
         rewards: [R] one finite number per rollout.
         rollouts: [P] which rollout each path belongs to, for example if each turn of a conversation is a
             path. The paths of a rollout are in the order of its turns. Default: each path is a rollout.
+        inherited: [R] how many of its first turns each rollout inherited from another one, if it was forked.
+            Default: not known; all rollouts then count alike in V.
         options: of the estimator. ``once`` is an option of all: divide by the number of paths that count the
-            same turn, so that a sum over paths counts the turn once.
+            same turn, so that a sum over paths counts the turn once. With ``inherited``, it counts once per
+            rollout that sampled it.
 
     Returns:
         One [T] float32 array per path (``TokenPath.advantage``).
@@ -61,18 +65,24 @@ def advantages(
             f"rewards: expected {expected} finite numbers, one per rollout, got {shorten(rewards)}"
         )
     once = options.pop("once", name in ONCE)
-    turns = Turns(paths, [float(reward) for reward in rewards], rollouts)
+    turns = Turns(paths, [float(reward) for reward in rewards], rollouts, inherited)
     values = estimator(turns, **options)
     if once:
         values = [value / count for value, count in zip(values, turns.counts(), strict=True)]
     return [value.astype(np.float32) for value in values]
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes."""
+def check_options(name: str, options: Mapping[str, Any], table: str = "data") -> None:
+    """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes.
+
+    Args:
+        name: of the estimator.
+        options: by name.
+        table: of the configuration that has them, for error messages.
+    """
     known = ["once", *list(inspect.signature(ADVANTAGES[name]).parameters)[1:]]
     for key, value in options.items():
-        where = f"data.advantage_options.{key}"
+        where = f"{table}.advantage_options.{key}"
         if key not in known:
             raise UserError(f"{where}: {name!r} has no such option; expected {', '.join(known)}; remove it")
         if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:

@@ -13,19 +13,20 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
 from titan_tree.build import DEFAULT_STEPS
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.tables import check_warmup
+from titan_tree.data.advantages import advantages, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
 from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.branching import ADVANTAGES, branches
+from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Demonstrator, Environment
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
@@ -53,6 +54,7 @@ class EpisodeTrainer(Trainer, ABC):
     sampler: Sampler
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
+        check_options(config.rl.advantage, config.rl.advantage_options, "rl")
         self._given_sampler = sampler
         super().__init__(config)
 
@@ -147,7 +149,10 @@ class RLTrainer(EpisodeTrainer):
             ),
             "sampling_s": time.perf_counter() - started,
         }
-        return [token_paths(group, rl.advantage, task) for task, group in zip(tasks, groups, strict=True)]
+        options = rl.advantage_options
+        return [
+            token_paths(group, task, rl.advantage, options) for task, group in zip(tasks, groups, strict=True)
+        ]
 
 
 class WarmStart(EpisodeTrainer):
@@ -214,20 +219,28 @@ class WarmStart(EpisodeTrainer):
         )
 
 
-def token_paths(rollouts: Sequence[Rollout], advantage: str, name: str) -> list[TokenPath]:
-    """Returns the rollouts of a task as training samples.
+def token_paths(
+    rollouts: Sequence[Rollout], name: str, advantage: str, options: Mapping[str, Any]
+) -> list[TokenPath]:
+    """Returns the finished rollouts of a task as training samples.
 
     Args:
-        advantage: "group" or "turn", see ``RLConfig``.
+        rollouts: of one task.
         name: of the task; the ids of paths begin with it.
+        advantage: the estimator, a name in ``registry.ADVANTAGES``.
+        options: of the estimator.
     """
-    advantages = ADVANTAGES[advantage](rollouts)
-    return [
-        TokenPath(
-            rollout.tokens, rollout.mask, advantage=own, old_logprobs=rollout.logprobs, id=f"{name}/{i}"
-        )
-        for i, (rollout, own) in enumerate(zip(rollouts, advantages, strict=True))
+    paths = [
+        TokenPath(rollout.tokens, rollout.mask, old_logprobs=rollout.logprobs, id=f"{name}/{i}")
+        for i, rollout in enumerate(rollouts)
     ]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    inherited = [rollout.inherited for rollout in rollouts]
+    for path, own in zip(
+        paths, advantages(advantage, paths, rewards, inherited=inherited, **options), strict=True
+    ):
+        path.advantage = own
+    return paths
 
 
 def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:
