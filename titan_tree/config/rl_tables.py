@@ -52,6 +52,9 @@ class RLConfig(Checked, table="rl"):
     branches: int = setting(0, at_least(0))
     advantage: str = setting("group", one_of(ADVANTAGES))  # as data.advantage (docs/data.md)
     advantage_options: dict[str, Any] = setting({})  # numbers that the estimator takes
+    # Snapshot of the reference policy, or of the teacher of the loss "distill". Default: the weights at the
+    # start of the run, also after a resume. Only for losses that read ref_logprobs.
+    reference: str | None = None
     max_turn_tokens: int = setting(1024, at_least(1))  # of one turn; a rollout that is cut off has reward 0
     max_rollout_tokens: int = setting(8192, at_least(2))  # of a whole rollout, prompt included
 

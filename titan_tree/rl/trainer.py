@@ -29,6 +29,7 @@ from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Demonstrator, Environment
+from titan_tree.rl.reference import Reference, build_reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import Sampler
 from titan_tree.trainer import Trainer
@@ -127,8 +128,22 @@ class RLTrainer(EpisodeTrainer):
     ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens`` and ``sampling_s``.
     """
 
+    reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
+
+    def open_data(self) -> int:
+        self.reference = build_reference(self.config, self.tree_step)
+        return super().open_data()
+
+    def resume_data(self) -> None:
+        """Checks that the reference is that of the run so far."""
+        if self.reference and not self.config.checkpoint.allow_changes:
+            self.reference.check(self.progress.data.get("reference"))
+
+    def data_state(self) -> dict[str, Any]:
+        return {"reference": self.reference.identity} if self.reference else {}
+
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the rollouts of each task, branches included, with advantages and log-probs as sampled."""
+        """Returns the rollouts of each task, branches included, with advantages and log-probs."""
         started, config, rl = time.perf_counter(), self.config, self.config.rl
         tasks = [f"{config.data.seed}/{step}/{task}" for task in range(config.data.global_batch_groups)]
         groups = self.sample(tasks, rl.rollouts)
@@ -150,9 +165,12 @@ class RLTrainer(EpisodeTrainer):
             "sampling_s": time.perf_counter() - started,
         }
         options = rl.advantage_options
-        return [
+        by_task = [
             token_paths(group, task, rl.advantage, options) for task, group in zip(tasks, groups, strict=True)
         ]
+        if self.reference:
+            self.reference.score(by_task)
+        return by_task
 
 
 class WarmStart(EpisodeTrainer):

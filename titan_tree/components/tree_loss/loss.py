@@ -75,7 +75,15 @@ def corrects_rollout(function: LossFunction) -> LossFunction:
     return function
 
 
-def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunction], LossFunction]:
+def reads_reference(function: LossFunction) -> LossFunction:
+    """Marks a loss that reads ref_logprobs. In reinforcement learning, the reference then scores rollouts."""
+    function.reads_reference = True  # type: ignore[attr-defined]
+    return function
+
+
+def register_loss(
+    name: str, whole_paths: bool = False, reference: bool = False
+) -> Callable[[LossFunction], LossFunction]:
     """Returns a decorator that registers a loss for ``TreeLoss(name)`` and the setting ``loss.name``.
 
     The function is called as ``loss(logprobs [F], pairs, **options)`` and returns losses [F].
@@ -84,9 +92,11 @@ def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunctio
         name: name of the loss.
         whole_paths: whether a token's loss depends on other tokens of its path, or on other paths of its
             tree, see ``whole_path_loss``.
+        reference: whether the loss reads ref_logprobs, see ``reads_reference``.
     """
 
     def register(function: LossFunction) -> LossFunction:
+        function = reads_reference(function) if reference else function
         LOSSES.register(name, whole_path_loss(function) if whole_paths else function)
         return function
 
@@ -166,6 +176,11 @@ class TreeLoss:
     def compares_paths(self) -> bool:
         """Whether the loss of a path may depend on other paths of its tree."""
         return getattr(self.function, "compares_paths", False)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the paths need ref_logprobs."""
+        return self.kl is not None or getattr(self.function, "reads_reference", False)
 
     @property
     def needs_entropy(self) -> bool:

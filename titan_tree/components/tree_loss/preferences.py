@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import fixed_reduction, whole_path_loss
+from titan_tree.components.tree_loss.loss import fixed_reduction, reads_reference, whole_path_loss
 from titan_tree.components.tree_loss.ratios import field
 from titan_tree.tree.batch import PathPairs
 
@@ -21,6 +21,7 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def dpo(
     logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> LossAndMetrics:
@@ -40,6 +41,7 @@ def dpo(
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def ipo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns (S_c / T_c - S_d / T_d - 1 / (2 beta))^2 (IPO, arXiv:2310.12036).
 
@@ -51,6 +53,7 @@ def ipo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def apo_zero(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns 1 - sigmoid(beta S_c) + sigmoid(beta S_d) (APO-zero, arXiv:2408.06266).
 
