@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.engine.path_scores import score_trees
+from titan_tree.engine.scoring import score_trees
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.model_setup import build_parallel_model, start_weights
@@ -70,11 +72,11 @@ class Reference:
     def score(self, groups: Sequence[Sequence[TokenPath]]) -> None:
         """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
         trees = [TokenTree.from_paths(paths) for paths in groups]
-        with adapters_off(self.model) if self.is_base else nullcontext():
+        with torch.no_grad(), adapters_off(self.model) if self.is_base else nullcontext():
             scores = score_trees(self.model, trees, self.max_tokens, self.step.partitioner)
         for paths, of_paths in zip(groups, scores, strict=True):
             for path, found in zip(paths, of_paths, strict=True):
-                path.ref_logprobs = found.logprobs
+                path.ref_logprobs = found.logprobs.cpu().numpy()
 
 
 def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:
