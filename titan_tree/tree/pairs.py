@@ -52,26 +52,44 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
         sums = np.bincount(path_of_pair, fields["loss_mask"] * gap, minlength=len(paths))
         path_fields["rollout_log_ratio"] = sums.astype(np.float32)
     if any(path.preference for path in paths):
-        path_fields["is_chosen"] = np.array([path.preference == "chosen" for path in paths])
-        path_fields["partner"] = _partners(paths)
+        path_fields |= _preferences(paths)
     return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
 
 
-def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
-    """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
+def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:
+    """Returns the fields of preferences, [P] each. Without pairs, "partner" is missing.
 
     Raises:
         UserError: a path has no preference, or no partner.
     """
-    members: dict[str | None, dict[str, list[int]]] = {}
-    for number, path in enumerate(paths):
+    for path in paths:
         if path.preference is None:
             raise UserError(
                 f"path {path.id or '?'}: preference: missing, but other paths of the batch have it; give it "
                 "to all paths or to none"
             )
-        members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
-    partner = np.empty(len(paths), np.int64)
+    fields = {
+        "is_chosen": np.array([path.preference in ("chosen", "desirable") for path in paths]),
+        "is_mismatched": np.array([path.preference == "mismatched" for path in paths]),
+    }
+    if not any(path.preference in ("desirable", "undesirable") for path in paths):
+        fields["partner"] = _partners(paths)
+    return fields
+
+
+def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
+    """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
+
+    A mismatched path is its own partner.
+
+    Raises:
+        UserError: a path has no partner.
+    """
+    members: dict[str | None, dict[str, list[int]]] = {}
+    for number, path in enumerate(paths):
+        if path.preference in ("chosen", "rejected"):
+            members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
+    partner = np.arange(len(paths))
     for pair, (chosen, rejected) in ((pair, found.values()) for pair, found in members.items()):
         if len(chosen) != len(rejected):
             path = paths[(chosen + rejected)[0]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import corrects_rollout, fixed_reduction, reads_reference
+from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, reads_reference
 from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
