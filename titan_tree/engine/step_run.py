@@ -179,6 +179,10 @@ class StepRun:
             loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
         if (square := loss_metrics.pop("rollout_weight_square", None)) is not None:
             loss_metrics["ess"] = loss_metrics["rollout_weight"].square() / square.clamp_min(1e-30)
+            num_paths = loss_metrics.pop("corrected_paths").clamp_min(1e-30)
+            for kind in ("masked", "truncated"):
+                if (outside := loss_metrics.pop(f"{kind}_paths", None)) is not None:
+                    loss_metrics[f"{kind}_path_fraction"] = outside / num_paths
         return StepResult(
             loss=loss,
             loss_metrics=loss_metrics,

@@ -11,6 +11,7 @@ from titan_tree.errors import UserError
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
+MAX_GAP = 20.0  # of log-probs, in divergences; verl has the same bound
 Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of some path counts
 
 
@@ -49,11 +50,31 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     }
     if "old_logprobs" in fields and "rollout_logprobs" in fields:
         gap = fields["old_logprobs"].astype(np.float64) - fields["rollout_logprobs"]
-        sums = np.bincount(path_of_pair, fields["loss_mask"] * gap, minlength=len(paths))
-        path_fields["rollout_log_ratio"] = sums.astype(np.float32)
+        path_fields |= _rollout_gaps(gap, fields["loss_mask"], path_of_pair, len(paths))
     if any(path.preference for path in paths):
         path_fields |= _preferences(paths)
     return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
+
+
+def _rollout_gaps(
+    gap: np.ndarray, loss_mask: np.ndarray, path: np.ndarray, num_paths: int
+) -> dict[str, np.ndarray]:
+    """Returns sums and extremes of the gaps [F] between both policies, per path, see ``PathPairs``."""
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(path, loss_mask * values, minlength=num_paths)
+
+    bounded = gap.clip(-MAX_GAP, MAX_GAP)
+    low, high = np.full(num_paths, np.inf), np.full(num_paths, -np.inf)
+    counted = loss_mask > 0
+    np.minimum.at(low, path[counted], bounded[counted])
+    np.maximum.at(high, path[counted], bounded[counted])
+    ends = (np.where(low <= high, end, 0.0) for end in (low, high))  # 0 without counted tokens
+    columns = (total(bounded**2 / 2), total(np.expm1(bounded) - bounded), *ends)
+    return {
+        "rollout_log_ratio": total(gap).astype(np.float32),
+        "rollout_divergence": np.stack(columns, axis=1).astype(np.float32),
+    }
 
 
 def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:
