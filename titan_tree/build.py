@@ -85,6 +85,7 @@ def build_loss(config: LossConfig) -> TreeLoss:
         config.entropy,
         penalty if kl.coefficient else None,
         weights,
+        config.whiten,
         **config.options,
     )
 

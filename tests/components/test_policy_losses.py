@@ -158,6 +158,25 @@ def test_rejection_by_divergence(level, high, estimator):
     assert 0.1 < torch.cat(rejected).mean() < 0.9
 
 
+@pytest.mark.parametrize("as_reward", [False, True])
+def test_whitened_advantages(as_reward):
+    """The variance divides by n - 1. A penalty of rewards comes after."""
+    for seed in range(4):
+        paths, *_ = forest(seed)
+        A = np.concatenate([path.advantage[1:] for path in paths]).astype(np.float64)
+        weights = np.concatenate([path.weight * path.loss_mask[1:] for path in paths]).astype(np.float64)
+        mean = np.average(A, weights=weights)
+        variance = (weights * (A - mean) ** 2).sum() / (weights.sum() - 1)
+
+        def formula(n, o, f, b, A, m, mean=mean, variance=variance):
+            A = (A - mean) / math.sqrt(variance + 1e-8)
+            return ppo(n, o, A - 0.2 * (o - f) if as_reward else A)
+
+        kl = KLPenalty(0.2, "k1", as_reward=True) if as_reward else None
+        loss = TreeLoss("ppo", "token_mean", kl=kl, whiten=True)
+        assert_equals(loss, formula, "token_mean", [seed])
+
+
 def test_metrics_are_means_over_counted_tokens():
     paths = [
         TokenPath([1, 2, 3], [0, 1, 1], advantage=1, old_logprobs=[0, -1, -1], rollout_logprobs=[0, -1, -2]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss.corrections import whitened
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -201,6 +202,17 @@ def test_losses_of_verl(case):
     if name not in ("sapo", "reinforce"):
         options = options | {"clip_low": low, "clip_high": high}
     rows.assert_equals(want, TreeLoss(name, reduction, **options))
+
+
+def test_whitening_of_verl():
+    pytest.importorskip("verl")
+    from verl.utils.torch_functional import masked_whiten
+
+    rows = Rows()
+    want = masked_whiten(rows.column("advantage"), rows.mask)
+    pairs = whitened(rows.batch.pairs)
+    got = rows.padded(pairs.advantage.split(torch.bincount(pairs.path).tolist()))
+    torch.testing.assert_close(got * rows.mask, want * rows.mask, rtol=1e-5, atol=1e-6)
 
 
 VERL_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}

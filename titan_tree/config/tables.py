@@ -219,6 +219,7 @@ class LossConfig(Checked, table="loss"):
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
     reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
     entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
+    whiten: bool = False  # normalize advantages over the tokens of the global batch (TreePO, REINFORCE++)
     options: dict[str, Any] = setting({})  # numbers that the loss function takes, such as a clip range
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

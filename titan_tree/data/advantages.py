@@ -143,11 +143,18 @@ def tree_rl(turns: Turns) -> list[np.ndarray]:
     return turns.per_token(map(value, turns.turns))
 
 
-def spo(turns: Turns) -> list[np.ndarray]:
-    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564). By default, it counts ``once`` per turn."""
-    return turns.per_token(
-        turns.node_values[turn.node] - turns.state_values[turn.state] for turn in turns.turns
-    )
+def spo(turns: Turns, std: bool = False) -> list[np.ndarray]:
+    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564). By default, it counts ``once`` per turn.
+
+    Args:
+        std: divide by the standard deviation of V over the turns from the same state, + 1e-8.
+    """
+
+    def value(turn: Turn) -> float:
+        gap = turns.node_values[turn.node] - turns.state_values[turn.state]
+        return gap / (turns.state_stds[turn.state] + 1e-8) if std else gap
+
+    return turns.per_token(map(value, turns.turns))
 
 
 def tree_grpo(turns: Turns) -> list[np.ndarray]:
@@ -170,7 +177,7 @@ def tree_grpo(turns: Turns) -> list[np.ndarray]:
 def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
     """Returns the mean of R_i - V(a) over the root and the shared turns a of rollout i (arXiv:2508.17445).
 
-    TreePO then normalizes over the batch, which is not done here.
+    TreePO then normalizes over the batch, as ``TreeLoss`` does with ``whiten``.
 
     Args:
         weighted: weigh each a by the number of rollouts through it.

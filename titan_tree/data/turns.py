@@ -77,12 +77,22 @@ class Turns:
     @cached_property
     def node_values(self) -> dict[Hashable, float]:
         """V(u): the mean reward of the rollouts that took turn u, by node."""
-        return self._means([turn.node for turn in self.turns], self._weights[0])
+        rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
+        return self._means([turn.node for turn in self.turns], rewards, self._weights[0])
 
     @cached_property
     def state_values(self) -> dict[Hashable, float]:
         """The mean reward of the rollouts that took any turn from a state: V of the node above."""
-        return self._means([turn.state for turn in self.turns], self._weights[1])
+        rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
+        return self._means([turn.state for turn in self.turns], rewards, self._weights[1])
+
+    @cached_property
+    def state_stds(self) -> dict[Hashable, float]:
+        """The standard deviation of V(u) over the rollouts that took a turn u from a state."""
+        states = [turn.state for turn in self.turns]
+        gaps = [self.node_values[turn.node] - self.state_values[turn.state] for turn in self.turns]
+        variances = self._means(states, [gap**2 for gap in gaps], self._weights[1])
+        return {state: math.sqrt(variance) for state, variance in variances.items()}
 
     def per_token(self, values: Iterable[float]) -> list[np.ndarray]:
         """Returns [T] float64 per path: the value of the turn at its tokens, 0 elsewhere.
@@ -148,15 +158,14 @@ class Turns:
             at.append(of_rollout[rollout])
         return after[::-1], at[::-1], of_rollout
 
-    def _means(self, keys: Sequence[Hashable], weights: Sequence[float]) -> dict[Hashable, float]:
-        """Returns the mean reward of the rollouts with each key. ``keys`` and ``weights`` are per turn."""
-        members: dict[Hashable, dict[int, float]] = {}
-        for turn, key, weight in zip(self.turns, keys, weights, strict=True):
-            members.setdefault(key, {})[self.rollouts[turn.path]] = weight
-        return {
-            key: _mean([self.rewards[rollout] for rollout in of_key], list(of_key.values()))
-            for key, of_key in members.items()
-        }
+    def _means(
+        self, keys: Sequence[Hashable], values: Sequence[float], weights: Sequence[float]
+    ) -> dict[Hashable, float]:
+        """Returns the mean value of the rollouts with each key. All arguments are per turn."""
+        members: dict[Hashable, dict[int, tuple[float, float]]] = {}
+        for turn, key, value, weight in zip(self.turns, keys, values, weights, strict=True):
+            members.setdefault(key, {})[self.rollouts[turn.path]] = value, weight
+        return {key: _mean(*zip(*of_key.values(), strict=True)) for key, of_key in members.items()}
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

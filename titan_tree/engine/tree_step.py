@@ -131,6 +131,8 @@ class TreeStep:
             run.extra_forward_tokens += step.counts.executed_tokens
         is_spread = sizes.max_micro_batches > 1 or world_size() > 1
         measure = self.loss.measurement is not None and is_spread
+        counts = sizes.counts
+        self.loss.moments = counts.loss_weight, counts.advantage, counts.advantage_square
         self._gradient_sync.hold(sizes.is_partitioned)
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
             whole_paths = self.loss.needs_whole_paths

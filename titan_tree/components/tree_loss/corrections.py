@@ -1,6 +1,6 @@
-"""What TreeLoss adds to a policy loss: a KL penalty, and the correction of rollout mismatch.
+"""What TreeLoss adds to a policy loss: whitened advantages, a KL penalty, a correction of rollout mismatch.
 
-Both read fields of the paths: ``ref_logprobs``, ``old_logprobs`` and ``rollout_logprobs``.
+They read fields of the paths: ``advantage``, ``ref_logprobs``, ``old_logprobs`` and ``rollout_logprobs``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from titan_tree.components.tree_loss.ratios import field, kl_estimate
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 
+Moments = tuple[float | Tensor, float | Tensor, float | Tensor]  # sums of c, c A and c A², see ``whitened``
 MAX_LOG_RATIO = 20.0  # of ``importance`` and of divergences; verl has the same bound
 
 
@@ -163,3 +164,22 @@ class RolloutCorrection:
 def _divergence(pairs: PathPairs) -> Tensor:
     field(pairs, "old_logprobs"), field(pairs, "rollout_logprobs")  # named, if one is missing
     return field(pairs, "rollout_divergence")
+
+
+def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:
+    """Returns the pairs with advantages (A - mean) / sqrt(variance + 1e-8) over the tokens of a batch.
+
+    The variance divides by n - 1, as in verl's masked_whiten.
+
+    Args:
+        moments: of the batch, with c = w_p m_{p,t}. None: those of ``pairs``.
+    """
+    advantage = field(pairs, "advantage")
+    if moments is None:
+        count = pairs.weight[pairs.path].double() * pairs.loss_mask
+        moments = count.sum(), (count * advantage).sum(), (count * advantage.double().square()).sum()
+    total, first, second = (torch.as_tensor(x, dtype=torch.float64, device=advantage.device) for x in moments)
+    mean = first / total.clamp_min(1e-30)
+    variance = (second - total * mean.square()) / torch.where(total > 1, total - 1, 1.0)
+    scale = (variance.clamp_min(0) + 1e-8).rsqrt()
+    return dataclasses.replace(pairs, advantage=((advantage - mean) * scale).to(advantage.dtype))

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.call import LossFunction, call_loss
-from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
 from titan_tree.components.tree_loss.marks import Measurement, Reduction, reads_reference, whole_path_loss
 from titan_tree.components.tree_loss.ratios import kl_estimate
 from titan_tree.errors import UserError
@@ -84,6 +84,8 @@ class TreeLoss:
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         kl: a penalty for diverging from a reference policy; None: no penalty.
         correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
+        whiten: normalize advantages over the tokens of the global batch: subtract their mean and divide by
+            their standard deviation (TreePO, arXiv:2508.17445; REINFORCE++, arXiv:2501.03262).
         options: keyword arguments of the loss function.
 
     Raises:
@@ -97,6 +99,7 @@ class TreeLoss:
         entropy: float = 0.0,
         kl: KLPenalty | None = None,
         correction: RolloutCorrection | None = None,
+        whiten: bool = False,
         **options: float,
     ) -> None:
         self.function: LossFunction = LOSSES[name]
@@ -110,9 +113,11 @@ class TreeLoss:
                 f"loss {name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
             )
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
-        self.kl, self.correction = kl, correction
+        self.kl, self.correction, self.whiten = kl, correction, whiten
         # Sums of ``measure`` over the global batch. None: each call measures its own batch.
         self.measured: Tensor | None = None
+        # Sums over the global batch, for ``whiten``. None: each call takes those of its own batch.
+        self.moments: Moments | None = None
         self._check()
 
     def _check(self) -> None:
@@ -267,6 +272,8 @@ class TreeLoss:
     def _policy_losses(self, path_logprobs: Tensor, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses and the metrics of the loss function, corrected for rollout mismatch."""
         extra = {}
+        if self.whiten:
+            pairs = whitened(pairs, self.moments)
         options: dict[str, float | Tensor] = dict(self.options)
         if mean := self.measurement:
             sums = mean.sums(path_logprobs.detach(), pairs) if self.measured is None else self.measured
