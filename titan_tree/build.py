@@ -76,13 +76,16 @@ def build_loss(config: LossConfig) -> TreeLoss:
     penalty = KLPenalty(kl.coefficient, kl.estimator, kl.importance, kl.as_reward)
     weights = None
     if correction.level != "off":
-        weights = RolloutCorrection(correction.level, correction.mode, correction.low, correction.high)
+        weights = RolloutCorrection(
+            correction.level, correction.mode, correction.low, correction.high, correction.estimator
+        )
     return TreeLoss(
         config.name,
         config.reduction,
         config.entropy,
         penalty if kl.coefficient else None,
         weights,
+        config.whiten,
         **config.options,
     )
 

@@ -127,9 +127,14 @@ def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | O
     return described
 
 
+def start_weights(config: Config) -> str:
+    """Returns what determines the weights at the start of a run, without LoRA's updates."""
+    if config.model.hf_path:
+        return f"snapshot {fingerprint(Path(config.model.hf_path))}"
+    return f"random weights, training.seed {config.training.seed}"
+
+
 def _base(config: Config) -> str:
     """Returns what determines the frozen weights, which checkpoints do not hold."""
     quantized = "" if config.lora.quantize == "none" else f", in {config.lora.quantize}"
-    if config.model.hf_path:
-        return f"snapshot {fingerprint(Path(config.model.hf_path))}{quantized}"
-    return f"random weights, training.seed {config.training.seed}{quantized}"
+    return f"{start_weights(config)}{quantized}"

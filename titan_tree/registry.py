@@ -137,6 +137,7 @@ LOSSES: Registry[Any] = Registry(
         "dpo": "titan_tree.components.tree_loss.preferences:dpo",
         "ipo": "titan_tree.components.tree_loss.preferences:ipo",
         "apo_zero": "titan_tree.components.tree_loss.preferences:apo_zero",
+        "kto": "titan_tree.components.tree_loss.preferences:kto",
         "simpo": "titan_tree.components.tree_loss.preferences:simpo",
         "orpo": "titan_tree.components.tree_loss.preferences:orpo",
         "cpo": "titan_tree.components.tree_loss.preferences:cpo",

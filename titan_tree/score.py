@@ -27,7 +27,7 @@ from titan_tree.data.scored_records import GroupNames, PlacedPath, path_record, 
 from titan_tree.distributed.collectives import on_rank_0, own, rank, world_size
 from titan_tree.distributed.faults import failures_named, start_timeout
 from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
-from titan_tree.engine.path_scores import PathScores, score_trees
+from titan_tree.engine.scoring import PathScores, score_trees
 from titan_tree.errors import UserError
 from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.hf.files import fingerprint
@@ -168,14 +168,15 @@ class _ScoreRun:
         """Returns the records and the totals of each group. Collective."""
         placed = own(lambda: [placed_paths(self.reader, group) for group, _ in named])
         trees = own(lambda: [self._tree(paths) for paths in placed])
-        scores = score_trees(
-            self.model,
-            trees,
-            self.config.data.max_tokens,
-            self.partitioner,
-            entropies=self.entropies,
-            routed_experts=self.routed_experts,
-        )
+        with torch.no_grad():
+            scores = score_trees(
+                self.model,
+                trees,
+                self.config.data.max_tokens,
+                self.partitioner,
+                entropies=self.entropies,
+                routed_experts=self.routed_experts,
+            )
         return [
             self._group_result(group, name, paths, tree, of_paths)
             for (group, name), paths, tree, of_paths in zip(named, placed, trees, scores, strict=True)
@@ -223,9 +224,9 @@ class _ScoreRun:
                 "entropies": of_path.entropies,
                 "routed_experts": of_path.routed_experts,
             }
-            present = {key: value for key, value in values.items() if value is not None}
+            present = {key: value.cpu().numpy() for key, value in values.items() if value is not None}
             lines.append(path_record(group, name, path, fields, present) + "\n")
-            totals += _difference(path, of_path.logprobs)
+            totals += _difference(path, present[self.field])
         return "".join(lines), totals
 
     def _gather(self, mine: list[tuple[str, ScoreTotals]]) -> list[list[tuple[str, ScoreTotals]]]:

@@ -28,7 +28,7 @@ from titan_tree import TreeBatch, tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
-from titan_tree.engine.path_scores import score_trees
+from titan_tree.engine.scoring import score_trees
 from titan_tree.metrics import Logger
 from titan_tree.models.costs import ModelCosts
 from titan_tree.registry import LOGGERS
@@ -37,7 +37,19 @@ from titan_tree.rl.trainer import RLTrainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-COLUMNS = ("setting", "seed", "phase", "step", "s", "sampling_s", "step_s", "reward", "sampled_tokens", "por")
+COLUMNS = (
+    "setting",
+    "seed",
+    "phase",
+    "step",
+    "s",
+    "sampling_s",
+    "scoring_s",
+    "step_s",
+    "reward",
+    "sampled_tokens",
+    "por",
+)
 ROUNDS = 3  # of the comparison of layouts
 STARTED = time.perf_counter()
 
@@ -62,7 +74,7 @@ def reward_logger(file: Path, setting: str, seed: int) -> type[Logger]:
             self.sampled += int(values.get("sampled_tokens", 0))
             if reward is None:
                 return
-            seconds = (clock(), values.get("sampling_s", 0.0), values["step_s"])
+            seconds = (clock(), *(values.get(name, 0.0) for name in COLUMNS[5:8]))
             row = (*(f"{s:.2f}" for s in seconds), f"{reward:.4f}", self.sampled, f"{values['por']:.3f}")
             new = not file.exists()
             with file.open("a", newline="") as out:

@@ -128,6 +128,55 @@ def test_the_correction_of_rollout_mismatch(name, level, mode):
     assert_equals(loss, formula, "path_token_mean")
 
 
+def divergences(estimator, x):
+    return x**2 / 2 if estimator == "k2" else x.exp() - 1 - x
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize(
+    ("level", "high"), [("token", 0.02), ("sequence", 0.1), ("geometric", 0.025), ("max", 0.05)]
+)
+def test_rejection_by_divergence(level, high, estimator):
+    """tests/integrations/test_losses.py compares the same with verl."""
+    rejected = []
+
+    def formula(n, o, f, b, A, m):
+        d = divergences(estimator, o - b)
+        if level != "token":
+            counted = d[m > 0]
+            of_path = {
+                "sequence": (m * d).sum(),
+                "geometric": (m * d).sum() / m.sum().clamp(min=1e-9),
+                "max": counted.max() if len(counted) else 0 * m.sum(),
+            }[level]
+            d = of_path.expand_as(n)
+        rejected.append((d > high).double())
+        return (d <= high) * ppo(n, o, A)
+
+    correction = RolloutCorrection(level, "reject", high=high, estimator=estimator)
+    assert_equals(TreeLoss("ppo", "path_token_mean", correction=correction), formula, "path_token_mean")
+    assert 0.1 < torch.cat(rejected).mean() < 0.9
+
+
+@pytest.mark.parametrize("as_reward", [False, True])
+def test_whitened_advantages(as_reward):
+    """The variance divides by n - 1. A penalty of rewards comes after."""
+    for seed in range(4):
+        paths, *_ = forest(seed)
+        A = np.concatenate([path.advantage[1:] for path in paths]).astype(np.float64)
+        weights = np.concatenate([path.weight * path.loss_mask[1:] for path in paths]).astype(np.float64)
+        mean = np.average(A, weights=weights)
+        variance = (weights * (A - mean) ** 2).sum() / (weights.sum() - 1)
+
+        def formula(n, o, f, b, A, m, mean=mean, variance=variance):
+            A = (A - mean) / math.sqrt(variance + 1e-8)
+            return ppo(n, o, A - 0.2 * (o - f) if as_reward else A)
+
+        kl = KLPenalty(0.2, "k1", as_reward=True) if as_reward else None
+        loss = TreeLoss("ppo", "token_mean", kl=kl, whiten=True)
+        assert_equals(loss, formula, "token_mean", [seed])
+
+
 def test_metrics_are_means_over_counted_tokens():
     paths = [
         TokenPath([1, 2, 3], [0, 1, 1], advantage=1, old_logprobs=[0, -1, -1], rollout_logprobs=[0, -1, -2]),
@@ -139,6 +188,7 @@ def test_metrics_are_means_over_counted_tokens():
     _, metrics = TreeLoss("ppo", correction=correction)(logprobs, batch, 2.0)
     mean = {name: (value / metrics["token_weight"]).item() for name, value in metrics.items()}
     assert mean["masked_fraction"] == pytest.approx(1 / 3)  # e > 2
+    assert mean["masked_paths"] / mean["corrected_paths"] == pytest.approx(1 / 2)
     assert mean["rollout_weight"] == mean["rollout_weight_square"] == pytest.approx(2 / 3)
     assert mean["clip_fraction"] == pytest.approx(1 / 3)
     assert mean["ratio"] == pytest.approx((2 + math.exp(0.5)) / 3)
@@ -223,6 +273,13 @@ def test_settings_that_contradict_the_loss_are_refused():
         UserError, match=r"^loss\.correction\.low: .* below loss\.correction\.high = 1, got 2"
     ):
         RolloutCorrection(low=2, high=1)
+    with pytest.raises(UserError, match=r"^loss\.correction\.level: expected 'max' only with .* 'k2' or"):
+        RolloutCorrection("max", "reject")
+    for options in ({"mode": "mask"}, {"mode": "reject", "low": 0.1}):
+        with pytest.raises(
+            UserError, match=r"^loss\.correction\.estimator: expected mode = 'reject' and low"
+        ):
+            RolloutCorrection(estimator="k3", **options)
     _, batch, logprobs = forest(0)
     with pytest.raises(UserError, match=r"^loss 'cispo': expected either clip_high or max_ratio, got both"):
         TreeLoss("cispo", clip_high=0.2, max_ratio=2)(logprobs, batch, 1.0)

@@ -306,7 +306,7 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
         for name in LOSSES
     }
     ratios = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
-    preferences = ["dpo", "ipo", "apo_zero", "simpo", "orpo", "cpo"]
+    preferences = ["dpo", "ipo", "apo_zero", "kto", "simpo", "orpo", "cpo"]
     expected = [*ratios, *preferences, "argument", "decorator"]
     assert [name for name, needed in needs.items() if needed] == expected
 

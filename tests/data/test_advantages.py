@@ -81,6 +81,13 @@ def test_a_tree_whose_values_differ_from_the_root_by_hand():
     """V(root) = 3 and V(A) = 4.5, because A leads to 6 and 3; the third rollout has 0."""
     rewards, paths = [6.0, 3.0, 0.0], [*TREE[:2], TREE[3]]
     assert by_turn("spo", paths, rewards) == [[0.75, 1.5], [0.75, -1.5], [-3]]  # A counts once: 1.5 / 2
+    # V(par) = 3 of values 4.5, 4.5 and 0, whose standard deviation is that of 1.5, 1.5 and -3.
+    stds = math.sqrt(4.5), 1.5
+    assert by_turn("spo", paths, rewards, std=True, once=False) == [
+        pytest.approx([1.5 / stds[0], 1.0]),
+        pytest.approx([1.5 / stds[0], -1.0]),
+        pytest.approx([-3 / stds[0]]),
+    ]
     root2 = math.sqrt(2)
     assert by_turn("tree_rl", paths, rewards) == [
         pytest.approx([3 / root2, 3 + 1.5]),
@@ -144,7 +151,10 @@ class Slow:
         if name == "loo":
             return r - np.delete(self.rewards, owner).mean() if n > 1 else 0
         if name == "spo":
-            return self.v(state, action) - self.v(state)
+            gap = self.v(state, action) - self.v(state)
+            taken = [(o, a) for o, s, a in self.turns if s == state]  # each rollout once
+            values = [self.v(state, a) for _, a in {o: (o, a) for o, a in taken}.values()]
+            return gap / (np.std(values) + 1e-8) if options.get("std") else gap
         if name == "tree_rl":
             v, through = self.v(state, action), len(self.rollouts(state, action))
             return (2 * v - self.rewards.mean() - self.v(state)) / math.sqrt(through)
@@ -199,6 +209,7 @@ def random_group(seed):
 
 OPTIONS = {
     "gigpo": [{}, {"omega": 0.5, "gamma": 1, "std": False}],
+    "spo": [{}, {"std": True}],
     "tree_po": [{}, {"weighted": False}],
 }
 
@@ -232,7 +243,9 @@ def test_groups_without_differences_have_no_advantages(name):
 def test_wrong_arguments_are_named():
     with pytest.raises(UserError, match="unknown advantage estimator 'tree_lr'; did you mean 'tree_rl'"):
         advantages("tree_lr", TREE, REWARDS)
-    with pytest.raises(UserError, match=r"advantage_options.omega: 'spo' has no such option; expected once;"):
+    with pytest.raises(
+        UserError, match=r"advantage_options.omega: 'spo' has no such option; expected once, std;"
+    ):
         advantages("spo", TREE, REWARDS, omega=1)
     with pytest.raises(UserError, match=r"advantage_options.omega: expected a finite number, true or false"):
         advantages("gigpo", TREE, REWARDS, omega="1")

@@ -55,7 +55,7 @@ def gradients(
         step.run(prepared)
     found = {key: p.grad for key, p in root.named_parameters() if p.grad is not None}
     paths = [TokenPath(path) for share in shares for path in share]
-    scores = score_paths(model, paths, MAX_TOKENS).logprobs
+    scores = [score.logprobs[1:] for score in score_paths(model, paths, MAX_TOKENS)]
     return {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found.items()}, scores
 
 

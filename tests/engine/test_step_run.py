@@ -13,27 +13,30 @@ from titan_tree.tree.token_tree import TokenTree
 ONE, TWO = ["batch"], ["parent", "child"]  # micro-batches with one and two partitions
 
 
+TRAIN = ["train 0", "train 1", "train 2 last"]
+SCORED = ["train 0", "score 1", *TRAIN[1:]]
+COUNTED, MEASURED = ([f"{kind} 0", f"{kind} 1", f"{kind} 2 last"] for kind in ("count", "measure"))
+
+
 @pytest.mark.parametrize(
-    ("count", "score", "expected"),
+    ("count", "measure", "score", "expected"),
     [
-        (False, False, ["train 0", "train 1", "train 2 last"]),
-        (False, True, ["train 0", "score 1", "train 1", "train 2 last"]),
-        (
-            True,
-            True,
-            ["count 0", "count 1", "count 2 last", "train 0", "score 1", "train 1", "train 2 last"],
-        ),
+        (False, False, False, TRAIN),
+        (False, False, True, SCORED),
+        (False, True, True, MEASURED + SCORED),
+        (True, False, True, COUNTED + SCORED),
     ],
-    ids=["train", "whole paths", "router and whole paths"],
+    ids=["train", "whole paths", "a mean over the batch", "router and whole paths"],
 )
-def test_passes_count_first_and_score_only_partitioned_micro_batches(count, score, expected):
-    passes = plan_passes([ONE, TWO, ONE], count=count, score=score)
+def test_passes_count_first_and_score_only_partitioned_micro_batches(count, measure, score, expected):
+    passes = plan_passes([ONE, TWO, ONE], count=count, measure=measure, score=score)
     assert [f"{p.kind} {p.micro_batch}{' last' if p.is_last else ''}" for p in passes] == expected
 
 
 def test_a_step_without_micro_batches_has_no_passes():
-    assert plan_passes([], count=True, score=True) == []
-    assert plan_passes([TWO], count=False, score=True) == [Pass("score", 0, True), Pass("train", 0, True)]
+    assert plan_passes([], count=True, measure=True, score=True) == []
+    passes = plan_passes([TWO], count=False, measure=False, score=True)
+    assert passes == [Pass("score", 0, True), Pass("train", 0, True)]
 
 
 def test_a_step_is_prepared_from_lists_of_lists_of_trees():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss.corrections import whitened
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -201,3 +202,55 @@ def test_losses_of_verl(case):
     if name not in ("sapo", "reinforce"):
         options = options | {"clip_low": low, "clip_high": high}
     rows.assert_equals(want, TreeLoss(name, reduction, **options))
+
+
+def test_whitening_of_verl():
+    pytest.importorskip("verl")
+    from verl.utils.torch_functional import masked_whiten
+
+    rows = Rows()
+    want = masked_whiten(rows.column("advantage"), rows.mask)
+    pairs = whitened(rows.batch.pairs)
+    got = rows.padded(pairs.advantage.split(torch.bincount(pairs.path).tolist()))
+    torch.testing.assert_close(got * rows.mask, want * rows.mask, rtol=1e-5, atol=1e-6)
+
+
+VERL_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        f"{level}_{estimator}"
+        for level in VERL_LEVELS
+        for estimator in ("k1", "k2", "k3")
+        if (level, estimator) != ("seq_max", "k1")
+    ],
+)
+def test_rejection_of_verl(option):
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    level, _, estimator = option.rpartition("_")
+    for seed in range(4):
+        rows = Rows(seed)
+        gap = rows.column("old_logprobs") - rows.column("rollout_logprobs")
+        if estimator == "k1":  # bounds of p_rollout / p_old
+            lowest, highest = (0.9, 1.1) if level == "seq_mean" else (0.7, 1.25)
+            low, high, threshold, name = 1 / highest, 1 / lowest, f"{lowest}_{highest}", "ratio"
+        else:
+            high = {"token": 0.1, "seq_sum": 0.3, "seq_mean": 0.06, "seq_max": 0.3}[level]
+            low, threshold, name = 0.0, high, estimator
+        kept, metrics = compute_rollout_rejection_mask(gap, rows.mask, option, threshold)
+        correction = RolloutCorrection(VERL_LEVELS[level], "reject", low, high, name)
+        loss = TreeLoss("ppo", "token_mean", correction=correction)
+        weight, _ = correction.weights(rows.batch.pairs)
+        got = rows.padded(weight.split(torch.bincount(rows.batch.pairs.path).tolist())) * rows.mask
+        torch.testing.assert_close(got, kept)
+        _, sums = loss(rows.logprobs, rows.batch, loss.normalizer(rows.paths))
+        for mine, per, theirs in (
+            ("masked_fraction", "token_weight", "rollout_rs_masked_fraction"),
+            ("masked_paths", "corrected_paths", "rollout_rs_seq_masked_fraction"),
+        ):
+            assert (sums[mine] / sums[per]).item() == pytest.approx(metrics[theirs], abs=1e-6)
+        assert 0 < metrics["rollout_rs_masked_fraction"] <= 1

@@ -69,9 +69,9 @@ def check_scores(paths: Sequence[TokenPath], to_rows: Callable[[list[Tensor]], A
     model = TransformersModel(hf_family("qwen3"))
     _, logprobs, entropies = reference()
     for max_tokens in (None, 12):
-        scores = score_paths(model, paths, max_tokens, entropy=True)
-        assert scores.entropy is not None
-        for got, expected in ((scores.logprobs, logprobs), (scores.entropy, entropies)):
+        scores = score_paths(model, paths, max_tokens, entropies=True)
+        found = [score.logprobs for score in scores], [score.entropies for score in scores]
+        for got, expected in zip(found, (logprobs, entropies), strict=True):
             rows, wanted = to_rows(got), want([value.detach() for value in expected])
             assert len(rows) == len(wanted)
             for row, each in zip(rows, wanted, strict=True):

@@ -14,6 +14,8 @@ from titan_tree.registry import METRICS
 COUNTS = StepCounts(
     normalizer=1.0,
     loss_weight=1.0,
+    advantage=0.0,
+    advantage_square=0.0,
     num_trees=2,
     num_paths=4,
     logical_tokens=100,

@@ -1,15 +1,12 @@
-"""The bundled environments and the advantages of rollouts."""
+"""The bundled environments."""
 
 import random
 import statistics
 
-import numpy as np
 import pytest
 
-from titan_tree.rl.branching import group_token_advantages, turn_advantages
 from titan_tree.rl.desk import RIGHT, Desk
 from titan_tree.rl.environment import Demonstrator, Reply
-from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.search import MAX_SEARCHES, PEOPLE, RESULTS, Search
 from titan_tree.rl.search import RIGHT as SEARCH_RIGHT
 
@@ -53,62 +50,6 @@ def test_demonstrations_are_right_as_often_as_they_say() -> None:
     # A random thing out of 8, and a random sum out of 9, are right as well.
     called, answered = RIGHT + (1 - RIGHT) / 8, RIGHT + (1 - RIGHT) / 9
     assert statistics.fmean(rewards) == pytest.approx(0.2 * called + 0.8 * answered, abs=0.04)
-
-
-def rollout(turns: list[list[int]], reward: float, inherited: int = 0) -> Rollout:
-    """Returns a rollout with the prompt [9] and the observation [8] between its turns."""
-    made = Rollout(None, [9], [0], [0.0], inherited=inherited)
-    for i, turn in enumerate(turns):
-        made.read([8] if i else [])
-        made.write(turn, [-1.0] * len(turn))
-    made.end(reward)
-    return made
-
-
-def test_group_advantages_cover_all_tokens() -> None:
-    first, second = group_token_advantages([rollout([[1], [2, 3]], 1.0), rollout([[4]], 0.0)])
-    expected = 0.5 / (np.std([0, 1], ddof=1) + 1e-6)
-    assert first == pytest.approx([expected] * 5)
-    assert second == pytest.approx([-expected] * 2)
-
-
-def test_turn_advantages_by_hand() -> None:
-    """Two independent rollouts a and b; b has two forks at its second turn.
-
-    prompt -> a [1] -> a ends: 1.0
-           -> b [2] -> b [3]: 0.0, fork [3]: 0.0 (the same tokens), fork [4]: 0.9
-
-    V(after b's first turn) = (0 + 0 + 0.9) / 3 = 0.3, and V(prompt) = (1 + 0.3) / 2 = 0.65.
-    """
-    rollouts = [
-        rollout([[1]], 1.0),
-        rollout([[2], [3]], 0.0),
-        rollout([[2], [3]], 0.0, inherited=1),
-        rollout([[2], [4]], 0.9, inherited=1),
-    ]
-    a, b, same, other = turn_advantages(rollouts)
-    assert a == pytest.approx([0, 0.35])
-    # Three paths share b's first turn, which was sampled once: -0.35 / 3 on each. Token 2 is an observation.
-    # Two paths share the turn [3], and both have sampled it: -0.3 on each.
-    assert b[[0, 1, 3]] == pytest.approx([0, -0.35 / 3, -0.3], abs=1e-6)
-    assert same == pytest.approx(b)
-    assert other[[0, 1, 3]] == pytest.approx([0, -0.35 / 3, 0.6], abs=1e-6)
-
-
-def test_turn_advantages_add_up_to_reward_minus_mean_without_branches() -> None:
-    """Along a path, the differences of values telescope."""
-    draw = random.Random(0)
-    rollouts = [
-        rollout([[draw.randrange(2)] for _ in range(draw.randint(1, 3))], reward)
-        for reward in (0.1, 0.7, 0.4, 0.9, 0.2, 0.6)
-    ]
-    unique = {tuple(made.tokens): made.reward for made in rollouts}
-    for made in rollouts:  # the environment gives equal rollouts equal rewards
-        made.reward = unique[tuple(made.tokens)]
-    mean = statistics.fmean(made.reward for made in rollouts)
-    for made, advantage in zip(rollouts, turn_advantages(rollouts), strict=True):
-        total = sum(advantage[start] for start in made.starts)
-        assert total == pytest.approx(made.reward - mean, abs=1e-6)
 
 
 def test_rewards_of_a_search() -> None:

@@ -1,102 +1,28 @@
 """The RL loop: trees give what flat training gives, runs resume exactly, and the command works."""
 
 import csv
-import logging
-import random
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
-from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.desk import DeskEpisode
-from titan_tree.rl.environment import Reply
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import run
 from titan_tree.rl.trainer import RLTrainer, WarmStart
 from titan_tree.tree.token_tree import TokenTree
 
-DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"
-MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "sampling_s")
-TINY = (
-    "model.overrides.hidden_size=32",
-    "model.overrides.head_dim=16",
-    "data.global_batch_groups=2",
-    "rl.rollouts=3",
-    "rl.branches=3",
-    "warm_start.steps=0",
-    "lr_scheduler.warmup_steps=0",
-    "training.steps=4",
-    "checkpoint.interval=2",
-    "metrics.loggers=[csv]",
-)
 
-
-class LettersEpisode(DeskEpisode):
-    """Two turns, whatever the model says. The reward is the share of small letters."""
-
-    def reply(self, turns: Sequence[str]) -> Reply:
-        text = "".join(turns)
-        if len(turns) == 1:
-            return super().reply(["?caps"])
-        return Reply(None, sum(map(str.islower, text)) / max(len(text), 1))
-
-
-class Letters:
-    """An environment that rewards some of what a model with random weights says."""
-
-    def episode(self, draw: random.Random) -> LettersEpisode:
-        return LettersEpisode(draw)
-
-
-@pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    ENVIRONMENTS.register("letters", Letters)
-    logger = logging.getLogger("titan_tree")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before  # the command changes them
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def tiny(folder: Path, *overrides: str) -> RLRunConfig:
-    return load_tables(RLRunConfig, DEMO, [f"folder={folder}", *TINY, *overrides])
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(file)]
-
-
-def with_short_turns(trainer: RLTrainer) -> RLTrainer:
-    """Ends turns after at most five tokens, because a model with random weights would hardly end them."""
-    sample = trainer.sampler.sample
-
-    def shorter(contexts: Any, limits: Any, stop: int, seed: int) -> Any:
-        turns, draw = sample(contexts, limits, stop, seed), random.Random(seed)
-        for tokens, logprobs in turns:
-            end = draw.randint(1, 5)
-            if len(tokens) > end:
-                tokens[end:], logprobs[end:] = [stop], [-5.0]
-        return turns
-
-    trainer.sampler.sample = shorter  # type: ignore[method-assign]
-    return trainer
-
-
-@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "turn"), ("ppo", "group"), ("gspo", "group")])
+@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "spo"), ("ppo", "tree_rl"), ("gspo", "group")])
 @pytest.mark.parametrize("max_tokens", [512, 60])
 def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, max_tokens: int) -> None:
     """The same rollouts, with branches, as trees, as partitioned trees, and path by path."""
@@ -254,6 +180,8 @@ def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
         ("rl.environment=dsek", "rl.environment: expected one of desk"),
         ("rl.rollout=3", "unknown key 'rl.rollout'; did you mean 'rl.rollouts'"),
         ("partition.strategy=none", "partition.strategy: expected another one than 'none'"),
+        ("rl.advantage=turn", "rl.advantage: expected one of group, mean, loo"),
+        ("rl.advantage=given", "rl.advantage: expected one of group, mean, loo"),
         ("warm_start.steps=-1", "warm_start.steps: expected at least 0"),
     ],
 )
@@ -269,6 +197,7 @@ def test_wrong_configurations_are_refused(tmp_path: Path, override: str, message
         (["data.tokenizer=null"], "data.tokenizer: expected a tokenizer, got none"),
         (["warm_start.steps=2", "rl.environment=letters"], "'letters' has no method demonstrations"),
         (["rl.max_rollout_tokens=20"], "expected more than the 28 tokens of a prompt, got 20"),
+        (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),
         (["model.name=qwen3_moe"], "expected a dense decoder of titan_tree"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from titan_tree.config.checks import (
     Checked,
@@ -16,7 +16,7 @@ from titan_tree.config.checks import (
     setting,
 )
 from titan_tree.config.tables import Config, DataConfig
-from titan_tree.registry import ENVIRONMENTS
+from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
@@ -50,9 +50,11 @@ class RLConfig(Checked, table="rl"):
     rollouts: int = setting(8, at_least(2))  # independent rollouts per task
     # Further rollouts per task. Each continues a random one of the task's rollouts from a random later turn.
     branches: int = setting(0, at_least(0))
-    # "group": reward minus the task's mean, over their standard deviation, on all tokens (GRPO).
-    # "turn": value of the turn minus that of its context; values are means over what was sampled below.
-    advantage: Literal["group", "turn"] = "group"
+    advantage: str = setting("group", one_of(ADVANTAGES))  # as data.advantage (docs/data.md)
+    advantage_options: dict[str, Any] = setting({})  # numbers that the estimator takes
+    # Snapshot of the reference policy, or of the teacher of the loss "distill". Default: the weights at the
+    # start of the run, also after a resume. Only for losses that read ref_logprobs.
+    reference: str | None = None
     max_turn_tokens: int = setting(1024, at_least(1))  # of one turn; a rollout that is cut off has reward 0
     max_rollout_tokens: int = setting(8192, at_least(2))  # of a whole rollout, prompt included
 

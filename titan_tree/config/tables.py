@@ -196,13 +196,16 @@ class CorrectionConfig(Checked, table="loss.correction"):
     """Weights for rollout_logprobs that differ from old_logprobs, see RolloutCorrection."""
 
     # The weight is p_old / p_rollout of the "token", of its path ("sequence"), or the "geometric" mean of its
-    # path. "off": all weights are 1.
-    level: Literal["off", "token", "sequence", "geometric"] = "off"
+    # path. "max" is the largest of its path, for the estimators "k2" and "k3". "off": all weights are 1.
+    level: Literal["off", "token", "sequence", "geometric", "max"] = "off"
     # "truncate" clamps weights to [low, high], "mask" sets those outside to 0, and "reject" also sets those
     # inside to 1.
     mode: Literal["truncate", "mask", "reject"] = "truncate"
     low: float = setting(0.0, finite, at_least(0))
     high: float = setting(2.0, finite)
+    # What is compared with the bounds: the "ratio" above, or an estimate of KL(rollout || old), which needs
+    # mode = "reject".
+    estimator: Literal["ratio", "k2", "k3"] = "ratio"
 
 
 @dataclass
@@ -216,6 +219,7 @@ class LossConfig(Checked, table="loss"):
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
     reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
     entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
+    whiten: bool = False  # normalize advantages over the tokens of the global batch (TreePO, REINFORCE++)
     options: dict[str, Any] = setting({})  # numbers that the loss function takes, such as a clip range
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

@@ -34,6 +34,7 @@ def advantages(
     paths: Sequence[TokenPath],
     rewards: Sequence[float],
     rollouts: Sequence[int] | None = None,
+    inherited: Sequence[int] | None = None,
     **options: float,
 ) -> list[np.ndarray]:
     """Returns the advantages of the paths of one group.
@@ -44,8 +45,11 @@ def advantages(
         rewards: [R] one finite number per rollout.
         rollouts: [P] which rollout each path belongs to, for example if each turn of a conversation is a
             path. The paths of a rollout are in the order of its turns. Default: each path is a rollout.
+        inherited: [R] how many of its first turns each rollout inherited from another one, if it was forked.
+            Default: not known; all rollouts then count alike in V.
         options: of the estimator. ``once`` is an option of all: divide by the number of paths that count the
-            same turn, so that a sum over paths counts the turn once.
+            same turn, so that a sum over paths counts the turn once. With ``inherited``, it counts once per
+            rollout that sampled it.
 
     Returns:
         One [T] float32 array per path (``TokenPath.advantage``).
@@ -61,18 +65,24 @@ def advantages(
             f"rewards: expected {expected} finite numbers, one per rollout, got {shorten(rewards)}"
         )
     once = options.pop("once", name in ONCE)
-    turns = Turns(paths, [float(reward) for reward in rewards], rollouts)
+    turns = Turns(paths, [float(reward) for reward in rewards], rollouts, inherited)
     values = estimator(turns, **options)
     if once:
         values = [value / count for value, count in zip(values, turns.counts(), strict=True)]
     return [value.astype(np.float32) for value in values]
 
 
-def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes."""
+def check_options(name: str, options: Mapping[str, Any], table: str = "data") -> None:
+    """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes.
+
+    Args:
+        name: of the estimator.
+        options: by name.
+        table: of the configuration that has them, for error messages.
+    """
     known = ["once", *list(inspect.signature(ADVANTAGES[name]).parameters)[1:]]
     for key, value in options.items():
-        where = f"data.advantage_options.{key}"
+        where = f"{table}.advantage_options.{key}"
         if key not in known:
             raise UserError(f"{where}: {name!r} has no such option; expected {', '.join(known)}; remove it")
         if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
@@ -133,11 +143,18 @@ def tree_rl(turns: Turns) -> list[np.ndarray]:
     return turns.per_token(map(value, turns.turns))
 
 
-def spo(turns: Turns) -> list[np.ndarray]:
-    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564). By default, it counts ``once`` per turn."""
-    return turns.per_token(
-        turns.node_values[turn.node] - turns.state_values[turn.state] for turn in turns.turns
-    )
+def spo(turns: Turns, std: bool = False) -> list[np.ndarray]:
+    """Returns V(u) - V(par u) (SPO-tree, arXiv:2505.23564). By default, it counts ``once`` per turn.
+
+    Args:
+        std: divide by the standard deviation of V over the turns from the same state, + 1e-8.
+    """
+
+    def value(turn: Turn) -> float:
+        gap = turns.node_values[turn.node] - turns.state_values[turn.state]
+        return gap / (turns.state_stds[turn.state] + 1e-8) if std else gap
+
+    return turns.per_token(map(value, turns.turns))
 
 
 def tree_grpo(turns: Turns) -> list[np.ndarray]:
@@ -160,7 +177,7 @@ def tree_grpo(turns: Turns) -> list[np.ndarray]:
 def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
     """Returns the mean of R_i - V(a) over the root and the shared turns a of rollout i (arXiv:2508.17445).
 
-    TreePO then normalizes over the batch, which is not done here.
+    TreePO then normalizes over the batch, as ``TreeLoss`` does with ``whiten``.
 
     Args:
         weighted: weigh each a by the number of rollouts through it.

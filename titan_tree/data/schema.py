@@ -17,7 +17,7 @@ Fields of samples. A task passes those marked * on to trajectories that do not s
   By default, each record and each trajectory is a rollout: all turns of a conversation belong to it. Equal
   values in different groups are different rollouts. Not on tasks.
 - ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
-- ``preference``: "chosen" or "rejected", and ``pair``, the pair's name within its group; see ``TokenPath``. A
+- ``preference``, such as "chosen", and ``pair``, the pair's name within its group; see ``TokenPath``. A
   sample with a preference is one path: set ``turns`` of conversations with several turns. Not on tasks.
 - ``reward``: read unless data.advantage = "given" (data/advantages.py). Not on tasks.
 

@@ -7,13 +7,15 @@ token tree: turns that begin with the same tokens and then diverge are different
 
 from __future__ import annotations
 
-import statistics
+import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.trie import lexicographic_trie
 
@@ -36,6 +38,8 @@ class Turns:
         rewards: [R] of the rollouts.
         rollouts: [P] the rollout of each path. Default: each path is a rollout. The paths of a rollout are in
             the order of its turns.
+        inherited: [R] how many of its first turns each rollout inherited from the rollout that it was forked
+            from. It sampled the others. None: not known.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class Turns:
         paths: Sequence[TokenPath],
         rewards: Sequence[float],
         rollouts: Sequence[int] | None = None,
+        inherited: Sequence[int] | None = None,
     ) -> None:
         self.paths = paths
         self.rewards = rewards
         self.rollouts = range(len(paths)) if rollouts is None else rollouts
+        self.inherited = inherited
 
     @cached_property
     def turns(self) -> list[Turn]:
@@ -61,7 +67,7 @@ class Turns:
     @cached_property
     def root(self) -> float:
         """V(root): the mean reward of all rollouts."""
-        return statistics.mean(self.rewards)
+        return _mean(self.rewards, self._weights[2])
 
     @cached_property
     def node_rollouts(self) -> dict[Hashable, set[int]]:
@@ -71,12 +77,22 @@ class Turns:
     @cached_property
     def node_values(self) -> dict[Hashable, float]:
         """V(u): the mean reward of the rollouts that took turn u, by node."""
-        return self._means(self.node_rollouts)
+        rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
+        return self._means([turn.node for turn in self.turns], rewards, self._weights[0])
 
     @cached_property
     def state_values(self) -> dict[Hashable, float]:
         """The mean reward of the rollouts that took any turn from a state: V of the node above."""
-        return self._means(_group((turn.state, self.rollouts[turn.path]) for turn in self.turns))
+        rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
+        return self._means([turn.state for turn in self.turns], rewards, self._weights[1])
+
+    @cached_property
+    def state_stds(self) -> dict[Hashable, float]:
+        """The standard deviation of V(u) over the rollouts that took a turn u from a state."""
+        states = [turn.state for turn in self.turns]
+        gaps = [self.node_values[turn.node] - self.state_values[turn.state] for turn in self.turns]
+        variances = self._means(states, [gap**2 for gap in gaps], self._weights[1])
+        return {state: math.sqrt(variance) for state, variance in variances.items()}
 
     def per_token(self, values: Iterable[float]) -> list[np.ndarray]:
         """Returns [T] float64 per path: the value of the turn at its tokens, 0 elsewhere.
@@ -97,15 +113,65 @@ class Turns:
         ]
 
     def counts(self) -> list[np.ndarray]:
-        """Returns [T] float64 per path: how many paths count the token's turn; 1 outside of turns."""
-        number = {node: len(paths) for node, paths in _group((t.node, t.path) for t in self.turns).items()}
-        return [np.maximum(array, 1) for array in self.per_token(number[turn.node] for turn in self.turns)]
+        """Returns [T] float64 per path: how many paths count the token's turn; 1 outside of turns.
 
-    def _means(self, members: dict[Hashable, set[int]]) -> dict[Hashable, float]:
-        return {
-            key: statistics.mean([self.rewards[rollout] for rollout in rollouts])
-            for key, rollouts in members.items()
-        }
+        If it is known which rollouts sampled the turn, the number is divided by theirs.
+        """
+        paths = _group((turn.node, turn.path) for turn in self.turns)
+        number = {node: len(paths[node]) / self._sampled.get(node, 1) for node in paths}
+        values = self.per_token(number[turn.node] for turn in self.turns)
+        return [np.where(array > 0, array, 1.0) for array in values]
+
+    @cached_property
+    def _sampled(self) -> Counter[Hashable]:
+        """How many rollouts sampled each turn, and a turn in each state. Empty if that is not known."""
+        sampled: Counter[Hashable] = Counter()
+        if self.inherited is not None:
+            number: Counter[int] = Counter()
+            for turn in self.turns:
+                rollout = self.rollouts[turn.path]
+                is_sampled = number[rollout] >= self.inherited[rollout]
+                sampled.update({turn.node: is_sampled, turn.state: is_sampled})
+                number[rollout] += 1
+            if not all(sampled.values()):
+                raise UserError(
+                    "inherited: expected every turn to be sampled by a rollout of the group, but all "
+                    "rollouts of one turn inherited it; pass the rollouts that were forked, too"
+                )
+        return sampled
+
+    @cached_property
+    def _weights(self) -> tuple[list[float], list[float], list[float]]:
+        """The weights of rollouts in V(u) and in V of the state, one per turn, and those in V(root), [R].
+
+        They make V of a state the mean of V(u) over the turns that were sampled there, because rollouts that
+        inherited a turn say nothing about how likely it is. Without forks, all weights are 1.
+        """
+        taken = Counter(key for turn in self.turns for key in (turn.node, turn.state))
+        share = {key: self._sampled[key] / taken[key] if self._sampled else 1.0 for key in taken}
+        of_rollout = [1.0] * len(self.rewards)
+        after, at = [], []
+        for turn in reversed(self.turns):
+            rollout = self.rollouts[turn.path]
+            after.append(of_rollout[rollout])
+            of_rollout[rollout] *= share[turn.node] / share[turn.state]
+            at.append(of_rollout[rollout])
+        return after[::-1], at[::-1], of_rollout
+
+    def _means(
+        self, keys: Sequence[Hashable], values: Sequence[float], weights: Sequence[float]
+    ) -> dict[Hashable, float]:
+        """Returns the mean value of the rollouts with each key. All arguments are per turn."""
+        members: dict[Hashable, dict[int, tuple[float, float]]] = {}
+        for turn, key, value, weight in zip(self.turns, keys, values, weights, strict=True):
+            members.setdefault(key, {})[self.rollouts[turn.path]] = value, weight
+        return {key: _mean(*zip(*of_key.values(), strict=True)) for key, of_key in members.items()}
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Returns the weighted mean. It is exact if the values are equal."""
+    differences = (weight * (value - values[0]) for value, weight in zip(values, weights, strict=True))
+    return values[0] + math.fsum(differences) / math.fsum(weights)
 
 
 def _group(pairs: Iterable[tuple[Hashable, int]]) -> dict[Hashable, set[int]]:

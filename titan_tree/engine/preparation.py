@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from titan_tree.components.tree_loss import Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
 from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.pieces import counted_tokens
 from titan_tree.tree.shares import WHOLE, Share
 from titan_tree.tree.token_tree import TokenTree
@@ -51,6 +54,8 @@ class StepPreparer:
         counts = StepCounts(
             normalizer=normalizer(self.reduction, paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
+            advantage=sum(_weighted_sum(path, 1) for path in paths),
+            advantage_square=sum(_weighted_sum(path, 2) for path in paths),
             num_trees=len(tree_ids),
             num_paths=len(paths),
             logical_tokens=sum(batch.n_logical for batch in all_batches),
@@ -83,3 +88,10 @@ class StepPreparer:
         if self.share.rank:  # the first of the ranks that share these trees counts them
             counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
         return StepInput(own, unpartitioned, counts, chain_peak, newest, path_ids, tree_ids, sizes)
+
+
+def _weighted_sum(path: TokenPath, power: int) -> float:
+    """Returns the sum of a power of the advantages, weighted as in the loss."""
+    if path.advantage is None:
+        return 0.0
+    return path.weight * float(path.loss_mask[1:] @ path.advantage[1:].astype(np.float64) ** power)

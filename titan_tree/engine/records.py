@@ -24,6 +24,8 @@ class StepCounts:
     normalizer: float  # Z, the loss's divisor
     # Sum of w_p m_{p,t}. If it is 0, there is nothing to learn, even if Z of path_mean is positive.
     loss_weight: float
+    advantage: float  # sum of w_p m_{p,t} A_{p,t}; 0 without advantages
+    advantage_square: float  # the same of A²
     num_trees: int
     num_paths: int
     logical_tokens: int  # N_flat: tokens that training on every path alone would run

@@ -1,26 +1,47 @@
-"""tree_logprobs: log-probabilities of many token lists, each shared prefix computed once.
+"""score_trees: log-probs, entropies and experts of all paths of trees. tree_logprobs does it for token lists.
 
-It can also record the experts that each token used, so that training can replay them (tree/replay.py).
+Recorded experts can be replayed by training (tree/replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.data.packing import first_fit
+from titan_tree.distributed.collectives import own, world_size
+from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.sequence_parallel import join
+from titan_tree.engine.lockstep import in_lockstep, positions
 from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.whole_path_loss import collect_scores
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
+
+T = TypeVar("T")
+Outputs = Iterable[tuple[TreeBatch, ModelOutput]]
+
+
+@dataclass(frozen=True)
+class PathScores:
+    """The scores of one path of T tokens. NaN: the loss mask is 0, or it is the first token."""
+
+    logprobs: Tensor  # [T] fp32, nats, on the model's device
+    entropies: Tensor | None = None  # [T] fp32, nats: of the distribution that predicts the token
+    routed_experts: Tensor | None = None  # [T, L, k] int16, on the CPU, see ``TokenPath``
 
 
 @overload
@@ -54,16 +75,15 @@ def tree_logprobs(
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
     """Returns log p(tokens[t] | tokens[:t]) for t = 1, 2, ... of every list.
 
-    Each shared prefix is computed once. Lists may be duplicates or prefixes of one another. The result is
-    differentiable under ``torch.enable_grad``.
+    It is ``score_trees`` for one tree of token lists. Lists may be duplicates or prefixes of one another. The
+    result is differentiable under ``torch.enable_grad``.
 
     Args:
         model: on the device that computes.
         token_lists: token ids; each list has at least one.
         max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions.
             Memory then holds one partition, and the keys, values and states of the path above it. This needs
-            ``torch.no_grad``. A model over several ranks also needs equally many partitions on each rank:
-            pass the same lists on all of them.
+            ``torch.no_grad``.
         temperature: the log-probs are those of logits / temperature.
         return_routed_experts: also return the experts that each token used. The model must have experts.
     Returns:
@@ -75,85 +95,153 @@ def tree_logprobs(
             index); for a temperature that is not positive; for max_tokens with gradients enabled; for experts
             of a model without experts.
     """
-    _check_arguments(model, max_tokens, return_routed_experts)
     paths = [
         TokenPath(np.asarray(tokens), id=str(i), temperature=temperature)
         for i, tokens in enumerate(token_lists)
     ]
-    if not paths:
-        return ([], []) if return_routed_experts else []
     limits = ModelLimits(model.config.max_position_embeddings, model.config.vocab_size)
     for path in paths:
         path.check_limits(limits)
-    tree = TokenTree.from_paths(paths)
-    plan = one_pass(tree) if max_tokens is None else TreePartitioner("auto", max_tokens).plan(tree)
-    device = next(model.parameters()).device
-    scores: list[tuple[Tensor, Tensor]] = []  # tokens that edges predict, and their log-probs
-    experts: list[tuple[np.ndarray, Tensor]] = []  # tokens, and their experts
-    for partition, (batch, out) in zip(plan.partitions, _outputs(model, plan, device), strict=True):
-        scores.append((batch.edge_token, out.logprobs))
-        if return_routed_experts:
-            # A token that several partitions run is recorded where its edges are scored: rounding may differ.
-            used = torch.stack(out.routed_experts, dim=1).cpu()
-            experts.append((partition.own[partition.scores], used[torch.from_numpy(partition.scores)]))
-
-    logprobs = _by_path(tree, scores, device)
-    return (logprobs, _experts_by_path(tree, experts)) if return_routed_experts else logprobs
+    trees = [TokenTree.from_paths(paths)] if paths else []
+    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
+    scores = score_trees(model, trees, max_tokens, partitioner, routed_experts=return_routed_experts)
+    of_lists = [each for of_tree in scores for each in of_tree]
+    logprobs = [each.logprobs[1:] for each in of_lists]
+    if not return_routed_experts:
+        return logprobs
+    return logprobs, [each.routed_experts for each in of_lists if each.routed_experts is not None]
 
 
-def _check_arguments(model: TreeModel, max_tokens: int | None, return_routed_experts: bool) -> None:
+def score_trees(
+    model: TreeModel,
+    trees: Sequence[TokenTree],
+    max_tokens: int | None = None,
+    partitioner: TreePartitioner | None = None,
+    *,
+    entropies: bool = False,
+    routed_experts: bool = False,
+) -> list[list[PathScores]]:
+    """Returns the scores of each tree's paths, in their order. Each shared token is computed once.
+
+    If the model is sharded over ranks, every rank makes the same call. Weights are used in the dtype of
+    training. Without ``max_tokens``, the log-probs are differentiable under ``torch.enable_grad``; weights
+    then keep their own dtype.
+
+    Args:
+        model: may be sharded over ranks.
+        trees: this rank's own; may be empty. Ranks that share tokens pass the same trees.
+        max_tokens: of one forward pass; None runs all trees in one. This needs ``torch.no_grad``.
+        partitioner: splits trees of more than ``max_tokens`` tokens. None runs each tree in one forward pass.
+        entropies: also return the entropies.
+        routed_experts: also return the experts. The model must have experts.
+
+    Raises:
+        UserError: on all ranks, if paths that share a token that counts have different temperatures; for
+            max_tokens with gradients enabled; for experts of a model without experts.
+    """
+    _check_arguments(model, max_tokens, routed_experts)
+    everything = [list(range(len(trees)))] if trees else []
+    chosen = everything if max_tokens is None else first_fit(list(map(len, trees)), max_tokens)
+    split = one_pass if partitioner is None else partitioner.plan
+    is_shared = world_size() > 1 and (isinstance(model.root, FSDPModule) or model.communicates)
+    agreed: Callable[[Callable[[], list[T]]], list[T]] = own if is_shared else lambda make: make()
+    plans = agreed(lambda: [split(TokenTree.forest([trees[i] for i in of_pass])) for of_pass in chosen])
+    batches = agreed(lambda: [TreeBatch.from_plan(plan, edges="loss") for plan in plans])
+    schedule = [[model.share.of(batch) for batch in of_plan] for of_plan in batches]
+    if is_shared:
+        assert dist.group.WORLD is not None
+        schedule = in_lockstep(schedule, 0, dist.group.WORLD, model.share)
+    found: list[list[PathScores]] = [[] for _ in trees]
+    with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
+        for number, partitions in enumerate(schedule):
+            outputs = _outputs(model, partitions, entropies)
+            if number >= len(plans):  # dummy batches
+                for _ in outputs:
+                    pass
+                continue
+            experts = _Experts(model, plans[number], batches[number], is_shared) if routed_experts else None
+            scores = iter(_path_scores(model, plans[number].tree, outputs, experts))
+            for tree in chosen[number]:
+                found[tree] = [next(scores) for _ in trees[tree].paths]
+    return found
+
+
+def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: bool) -> None:
     if max_tokens is not None and torch.is_grad_enabled():
         raise UserError(
             "tree_logprobs: max_tokens: expected gradients to be disabled, because they would keep all "
             "partitions in memory; call it under torch.no_grad(), or train with TreeStep"
         )
-    if return_routed_experts and model.experts is None:
+    if routed_experts and model.experts is None:
         raise UserError(
             "tree_logprobs: return_routed_experts: expected a model with experts, but this model has none"
         )
 
 
-def _outputs(
-    model: TreeModel, plan: PartitionPlan, device: torch.device
-) -> Iterable[tuple[TreeBatch, ModelOutput]]:
+def _outputs(model: TreeModel, partitions: Sequence[TreeBatch], entropies: bool) -> Outputs:
     """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
-    batches = TreeBatch.from_plan(plan)
-    own = [model.share.of(batch) for batch in batches]
-    if len(own) > 1:
-        outputs = PartitionRunner(model, own, device).outputs()
-    else:
-        batch = own[0].to(device)
-        outputs = iter([(batch, model(batch))])
-    if model.sequence_group is None:
-        return outputs
-    return (_joined(model, batch.to(device), *out) for batch, out in zip(batches, outputs, strict=True))
+    device = next(model.parameters()).device
+    if len(partitions) > 1:
+        return PartitionRunner(model, partitions, device, entropy=entropies).outputs()
+    batch = partitions[0].to(device)
+    return [(batch, model(batch, entropy=entropies))]
 
 
-def _joined(
-    model: TreeModel, whole: TreeBatch, own: TreeBatch, out: ModelOutput
-) -> tuple[TreeBatch, ModelOutput]:
-    """Joins the outputs of the ranks that share the tokens of a batch."""
-    group, tokens = model.sequence_group, model.share.tokens(len(whole))
-    edges = torch.searchsorted(whole.edge_token, own.edge_token)
-    place = torch.arange(tokens.start, tokens.stop, device=edges.device)
-    experts = (join(used.int(), place, len(whole), group).short() for used in out.routed_experts)
-    logprobs = join(out.logprobs, edges, len(whole.edge_token), group)
-    return whole, out._replace(logprobs=logprobs, routed_experts=tuple(experts))
+class _Experts:
+    """Collects the experts of each token of a plan from the outputs of its partitions."""
+
+    def __init__(
+        self, model: TreeModel, plan: PartitionPlan, batches: Sequence[TreeBatch], is_shared: bool
+    ) -> None:
+        order = list(range(len(batches)))
+        if is_shared:  # ranks in lockstep run partitions in this order
+            order.sort(key=positions(batches).__getitem__)
+        self._model = model
+        self._partitions = [plan.partitions[i] for i in order]
+        self._num_tokens = len(plan.tree)
+        self.of_tokens = torch.empty(0, dtype=torch.int16)  # [N, L, k] on the CPU
+
+    def keep(self, outputs: Outputs) -> Iterator[tuple[TreeBatch, ModelOutput]]:
+        partitions = iter(self._partitions)
+        for batch, out in outputs:
+            if not batch.is_dummy:
+                # A token that several partitions run is recorded where its edges are scored.
+                partition = next(partitions)
+                used = self._of_all(torch.stack(out.routed_experts, dim=1), len(partition)).cpu()
+                if not self.of_tokens.numel():
+                    self.of_tokens = used.new_full((self._num_tokens, *used.shape[1:]), -1)
+                scored = torch.from_numpy(partition.scores)
+                self.of_tokens[torch.from_numpy(partition.own).long()[scored]] = used[scored]
+            yield batch, out
+
+    def _of_all(self, used: Tensor, num_tokens: int) -> Tensor:
+        """Joins the experts of the ranks that share the tokens of a partition, [n, L, k] int16."""
+        group = self._model.sequence_group
+        if group is None:
+            return used.short()
+        tokens = self._model.share.tokens(num_tokens)
+        place = torch.arange(tokens.start, tokens.stop, device=used.device)
+        return join(used.int(), place, num_tokens, group).short()
 
 
-def _by_path(tree: TokenTree, scores: list[tuple[Tensor, Tensor]], device: torch.device) -> list[Tensor]:
-    """Gathers the log-probs of each path's edges."""
-    is_predicted = np.ones(len(tree.path_index), bool)
-    is_predicted[tree.path_offsets[:-1]] = False  # the first token of a path
-    tokens, values = map(torch.cat, zip(*scores, strict=True))
-    ascending, order = tokens.sort()
-    path_tokens = torch.from_numpy(tree.path_index[is_predicted]).to(device)
-    edges = order[torch.searchsorted(ascending, path_tokens)]
-    return list(values[edges].split([len(path) - 1 for path in tree.paths]))
+def _path_scores(
+    model: TreeModel, tree: TokenTree, outputs: Outputs, experts: _Experts | None
+) -> Iterator[PathScores]:
+    """Yields the scores of each path of a forest."""
+    whole = TreeBatch.from_trees([tree], edges="loss").to(next(model.parameters()).device)
+    kept = outputs if experts is None else experts.keep(outputs)
+    scores = collect_scores(kept, whole, model.sequence_group)
+    index = torch.from_numpy(tree.path_index).long()
+    is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
+    is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
+    counted, lengths = torch.from_numpy(is_counted).to(whole.edge_token.device), list(map(len, tree.paths))
 
+    def by_path(values: Tensor) -> Sequence[Tensor]:
+        of_tokens = values.new_full((len(tree),), torch.nan).index_put((whole.edge_token,), values)
+        return torch.where(counted, of_tokens[index.to(values.device)], torch.nan).split(lengths)
 
-def _experts_by_path(tree: TokenTree, experts: list[tuple[np.ndarray, Tensor]]) -> list[Tensor]:
-    """Gathers the experts of each path's tokens."""
-    row = np.argsort(np.concatenate([tokens for tokens, _ in experts]))
-    by_path = torch.cat([used for _, used in experts])[torch.from_numpy(row[tree.path_index])]
-    return list(by_path.split(list(map(len, tree.paths))))
+    columns = {name: by_path(values) for name, values in scores.items()}
+    nothing = [None] * len(tree.paths)
+    used = nothing if experts is None else experts.of_tokens[index].split(lengths)
+    for of_path in zip(columns["logprobs"], columns.get("entropy", nothing), used, strict=True):
+        yield PathScores(*of_path)

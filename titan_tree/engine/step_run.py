@@ -1,8 +1,9 @@
 """The passes of one optimizer step on one rank.
 
-    count   counts which experts each micro-batch chooses, for a balancing loss over several forward passes
-    score   computes the log-probs of a partitioned micro-batch, for a loss of whole paths
-    train   runs the forward passes, the loss and the backward passes
+    count    counts which experts each micro-batch chooses, for a balancing loss over several forward passes
+    measure  computes a mean over the global batch that the loss depends on
+    score    computes the log-probs of a partitioned micro-batch, for a loss of whole paths
+    train    runs the forward passes, the loss and the backward passes
 
 A step is the list that ``plan_passes`` returns. Each pass runs all partitions of one micro-batch.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from titan_tree.components.moe import router_metrics
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.distributed.collectives import all_reduce_named
+from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.partitions import PartitionRunner
@@ -32,22 +33,26 @@ from titan_tree.tree.batch import TreeBatch
 class Pass(NamedTuple):
     """One sweep over the partitions of one micro-batch."""
 
-    kind: Literal["count", "score", "train"]
+    kind: Literal["count", "measure", "score", "train"]
     micro_batch: int
     is_last: bool  # whether ``micro_batch`` is the last one
 
 
-def plan_passes(micro_batches: Sequence[Sequence[TreeBatch]], *, count: bool, score: bool) -> list[Pass]:
+def plan_passes(
+    micro_batches: Sequence[Sequence[TreeBatch]], *, count: bool, measure: bool, score: bool
+) -> list[Pass]:
     """Returns the passes of a step in order.
 
     Expert-parallel ranks need the same list, and get it from micro-batches of the same shape (lockstep.py).
 
     Args:
         count: whether the router loss needs count passes.
+        measure: whether the loss depends on a mean over several micro-batches.
         score: whether the loss needs whole paths, and so a score pass for every partitioned micro-batch.
     """
     last = len(micro_batches) - 1
     passes = [Pass("count", i, i == last) for i in range(len(micro_batches)) if count]
+    passes += [Pass("measure", i, i == last) for i in range(len(micro_batches)) if measure]
     for i, batches in enumerate(micro_batches):
         if score and len(batches) > 1:
             passes.append(Pass("score", i, i == last))
@@ -96,12 +101,16 @@ class StepRun:
     # Tokens of score passes and recomputed activations, and of count passes, which TreeStep adds.
     extra_forward_tokens: int = 0
     _whole_path_losses: dict[int, WholePathLoss] = field(default_factory=dict)
+    _measured: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Runs ``passes`` in order."""
+        self.totals.function.measured = None
         for kind, i, is_last in passes:
             if kind == "count":
                 self.count(i, is_last)
+            elif kind == "measure":
+                self.measure(i, is_last)
             elif kind == "score":
                 self.score(i)
             else:
@@ -112,6 +121,21 @@ class StepRun:
         assert self.routing is not None
         batches = [batch.without_edges() for batch in self.micro_batches[i]]
         self.routing.count(self._runner(batches, entropy=False).outputs(), is_last)
+
+    def measure(self, i: int, is_last: bool) -> None:
+        """Adds micro-batch ``i`` to the mean that the loss depends on. The last one sums it over ranks."""
+        batches, loss = self.micro_batches[i], self.totals.function
+        outputs = [(batch, out._replace(exports=None)) for batch, out in self._runner(batches).outputs()]
+        self.extra_forward_tokens += sum(map(len, batches))
+        whole, root = self._whole(i), outputs[0][0]
+        if whole is None and not root.is_dummy:
+            whole = root
+        if whole is not None:
+            scores = collect_scores(outputs, whole, self.model.sequence_group)
+            if self.model.share.rank == 0:  # other ranks that share the tokens have the same scores
+                self._measured += loss.measure(scores["logprobs"], whole).double().cpu()
+        if is_last:
+            loss.measured = all_reduce_sum(self._measured.to(self.activations.device))
 
     def score(self, i: int) -> None:
         """Scores micro-batch ``i`` and differentiates its loss with respect to the log-probs."""
@@ -155,6 +179,10 @@ class StepRun:
             loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
         if (square := loss_metrics.pop("rollout_weight_square", None)) is not None:
             loss_metrics["ess"] = loss_metrics["rollout_weight"].square() / square.clamp_min(1e-30)
+            num_paths = loss_metrics.pop("corrected_paths").clamp_min(1e-30)
+            for kind in ("masked", "truncated"):
+                if (outside := loss_metrics.pop(f"{kind}_paths", None)) is not None:
+                    loss_metrics[f"{kind}_path_fraction"] = outside / num_paths
         return StepResult(
             loss=loss,
             loss_metrics=loss_metrics,

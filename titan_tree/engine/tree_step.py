@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_tree.components.moe import RouterLoss
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
@@ -128,9 +129,14 @@ class TreeStep:
         count = StepRouting.needs_count(self.router_loss, sizes.is_partitioned, sizes.max_micro_batches)
         if count:
             run.extra_forward_tokens += step.counts.executed_tokens
+        is_spread = sizes.max_micro_batches > 1 or world_size() > 1
+        measure = self.loss.measurement is not None and is_spread
+        counts = sizes.counts
+        self.loss.moments = counts.loss_weight, counts.advantage, counts.advantage_square
         self._gradient_sync.hold(sizes.is_partitioned)
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
-            run.run(plan_passes(micro_batches, count=count, score=self.loss.needs_whole_paths))
+            whole_paths = self.loss.needs_whole_paths
+            run.run(plan_passes(micro_batches, count=count, measure=measure, score=whole_paths))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return run.result(sizes, dummy_forwards)
 

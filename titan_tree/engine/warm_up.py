@@ -44,18 +44,25 @@ def warm_up_inputs(
     large = [branch + node(leaf) for branch, leaves in branches for leaf in leaves]
     replay: Replay = "off" if experts is None else "first"
     trees = [
-        TokenTree.from_paths([_warm_up_path(i, tokens, experts) for i, tokens in enumerate(paths)], replay)
+        TokenTree.from_paths(
+            [
+                _warm_up_path(tokens, experts, preference)
+                for tokens, preference in zip([*paths, paths[-1]], [*sides, "mismatched"], strict=True)
+            ],
+            replay,
+        )
         for paths in (2 * [node(*SMALL)], large)
+        for sides in (["chosen", "rejected"] * (len(paths) // 2),)
     ]
     partitioner = TreePartitioner("redundancy_free", MAX_LENGTH * unit)
     partitioners = [None] if preparer.partitioner is None else [None, partitioner]
     return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
 
 
-def _warm_up_path(index: int, tokens: list[int], experts: ExpertSizes | None) -> TokenPath:
-    """Returns a path with every field that a loss may read. Every second path of a tree is rejected."""
+def _warm_up_path(tokens: list[int], experts: ExpertSizes | None, preference: str) -> TokenPath:
+    """Returns a path with every field that a loss may read."""
     fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
-    fields |= {"policy_version": 0, "preference": ("chosen", "rejected")[index % 2]}
+    fields |= {"policy_version": 0, "preference": preference}
     if experts is not None:
         first = np.array(tokens)[:, None, None] + np.arange(experts.num_layers)[:, None]
         fields["routed_experts"] = (first + np.arange(experts.top_k)) % experts.num_experts

@@ -66,11 +66,11 @@ def to_rows(batch: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
     """Returns values [B, T] as AReaL's ``compute_logp`` does: entry t belongs to token t + 1; others are 0.
 
     Args:
-        values: [T - 1] for each row, such as ``score_paths(...).logprobs``.
+        values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
     """
     rows = torch.zeros(array(batch["input_ids"], None).shape, device=values[0].device)
     for row, value, length in zip(rows, values, _lengths(batch).tolist(), strict=True):
-        row[: length - 1] = value
+        row[: length - 1] = value[1:]
     return rows
 
 

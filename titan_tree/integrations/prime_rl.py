@@ -57,13 +57,13 @@ def to_rows(rows: Sequence[Any], values: Sequence[Tensor]) -> list[Tensor]:
     A sample's first token gets 0.
 
     Args:
-        values: [T - 1] for each path of ``to_paths``, such as ``score_paths(...).logprobs``.
+        values: [T] for each path of ``to_paths``, such as ``PathScores.logprobs`` of ``score_paths``.
     """
     left, result = list(values), []
     for i, row in enumerate(rows):
         number = len(_starts(_fields(row, f"row {i}"), f"row {i}"))
         samples, left = left[:number], left[number:]
-        result.append(torch.cat([part for value in samples for part in (value.new_zeros(1), value)]))
+        result.append(torch.cat([part for value in samples for part in (value.new_zeros(1), value[1:])]))
     return result
 
 

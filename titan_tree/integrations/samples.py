@@ -3,54 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.tree_step import TreeStep
+from titan_tree.engine.scoring import PathScores, score_trees
 from titan_tree.errors import UserError
-from titan_tree.integrations.rows import RowLoss, Rows
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
-class PathScores(NamedTuple):
-    """Scores of paths, for each path of T tokens fp32 [T - 1] in nats: entry t speaks of token t + 1."""
-
-    logprobs: list[Tensor]
-    entropy: list[Tensor] | None = None
-
-
+@torch.no_grad()
 def score_paths(
-    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropy: bool = False
-) -> PathScores:
-    """Returns the log-probs of all tokens of ``paths`` at each path's temperature, without gradients.
-
-    Each shared prefix is computed once. Every rank makes the same call, with paths of its own.
+    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropies: bool = False
+) -> list[PathScores]:
+    """Returns the scores of all tokens of ``paths`` at each path's temperature, see ``score_trees``.
 
     Args:
+        model: may be sharded over ranks. Every rank then makes the same call, with paths of its own.
+        paths: in any order. Their loss masks have no effect.
         max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
-        entropy: also return the entropies of the distributions.
+        entropies: also return the entropies of the distributions.
     """
-    lengths = [len(path) for path in paths]
-    rows = Rows.jagged(
-        torch.from_numpy(np.concatenate([path.tokens for path in paths])),
-        torch.tensor([0, *np.cumsum(lengths)]),
-        temperature=torch.tensor([path.temperature for path in paths]),
+    trees = make_trees(
+        TokenPath(path.tokens, temperature=path.temperature, id=str(number))
+        for number, path in enumerate(paths)
     )
     partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
-    loss = RowLoss(rows, lambda logprobs, _: logprobs.sum(), entropy=entropy)
-    step = TreeStep(model, loss, model.embedding_weight.device, partitioner)
-    ((batch, scores),) = step.score(step.prepare([rows.trees]))
-    split = {
-        name: [row[:-1] for row in rows.by_token(values, batch).split(lengths)]
-        for name, values in scores.items()
+    scores = score_trees(model, trees, max_tokens, partitioner, entropies=entropies)
+    by_number = {
+        int(path.id): found
+        for tree, of_tree in zip(trees, scores, strict=True)
+        for path, found in zip(tree.paths, of_tree, strict=True)
     }
-    return PathScores(**split)
+    return [by_number[number] for number in range(len(paths))]
 
 
 def make_trees(paths: Iterable[TokenPath]) -> list[TokenTree]:

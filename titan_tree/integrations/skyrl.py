@@ -57,7 +57,7 @@ def to_rows(output: Mapping[str, Any], values: Sequence[Tensor]) -> list[Tensor]
     """Returns values of the responses, [R] for each row.
 
     Args:
-        values: [T - 1] for each row, such as ``score_paths(...).logprobs``.
+        values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
     """
     lengths = map(len, _fields(output)[0]["response_ids"])
     return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]

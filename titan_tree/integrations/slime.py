@@ -105,7 +105,7 @@ def to_rows(rows: Sequence[Any] | Mapping[str, Any], values: Sequence[Tensor]) -
     """Returns values of the responses, as slime's "log_probs" and "entropy": [R] for each row.
 
     Args:
-        values: [T - 1] for each row, such as ``score_paths(...).logprobs``.
+        values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
     """
     lengths = (_response_length(sample, f"sample {i}") for i, sample in enumerate(_samples(rows)))
     return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]

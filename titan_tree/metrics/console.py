@@ -45,6 +45,7 @@ OMITTED = {
     "rollouts",
     "sampled_tokens",
     "sampling_s",
+    "scoring_s",
 }
 
 

@@ -13,21 +13,23 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
 from titan_tree.build import DEFAULT_STEPS
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.tables import check_warmup
+from titan_tree.data.advantages import advantages, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
 from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.branching import ADVANTAGES, branches
+from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Demonstrator, Environment
+from titan_tree.rl.reference import Reference, build_reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import Sampler
 from titan_tree.trainer import Trainer
@@ -53,6 +55,7 @@ class EpisodeTrainer(Trainer, ABC):
     sampler: Sampler
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
+        check_options(config.rl.advantage, config.rl.advantage_options, "rl")
         self._given_sampler = sampler
         super().__init__(config)
 
@@ -122,11 +125,26 @@ class RLTrainer(EpisodeTrainer):
     """Trains a model on its own rollouts. Each step samples new tasks.
 
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
-    ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens`` and ``sampling_s``.
+    ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and,
+    with a reference, ``scoring_s``.
     """
 
+    reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
+
+    def open_data(self) -> int:
+        self.reference = build_reference(self.config, self.tree_step)
+        return super().open_data()
+
+    def resume_data(self) -> None:
+        """Checks that the reference is that of the run so far."""
+        if self.reference and not self.config.checkpoint.allow_changes:
+            self.reference.check(self.progress.data.get("reference"))
+
+    def data_state(self) -> dict[str, Any]:
+        return {"reference": self.reference.identity} if self.reference else {}
+
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the rollouts of each task, branches included, with advantages and log-probs as sampled."""
+        """Returns the rollouts of each task, branches included, with advantages and log-probs."""
         started, config, rl = time.perf_counter(), self.config, self.config.rl
         tasks = [f"{config.data.seed}/{step}/{task}" for task in range(config.data.global_batch_groups)]
         groups = self.sample(tasks, rl.rollouts)
@@ -147,7 +165,15 @@ class RLTrainer(EpisodeTrainer):
             ),
             "sampling_s": time.perf_counter() - started,
         }
-        return [token_paths(group, rl.advantage, task) for task, group in zip(tasks, groups, strict=True)]
+        options = rl.advantage_options
+        by_task = [
+            token_paths(group, task, rl.advantage, options) for task, group in zip(tasks, groups, strict=True)
+        ]
+        if self.reference:
+            started = time.perf_counter()
+            self.reference.score(by_task)
+            self.rollout_values["scoring_s"] = time.perf_counter() - started
+        return by_task
 
 
 class WarmStart(EpisodeTrainer):
@@ -214,20 +240,28 @@ class WarmStart(EpisodeTrainer):
         )
 
 
-def token_paths(rollouts: Sequence[Rollout], advantage: str, name: str) -> list[TokenPath]:
-    """Returns the rollouts of a task as training samples.
+def token_paths(
+    rollouts: Sequence[Rollout], name: str, advantage: str, options: Mapping[str, Any]
+) -> list[TokenPath]:
+    """Returns the finished rollouts of a task as training samples.
 
     Args:
-        advantage: "group" or "turn", see ``RLConfig``.
+        rollouts: of one task.
         name: of the task; the ids of paths begin with it.
+        advantage: the estimator, a name in ``registry.ADVANTAGES``.
+        options: of the estimator.
     """
-    advantages = ADVANTAGES[advantage](rollouts)
-    return [
-        TokenPath(
-            rollout.tokens, rollout.mask, advantage=own, old_logprobs=rollout.logprobs, id=f"{name}/{i}"
-        )
-        for i, (rollout, own) in enumerate(zip(rollouts, advantages, strict=True))
+    paths = [
+        TokenPath(rollout.tokens, rollout.mask, old_logprobs=rollout.logprobs, id=f"{name}/{i}")
+        for i, rollout in enumerate(rollouts)
     ]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    inherited = [rollout.inherited for rollout in rollouts]
+    for path, own in zip(
+        paths, advantages(advantage, paths, rewards, inherited=inherited, **options), strict=True
+    ):
+        path.advantage = own
+    return paths
 
 
 def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:

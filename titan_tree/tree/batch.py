@@ -65,8 +65,13 @@ class PathPairs:
     # [P] float32, nats: sum of old_logprobs - rollout_logprobs over the path's loss mask, also over edges of
     # other partitions. None if the paths lack one of both.
     rollout_log_ratio: Tensor | None = None
-    is_chosen: Tensor | None = None  # [P] bool: whether the path is the chosen one of its preference pair
-    partner: Tensor | None = None  # [P] int64: number of the other path of the pair. None in a partition.
+    # [P, 4] float32, likewise, of x = old_logprobs - rollout_logprobs, bounded by +-20: sum of x² / 2, sum of
+    # e^x - 1 - x, smallest x, largest x
+    rollout_divergence: Tensor | None = None
+    is_chosen: Tensor | None = None  # [P] bool: whether the path's preference is "chosen" or "desirable"
+    is_mismatched: Tensor | None = None  # [P] bool: whether it is "mismatched"
+    # [P] int64: number of the other path of the pair. None in a partition, or if the paths are not pairs.
+    partner: Tensor | None = None
 
     def of_edges(self, chosen: Tensor) -> PathPairs:
         """Returns the pairs of the edges that ``chosen`` [E] bool selects, which are numbered anew.
@@ -80,8 +85,9 @@ class PathPairs:
 
 # Fields of PathPairs with one number per path; the others have one per pair.
 PER_PATH = (
-    *("path_number", "weight", "loss_tokens", "rollout_tokens", "rollout_log_ratio"),
-    *("is_chosen", "partner"),
+    *("path_number", "weight", "loss_tokens", "rollout_tokens"),
+    *("rollout_log_ratio", "rollout_divergence"),
+    *("is_chosen", "is_mismatched", "partner"),
 )
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 

@@ -11,6 +11,7 @@ from titan_tree.errors import UserError
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
+MAX_GAP = 20.0  # of log-probs, in divergences; verl has the same bound
 Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of some path counts
 
 
@@ -49,29 +50,67 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     }
     if "old_logprobs" in fields and "rollout_logprobs" in fields:
         gap = fields["old_logprobs"].astype(np.float64) - fields["rollout_logprobs"]
-        sums = np.bincount(path_of_pair, fields["loss_mask"] * gap, minlength=len(paths))
-        path_fields["rollout_log_ratio"] = sums.astype(np.float32)
+        path_fields |= _rollout_gaps(gap, fields["loss_mask"], path_of_pair, len(paths))
     if any(path.preference for path in paths):
-        path_fields["is_chosen"] = np.array([path.preference == "chosen" for path in paths])
-        path_fields["partner"] = _partners(paths)
+        path_fields |= _preferences(paths)
     return TreePairs(tree.path_index[chosen], path_of_pair, fields, path_fields)
 
 
-def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
-    """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
+def _rollout_gaps(
+    gap: np.ndarray, loss_mask: np.ndarray, path: np.ndarray, num_paths: int
+) -> dict[str, np.ndarray]:
+    """Returns sums and extremes of the gaps [F] between both policies, per path, see ``PathPairs``."""
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(path, loss_mask * values, minlength=num_paths)
+
+    bounded = gap.clip(-MAX_GAP, MAX_GAP)
+    low, high = np.full(num_paths, np.inf), np.full(num_paths, -np.inf)
+    counted = loss_mask > 0
+    np.minimum.at(low, path[counted], bounded[counted])
+    np.maximum.at(high, path[counted], bounded[counted])
+    ends = (np.where(low <= high, end, 0.0) for end in (low, high))  # 0 without counted tokens
+    columns = (total(bounded**2 / 2), total(np.expm1(bounded) - bounded), *ends)
+    return {
+        "rollout_log_ratio": total(gap).astype(np.float32),
+        "rollout_divergence": np.stack(columns, axis=1).astype(np.float32),
+    }
+
+
+def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:
+    """Returns the fields of preferences, [P] each. Without pairs, "partner" is missing.
 
     Raises:
         UserError: a path has no preference, or no partner.
     """
-    members: dict[str | None, dict[str, list[int]]] = {}
-    for number, path in enumerate(paths):
+    for path in paths:
         if path.preference is None:
             raise UserError(
                 f"path {path.id or '?'}: preference: missing, but other paths of the batch have it; give it "
                 "to all paths or to none"
             )
-        members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
-    partner = np.empty(len(paths), np.int64)
+    fields = {
+        "is_chosen": np.array([path.preference in ("chosen", "desirable") for path in paths]),
+        "is_mismatched": np.array([path.preference == "mismatched" for path in paths]),
+    }
+    if not any(path.preference in ("desirable", "undesirable") for path in paths):
+        fields["partner"] = _partners(paths)
+    return fields
+
+
+def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
+    """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
+
+    A mismatched path is its own partner.
+
+    Raises:
+        UserError: a path has no partner.
+    """
+    members: dict[str | None, dict[str, list[int]]] = {}
+    for number, path in enumerate(paths):
+        if path.preference in ("chosen", "rejected"):
+            members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
+    partner = np.arange(len(paths))
     for pair, (chosen, rejected) in ((pair, found.values()) for pair, found in members.items()):
         if len(chosen) != len(rejected):
             path = paths[(chosen + rejected)[0]]

@@ -26,6 +26,7 @@ Logprobs = Sequence[float | None] | ArrayLike  # None and NaN: the token was not
 
 LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")  # each also as shifted_..., see TokenPath
 PER_TOKEN = ("advantage", *LOGPROBS)  # optional fields with one number per token
+PREFERENCES = ("chosen", "rejected", "desirable", "undesirable", "mismatched")
 
 
 class ExpertSizes(NamedTuple):
@@ -78,7 +79,9 @@ class TokenPath:
             loss mask must be 0 there. Stored as [T] int32, with -1. Give it to all paths or to none. The
             metrics of a step show its mean over counted tokens, and how far the mean lags behind the newest
             version.
-        preference: "chosen" or "rejected", for losses of preference pairs.
+        preference: "chosen" or "rejected", for losses of preference pairs. For the loss "kto", also
+            "desirable" or "undesirable", which have no partner, and "mismatched": an answer to another
+            prompt. It has no loss, so its weight becomes 0.
         pair: name of the pair that the path belongs to. In a micro-batch, the i-th chosen and the i-th
             rejected path with one name form a pair. Both must be in one tree, which keeps them together.
         rollout_tokens: sum of ``loss_tokens`` over all paths of the rollout that this path is part of, see
@@ -158,16 +161,18 @@ class TokenPath:
             path.rollout_tokens = total
 
     def set_preference(self, preference: Any, pair: str | None) -> None:
-        """Makes the path the "chosen" or the "rejected" one of the named pair.
+        """Sets the preference, one of ``PREFERENCES``, and the name of the pair.
 
         Raises:
             UserError: ``preference`` is something else, or the loss counts no token of the path.
         """
-        if preference not in ("chosen", "rejected"):
-            raise wrong("preference", "'chosen' or 'rejected'", shorten(preference))
+        if preference not in PREFERENCES:
+            raise wrong("preference", f"one of {', '.join(PREFERENCES)}", shorten(preference))
         if not self.loss_tokens:
             raise UserError("preference: expected at least one token that the loss counts, got none")
         self.preference, self.pair = preference, pair
+        if preference == "mismatched":
+            self.weight = 0.0
 
     def check_limits(self, limits: ModelLimits) -> None:
         """Checks that a model with these limits can read the path.

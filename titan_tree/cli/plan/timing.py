@@ -76,7 +76,7 @@ class Timing:
         self.item = 4 if config.training.dtype == "float32" else 2
         self.costs = ModelCosts.of(model)
         self.forwards = Forwards.of(config.training.activation_checkpoint)
-        self.needs_whole_paths = build_loss(config.loss).needs_whole_paths
+        self.loss = build_loss(config.loss)
         self.slower = hardware.GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
 
     def step(self, step: Step, imbalance: float = 1.0) -> Seconds:
@@ -112,7 +112,10 @@ class Timing:
         return _is_partitioned(step) and self.sharding.expert_parallel == 1
 
     def _micro_batch(self, passes: Sequence[Pass], imbalance: float) -> Seconds:
-        is_scored_first = self.needs_whole_paths and len(passes) > 1  # engine/whole_path_loss.py
+        # engine/step_run.py; a micro-batch that is measured and also scored counts once
+        is_scored_first = self.loss.measurement is not None or (
+            self.loss.needs_whole_paths and len(passes) > 1
+        )
         seconds = add([self.of_pass(each, imbalance, is_scored_first) for each in passes])
         layer_passes = len(self.model.layers) * len(passes)
         if len(passes) > 1:

@@ -18,7 +18,11 @@ LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
 def call_loss(
-    name: str, function: LossFunction, logprobs: Tensor, pairs: PathPairs, options: Mapping[str, float]
+    name: str,
+    function: LossFunction,
+    logprobs: Tensor,
+    pairs: PathPairs,
+    options: Mapping[str, float | Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the losses and the metrics of ``function``, [F] each.
 

@@ -1,6 +1,6 @@
-"""What TreeLoss adds to a policy loss: a KL penalty, and the correction of rollout mismatch.
+"""What TreeLoss adds to a policy loss: whitened advantages, a KL penalty, a correction of rollout mismatch.
 
-Both read fields of the paths: ``ref_logprobs``, ``old_logprobs`` and ``rollout_logprobs``.
+They read fields of the paths: ``advantage``, ``ref_logprobs``, ``old_logprobs`` and ``rollout_logprobs``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from titan_tree.components.tree_loss.ratios import field, kl_estimate
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 
-MAX_LOG_RATIO = 20.0  # of ``importance``; verl has the same bound
+Moments = tuple[float | Tensor, float | Tensor, float | Tensor]  # sums of c, c A and c A², see ``whitened``
+MAX_LOG_RATIO = 20.0  # of ``importance`` and of divergences; verl has the same bound
 
 
 @dataclass(frozen=True)
@@ -71,26 +72,29 @@ class KLPenalty:
 class RolloutCorrection:
     """Weights for paths that were sampled with other numerics, or by an older policy, than old_logprobs say.
 
-    A token's policy loss is multiplied by a weight without gradient. It is computed from w = p_old /
-    p_rollout of the token, of its whole path (the product over counted tokens), or from the geometric mean of
-    its path.
+    A token's policy loss is multiplied by a weight without gradient. It is computed from w, the ratio p_old /
+    p_rollout, or from an estimate of KL(rollout || old), which is 0 where both policies agree.
 
     Args:
-        level: "token", "sequence" or "geometric".
+        level: what w belongs to: a "token", or its whole path. Over the counted tokens of a path, "sequence"
+            multiplies ratios and adds estimates. "geometric" takes the geometric mean of ratios and the mean
+            of estimates. "max" takes the largest estimate.
         mode: "truncate" clamps w to [low, high] (truncated importance sampling); "mask" uses w within
             [low, high] and 0 elsewhere (masked importance sampling; IcePop, arXiv:2510.18855, on tokens);
             "reject" uses 1 within [low, high] and 0 elsewhere.
         low: lower bound of w.
         high: upper bound of w.
+        estimator: "ratio"; or "k2" or "k3", which only "reject" can use, see ``kl_estimate``.
 
     Raises:
-        UserError: the bounds are negative or in the wrong order.
+        UserError: the bounds are negative or in the wrong order, or the level or the mode does not fit.
     """
 
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: Literal["token", "sequence", "geometric", "max"] = "token"
     mode: Literal["truncate", "mask", "reject"] = "truncate"
     low: float = 0.0
     high: float = 2.0
+    estimator: Literal["ratio", "k2", "k3"] = "ratio"
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
@@ -98,25 +102,84 @@ class RolloutCorrection:
                 f"loss.correction.low: expected at least 0 and below loss.correction.high = {self.high:g}, "
                 f"got {self.low:g}"
             )
+        if self.level == "max" and self.estimator == "ratio":
+            raise UserError("loss.correction.level: expected 'max' only with the estimator 'k2' or 'k3'")
+        if self.estimator != "ratio" and (self.mode != "reject" or self.low):
+            raise UserError(
+                f"loss.correction.estimator: expected mode = 'reject' and low = 0 with {self.estimator!r}, "
+                f"got {self.mode!r} and {self.low:g}"
+            )
 
     def weights(self, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weight of each pair, [F], and metrics, [F] each.
 
         The metrics are rollout_weight, its square, from which TreeStep computes the effective sample size
-        ess, and the fraction of tokens outside of the bounds.
+        ess, and the fraction of tokens outside of the bounds. From the last two, TreeStep computes the
+        fraction of paths with at least one such token: 1 for these paths and for all paths, divided among the
+        tokens of the path.
         """
-        log_weight = field(pairs, "old_logprobs") - field(pairs, "rollout_logprobs")
-        if self.level != "token":
-            of_path = field(pairs, "rollout_log_ratio")
-            if self.level == "geometric":
-                of_path = of_path / pairs.loss_tokens.clamp_min(1e-30)
-            log_weight = of_path[pairs.path]
-        weight = log_weight.exp()
-        is_outside = (weight < self.low) | (weight > self.high)
-        if self.mode == "truncate":
-            weight = weight.clamp(self.low, self.high)
+        if self.level == "token":
+            value = self._measure(field(pairs, "old_logprobs") - field(pairs, "rollout_logprobs"))
+            is_outside = self._is_outside(value)
+            # Ratios and estimates have their largest and smallest values at the ends of the gaps, or at 0.
+            path_is_outside = self._is_outside(self._measure(_divergence(pairs)[:, 2:])).any(1)
         else:
-            weight = torch.where(is_outside, 0.0, weight if self.mode == "mask" else 1.0)
-        outside = "truncated_fraction" if self.mode == "truncate" else "masked_fraction"
-        metrics = {"rollout_weight": weight, "rollout_weight_square": weight.square()}
-        return weight, metrics | {outside: is_outside.float()}
+            of_path = self._of_path(pairs)
+            path_is_outside = self._is_outside(of_path)
+            value, is_outside = of_path[pairs.path], path_is_outside[pairs.path]
+        if self.mode == "truncate":
+            weight = value.clamp(self.low, self.high)
+        else:
+            weight = torch.where(is_outside, 0.0, value if self.mode == "mask" else 1.0)
+        outside = "truncated" if self.mode == "truncate" else "masked"
+        share = 1 / pairs.loss_tokens.clamp_min(1e-30)[pairs.path]
+        return weight, {
+            "rollout_weight": weight,
+            "rollout_weight_square": weight.square(),
+            f"{outside}_fraction": is_outside.float(),
+            f"{outside}_paths": path_is_outside[pairs.path] * share,
+            "corrected_paths": share,
+        }
+
+    def _of_path(self, pairs: PathPairs) -> Tensor:
+        """Returns w of each path, [P]."""
+        k2, k3, *ends = _divergence(pairs).unbind(1)
+        if self.level == "max":
+            return torch.maximum(*map(self._measure, ends))
+        total = {"ratio": field(pairs, "rollout_log_ratio"), "k2": k2, "k3": k3}[self.estimator]
+        if self.level == "geometric":
+            total = total / pairs.loss_tokens.clamp_min(1e-30)
+        return total.exp() if self.estimator == "ratio" else total
+
+    def _measure(self, gap: Tensor) -> Tensor:
+        """Returns w of tokens with these gaps log p_old - log p_rollout."""
+        if self.estimator == "ratio":
+            return gap.exp()
+        return kl_estimate(self.estimator, -gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+    def _is_outside(self, value: Tensor) -> Tensor:
+        return (value < self.low) | (value > self.high)
+
+
+def _divergence(pairs: PathPairs) -> Tensor:
+    field(pairs, "old_logprobs"), field(pairs, "rollout_logprobs")  # named, if one is missing
+    return field(pairs, "rollout_divergence")
+
+
+def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:
+    """Returns the pairs with advantages (A - mean) / sqrt(variance + 1e-8) over the tokens of a batch.
+
+    The variance divides by n - 1, as in verl's masked_whiten.
+
+    Args:
+        moments: of the batch, with c = w_p m_{p,t}. None: those of ``pairs``.
+    """
+    advantage = field(pairs, "advantage")
+    if moments is None:
+        count = pairs.weight[pairs.path].double() * pairs.loss_mask
+        moments = count.sum(), (count * advantage).sum(), (count * advantage.double().square()).sum()
+    total, first, second = (torch.as_tensor(x, dtype=torch.float64, device=advantage.device) for x in moments)
+    mean = first / total.clamp_min(1e-30)
+    variance = (second - total * mean.square()) / torch.where(total > 1, total - 1, 1.0)
+    scale = (variance.clamp_min(0) + 1e-8).rsqrt()
+    return dataclasses.replace(pairs, advantage=((advantage - mean) * scale).to(advantage.dtype))

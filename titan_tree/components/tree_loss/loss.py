@@ -28,54 +28,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.call import LossFunction, call_loss
-from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
+from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
+from titan_tree.components.tree_loss.marks import Measurement, Reduction, reads_reference, whole_path_loss
 from titan_tree.components.tree_loss.ratios import kl_estimate
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch
 from titan_tree.tree.paths import TokenPath
 
-Reduction = Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"]
 
-
-def whole_path_loss(function: LossFunction, compares_paths: bool = True) -> LossFunction:
-    """Marks a loss in which a token's loss depends on other tokens of its path.
-
-    A partition of a tree sees only parts of the paths. For such a loss, TreeStep first scores all partitions
-    without gradients.
-
-    Args:
-        compares_paths: whether the loss may also depend on other paths of the tree. Such a tree is never
-            split over ranks.
-    """
-    function.needs_whole_paths = True  # type: ignore[attr-defined]
-    function.compares_paths = compares_paths  # type: ignore[attr-defined]
-    return function
-
-
-def fixed_reduction(reduction: Reduction) -> Callable[[LossFunction], LossFunction]:
-    """Returns a decorator that marks a loss defined with one reduction. TreeLoss refuses the others."""
-
-    def mark(function: LossFunction) -> LossFunction:
-        function.reduction = reduction  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
-def corrects_rollout(function: LossFunction) -> LossFunction:
-    """Marks a loss that reads rollout_logprobs itself. It takes no ``RolloutCorrection``."""
-    function.corrects_rollout = True  # type: ignore[attr-defined]
-    return function
-
-
-def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunction], LossFunction]:
+def register_loss(
+    name: str, whole_paths: bool = False, reference: bool = False
+) -> Callable[[LossFunction], LossFunction]:
     """Returns a decorator that registers a loss for ``TreeLoss(name)`` and the setting ``loss.name``.
 
     The function is called as ``loss(logprobs [F], pairs, **options)`` and returns losses [F].
@@ -84,9 +54,11 @@ def register_loss(name: str, whole_paths: bool = False) -> Callable[[LossFunctio
         name: name of the loss.
         whole_paths: whether a token's loss depends on other tokens of its path, or on other paths of its
             tree, see ``whole_path_loss``.
+        reference: whether the loss reads ref_logprobs, see ``reads_reference``.
     """
 
     def register(function: LossFunction) -> LossFunction:
+        function = reads_reference(function) if reference else function
         LOSSES.register(name, whole_path_loss(function) if whole_paths else function)
         return function
 
@@ -112,6 +84,8 @@ class TreeLoss:
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         kl: a penalty for diverging from a reference policy; None: no penalty.
         correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
+        whiten: normalize advantages over the tokens of the global batch: subtract their mean and divide by
+            their standard deviation (TreePO, arXiv:2508.17445; REINFORCE++, arXiv:2501.03262).
         options: keyword arguments of the loss function.
 
     Raises:
@@ -125,6 +99,7 @@ class TreeLoss:
         entropy: float = 0.0,
         kl: KLPenalty | None = None,
         correction: RolloutCorrection | None = None,
+        whiten: bool = False,
         **options: float,
     ) -> None:
         self.function: LossFunction = LOSSES[name]
@@ -138,7 +113,11 @@ class TreeLoss:
                 f"loss {name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
             )
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
-        self.kl, self.correction = kl, correction
+        self.kl, self.correction, self.whiten = kl, correction, whiten
+        # Sums of ``measure`` over the global batch. None: each call measures its own batch.
+        self.measured: Tensor | None = None
+        # Sums over the global batch, for ``whiten``. None: each call takes those of its own batch.
+        self.moments: Moments | None = None
         self._check()
 
     def _check(self) -> None:
@@ -168,9 +147,26 @@ class TreeLoss:
         return getattr(self.function, "compares_paths", False)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the paths need ref_logprobs."""
+        return self.kl is not None or getattr(self.function, "reads_reference", False)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether ``__call__`` needs the entropies of the model's predictions."""
         return self.entropy != 0.0
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The mean over the global batch that the loss depends on, or None."""
+        found: Measurement | None = getattr(self.function, "measurement", None)
+        return None if found is None or found.option in self.options else found
+
+    @torch.no_grad()
+    def measure(self, logprobs: Tensor, batch: TreeBatch) -> Tensor:
+        """Returns [2]: the batch's share of the sum and of the number of members of the mean."""
+        assert self.measurement is not None
+        return self.measurement.sums(self._by_pair(logprobs, batch.pairs), batch.pairs)
 
     def normalizer(self, paths: Iterable[TokenPath]) -> float:
         """Returns these paths' contribution to Z. Sum it over all paths of the global batch."""
@@ -276,16 +272,22 @@ class TreeLoss:
     def _policy_losses(self, path_logprobs: Tensor, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses and the metrics of the loss function, corrected for rollout mismatch."""
         extra = {}
+        if self.whiten:
+            pairs = whitened(pairs, self.moments)
+        options: dict[str, float | Tensor] = dict(self.options)
+        if mean := self.measurement:
+            sums = mean.sums(path_logprobs.detach(), pairs) if self.measured is None else self.measured
+            options[mean.option] = mean.mean(sums)
         if self.kl and self.kl.as_reward:
             pairs, extra["ref_kl"] = self.kl.penalize_rewards(pairs)
         if self.correction is None:
-            losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
+            losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, options)
             return losses, metrics | extra
         weight, weight_metrics = self.correction.weights(pairs)
         # The ratio of a dropped token may overflow, and 0 * inf is NaN. In a path that keeps its weight, the
         # ratio of a whole path needs the gradients of all tokens.
         if not (self.needs_whole_paths and self.correction.level == "token"):
             path_logprobs = torch.where(weight > 0, path_logprobs, path_logprobs.detach())
-        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, self.options)
+        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, options)
         losses = torch.where(weight > 0, weight * losses, 0.0)
         return losses, metrics | extra | weight_metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import corrects_rollout, fixed_reduction
+from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, reads_reference
 from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
@@ -220,6 +220,7 @@ def decoupled_ppo(
     return loss, metrics | {"masked_fraction": is_dropped.float()}
 
 
+@reads_reference
 def distill(logprobs: Tensor, pairs: PathPairs) -> LossAndMetrics:
     """Returns -A l with A = log p_teacher - l, a constant: on-policy distillation (GKD, arXiv:2306.13649).
 

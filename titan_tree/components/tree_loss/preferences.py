@@ -1,4 +1,4 @@
-"""Losses of preference pairs: dpo, ipo, apo_zero, simpo, orpo and cpo.
+"""Losses of preference pairs: dpo, ipo, apo_zero, simpo, orpo and cpo; and kto, which needs no pairs.
 
 A pair is a chosen and a rejected path of one tree. All tokens of both paths get the loss of the pair, so the
 reduction "path_token_mean" is the mean over pairs. In formulas, c is the chosen path and d the rejected one.
@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import fixed_reduction, whole_path_loss
+from titan_tree.components.tree_loss.marks import (
+    fixed_reduction,
+    measures,
+    reads_reference,
+    whole_path_loss,
+)
 from titan_tree.components.tree_loss.ratios import field
 from titan_tree.tree.batch import PathPairs
 
@@ -21,6 +26,7 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def dpo(
     logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> LossAndMetrics:
@@ -40,6 +46,7 @@ def dpo(
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def ipo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns (S_c / T_c - S_d / T_d - 1 / (2 beta))^2 (IPO, arXiv:2310.12036).
 
@@ -51,6 +58,7 @@ def ipo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics
 
 @fixed_reduction("path_token_mean")
 @whole_path_loss
+@reads_reference
 def apo_zero(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns 1 - sigmoid(beta S_c) + sigmoid(beta S_d) (APO-zero, arXiv:2408.06266).
 
@@ -59,6 +67,46 @@ def apo_zero(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMe
     score = beta * _scores(logprobs, pairs)
     own = torch.sigmoid(-_sign(pairs) * score)
     return _of_tokens(own + own[field(pairs, "partner")], _difference(score, pairs), pairs)
+
+
+def mismatched_scores(logprobs: Tensor, pairs: PathPairs) -> Tensor:
+    """Returns [2]: the sum of S over mismatched paths, and their number."""
+    is_mismatched = field(pairs, "is_mismatched")
+    return torch.stack([(_scores(logprobs, pairs) * is_mismatched).sum(), is_mismatched.sum()])
+
+
+@fixed_reduction("path_token_mean")
+@whole_path_loss
+@reads_reference
+@measures("reference_point", mismatched_scores, "paths with the preference 'mismatched'")
+def kto(
+    logprobs: Tensor,
+    pairs: PathPairs,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reference_point: float = 0.0,
+) -> LossAndMetrics:
+    """Returns w_D (1 - sigmoid(beta (S - z))) for chosen paths (KTO, arXiv:2402.01306).
+
+    For the others it is w_U (1 - sigmoid(beta (z - S))). Pairs are possible, but not needed.
+
+    Args:
+        beta: strength of the tie to the reference model.
+        desirable_weight: w_D.
+        undesirable_weight: w_U.
+        reference_point: m; z is m, or 0 if m is negative. Unless it is set, m is the mean of S over the
+            mismatched paths of the global batch, an estimate of KL(policy || reference), as in TRL.
+
+    Returns:
+        Losses, and the metrics margin, beta (S - z) or its negative, accuracy, the share of positive margins,
+        and reference_point, which is z.
+    """
+    z = torch.as_tensor(reference_point, dtype=logprobs.dtype, device=logprobs.device).clamp(min=0)
+    margin = _sign(pairs) * beta * (_scores(logprobs, pairs) - z)
+    weight = torch.where(field(pairs, "is_chosen"), desirable_weight, undesirable_weight)
+    losses, metrics = _of_tokens(weight * torch.sigmoid(-margin), margin, pairs)
+    return losses, metrics | {"reference_point": z.expand_as(losses)}
 
 
 @fixed_reduction("path_token_mean")

@@ -17,6 +17,7 @@ _FIXES = {
     "ref_logprobs": ": compute them under the reference model, or the teacher, with tree_logprobs",
     "rollout_logprobs": ", as the sampling engine reported them",
     "is_chosen": ": set the field preference to 'chosen' or 'rejected'",
+    "is_mismatched": ": set the field preference to 'desirable', 'undesirable' or 'mismatched'",
     "partner": ": set the field preference to 'chosen' or 'rejected'",
 }
 

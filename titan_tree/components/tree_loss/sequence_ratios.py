@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.loss import corrects_rollout, fixed_reduction, whole_path_loss
+from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, whole_path_loss
 from titan_tree.components.tree_loss.policy_gradient import LossAndMetrics
 from titan_tree.components.tree_loss.ratios import (
     clipped_surrogate,

@@ -1,0 +1,19 @@
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.rl_runs import Letters
+from titan_tree.registry import ENVIRONMENTS
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    ENVIRONMENTS.register("letters", Letters)
+    logger = logging.getLogger("titan_tree")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before  # the command changes them
+    if dist.is_initialized():
+        dist.destroy_process_group()
