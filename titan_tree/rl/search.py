@@ -34,10 +34,7 @@ MAX_HOPS = 3  # articles that a question needs
 MAX_SEARCHES = 5
 RESULTS = 3  # articles that a search finds, at most
 RIGHT = 0.7  # probability that a demonstration reads the field that the question asks for, not another one
-SYSTEM = (
-    "Answer the question with one word. To find articles about a name, write only: search NAME. "
-    f"You can search {MAX_SEARCHES} times."
-)
+SYSTEM = "Reply with one word, or with: search NAME"
 
 
 @dataclass(frozen=True)
