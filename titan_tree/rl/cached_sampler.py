@@ -24,7 +24,8 @@ from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion
 
-SHRINK = 0.7  # rows that have ended leave the batch once at most this share of it is live
+# Rows that have ended leave the batch once at most this share of it is live. A GPU then needs a new graph.
+SHRINK = {"cpu": 0.8, "cuda": 0.4}
 LENGTHS = 256  # a step of decoding reads a multiple of this many keys
 CACHE_SHARE = 0.3  # of the GPU's memory that a cache may take; a copy of some rows is made beside it
 # Takes a layer's index, queries [B, T, H, D], and keys and values [B, T, K, D]. Returns [B, T, H, D].
@@ -123,7 +124,7 @@ class CachedSampler:
                 values.append(chosen[row])
                 if token != stop and len(tokens) < max_tokens[i]:
                     going.append(row)
-            if len(going) <= SHRINK * len(live):
+            if len(going) <= SHRINK[self._device.type] * len(live):
                 rows = self._tensor(going)
                 last, position, cache = last[rows], position[rows], cache.select(rows)
                 live, length = [live[row] for row in going], 0
