@@ -187,6 +187,14 @@ def test_tokens_are_sampled_from_the_whole_distribution() -> None:
     assert ((counts * logprob).sum() / 4000 - mean).abs() < 4 * (variance / 4000).sqrt()
 
 
+def test_equal_contexts_are_read_once() -> None:
+    model = native("qwen3_5")
+    sizes: list[tuple[int, ...]] = []
+    model.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape)))
+    GenerateSampler(model).sample(random_contexts(), [2] * 6, 63, seed=0)
+    assert sizes == [(5, 29), (6, 1), (6, 1)]
+
+
 def weights_of(model: torch.nn.Module) -> set[int]:
     return {id(weight) for weight in model.parameters()}
 

@@ -1,6 +1,7 @@
 """The RL loop: trees give what flat training gives, runs resume exactly, and the command works."""
 
 import csv
+import dataclasses
 import logging
 import random
 import re
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from tests.support.hf_families import hf_family
 from titan_tree import tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
@@ -159,27 +161,40 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert all(norm > 0 for _, norm in values)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5"])
-def test_models_with_experts_and_recurrent_layers_train_on_their_rollouts(
+def with_mistral(config: RLRunConfig, folder: Path) -> RLRunConfig:
+    """Returns a configuration of a model that titan_tree runs through transformers."""
+    if not folder.exists():
+        hf_family("mistral", vocab_size=282, max_position_embeddings=512).save_pretrained(folder)
+    model = dataclasses.replace(config.model, flavor=None, hf_path=str(folder), overrides={})
+    return dataclasses.replace(config, model=model)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5", "mistral", "qwen3_5 with LoRA"])
+def test_any_model_trains_on_its_own_rollouts(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Runs and resumes, and the rollouts have the log-probs of the model that samples them."""
+    """Two steps, and the same two steps with a resume after the first one."""
+    name, _, lora = model.partition(" ")
+    options = ["rl.environment=letters", "checkpoint.interval=1", "rl.max_turn_tokens=6"]
+    options += [f"model.name={name}"] if name != "mistral" else []
+    options += ["lora.rank=2"] if lora else []
     weights = {}
-    for name, all_steps in {"whole": [2], "resumed": [1, 2]}.items():
+    for run_name, all_steps in {"whole": [2], "resumed": [1, 2]}.items():
         for steps in all_steps:
-            options = ["rl.environment=letters", f"model.name={model}", f"training.steps={steps}"]
-            config = tiny(tmp_path / name, *options, "checkpoint.interval=1", "rl.max_turn_tokens=6")
+            config = tiny(tmp_path / run_name, *options, f"training.steps={steps}")
+            config = with_mistral(config, tmp_path / "hf") if name == "mistral" else config
             with caplog.at_level(logging.INFO):
                 trainer = with_short_turns(RLTrainer(config))
             assert caplog.messages.count("rollouts: sampled by GenerateSampler") == 1
             caplog.clear()
             trainer.train()
-            weights[name] = [p.detach().clone() for p in trainer.model.parameters()]
+            weights[run_name] = [p.detach().clone() for p in trainer.model.parameters()]
             trainer.close()
     assert all(map(torch.equal, weights["whole"], weights["resumed"]))
     assert rows(tmp_path / "whole") == rows(tmp_path / "resumed")
-    assert all(float(row["grad_norm"]) > 0 for row in rows(tmp_path / "whole"))
-    assert len(rows(tmp_path / "whole")) == 2
+    norms = [float(row["grad_norm"]) for row in rows(tmp_path / "whole")]
+    assert len(norms) == 2
+    assert all(norm > 0 for norm in norms)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "qwen3_5"])
