@@ -68,12 +68,19 @@ def _from_decoder(model: Decoder) -> Any:
         _share(layer, block, "input_layernorm", "post_attention_layernorm", "mlp")
         if isinstance(block.mlp, MoE):
             layer.mlp = _Mixture(block.mlp)
-        own, mixer = getattr(layer, block.mixer_name), block.mixer
-        _share(own, mixer, *(name for name, _ in mixer.named_children() if name in own._modules))
-        if isinstance(mixer, GatedDeltaNet):
-            own._parameters = mixer._parameters  # the same dict, because ``cast_weights`` replaces its values
-            own.conv1d.bias, own.norm = None, _GatedNorm(mixer.norm)
+        _share_mixer(getattr(layer, block.mixer_name), block.mixer)
     return made
+
+
+def _share_mixer(own: Any, trained: nn.Module) -> None:
+    """Gives attention or Gated DeltaNet of transformers the modules and parameters of the trained one."""
+    kept = {"conv1d", "norm"} if isinstance(trained, GatedDeltaNet) else set()
+    _share(own, trained, *((trained._modules.keys() & own._modules.keys()) - kept))
+    if isinstance(trained, GatedDeltaNet):
+        # The same dicts, because ``cast_weights`` replaces their values.
+        own._parameters, own.conv1d._parameters = trained._parameters, trained.conv1d._parameters
+        own.conv1d.bias = None
+        own.norm = _GatedNorm(trained.norm)
 
 
 def _share(own: nn.Module, trained: nn.Module, *names: str) -> None:
