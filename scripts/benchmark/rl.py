@@ -103,6 +103,10 @@ class CheckedRLTrainer(RLTrainer):
             print(f"step {step}: sampler and tree_logprobs differ by at most {worst:.1e} nats", flush=True)
         return by_task
 
+    @torch.no_grad()
+    def score(self, trees: list[TokenTree]) -> object:
+        return score_trees(self.model, trees, self.config.data.max_tokens, self.tree_step.partitioner)
+
     def compare_layouts(self, by_task: list[list[TokenPath]]) -> None:
         """Prints losses, gradients and seconds of both layouts, packed alike."""
         max_tokens, costs = self.config.data.max_tokens, ModelCosts.of(self.model)
@@ -116,7 +120,7 @@ class CheckedRLTrainer(RLTrainer):
         for is_timed in (False, *[True] * ROUNDS):
             for name, trees in layouts.items():
                 for work, run in (
-                    ("scoring", partial(score_trees, self.model, trees, max_tokens)),
+                    ("scoring", partial(self.score, trees)),
                     ("training", partial(self.tree_step.run, steps[name])),
                 ):
                     self.optimizers.zero_grad()

@@ -66,7 +66,7 @@ def model_from_config(
     """
     if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
         return hf.model_from_config(folder, attention, gdn).to(dtype)
-    return _transformers().from_config(folder, dtype, attention, gdn)
+    return import_transformers().from_config(folder, dtype, attention, gdn)
 
 
 def load_weights(
@@ -86,7 +86,7 @@ def load_weights(
     """
     if not isinstance(model, Decoder):
         model.to_empty(device=device)
-        _transformers().fill(model, folder, shards(model))
+        import_transformers().fill(model, folder, shards(model))
         return
     parts = hf.read_weights(folder, model, shards(model))  # refuses wrong sizes before they take memory
     model.to_empty(device=device)
@@ -128,7 +128,7 @@ def save_pretrained(
         return
     files = [] if source is None else copied_files(Path(source))
     with all_or_nothing(Path(folder)) as temporary:
-        _transformers().save(model, temporary, weights, max_shard_bytes)
+        import_transformers().save(model, temporary, weights, max_shard_bytes)
         for file in files:
             shutil.copyfile(file, temporary / file.name)
 
@@ -141,8 +141,12 @@ def _is_native(folder: Path) -> bool:
     )
 
 
-def _transformers() -> ModuleType:
-    """Imports titan_tree.models.transformers, and with it the library, an optional extra."""
+def import_transformers() -> ModuleType:
+    """Imports titan_tree.models.transformers, and with it the library, an optional extra.
+
+    Raises:
+        UserError: the library is not installed.
+    """
     try:
         from titan_tree.models import transformers
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from titan_tree.models.attention import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion
+from titan_tree.rl.sampler import Completion, longest_row
 
 # Rows that have ended leave the batch once at most this share of it is live. A GPU then needs a new graph.
 SHRINK = {"cpu": 0.8, "cuda": 0.4}
@@ -76,12 +76,7 @@ class CachedSampler:
         Raises:
             UserError: a context and its turn may exceed the model's positions.
         """
-        size = max(len(context) + limit for context, limit in zip(contexts, max_tokens, strict=True))
-        if size > (most := self.model.config.max_position_embeddings):
-            raise UserError(
-                f"rl.max_rollout_tokens: expected at most the model's {most:,} positions, got {size:,} for a "
-                "context and its turn; lower it"
-            )
+        size = longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
         generator = torch.Generator(self._device).manual_seed(seed)
         completions: list[Completion] = []
         with cast_weights(self.model):

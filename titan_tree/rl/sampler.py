@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from titan_tree.errors import UserError
+
 
 class Completion(NamedTuple):
     """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off."""
@@ -29,3 +31,18 @@ class Sampler(Protocol):
                 the sampler is deterministic.
         """
         ...
+
+
+def longest_row(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_positions: int) -> int:
+    """Returns the tokens of the longest context with its turn.
+
+    Raises:
+        UserError: they are more than ``num_positions``, the model's.
+    """
+    size = max(len(context) + limit for context, limit in zip(contexts, max_tokens, strict=True))
+    if size > num_positions:
+        raise UserError(
+            f"rl.max_rollout_tokens: expected at most the model's {num_positions:,} positions, got {size:,} "
+            "for a context and its turn; lower it"
+        )
+    return size

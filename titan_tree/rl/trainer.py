@@ -25,10 +25,12 @@ from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
 from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Demonstrator, Environment
+from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.reference import Reference, build_reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import Sampler
@@ -43,7 +45,7 @@ class EpisodeTrainer(Trainer, ABC):
     """A Trainer without data files: each step calls ``paths`` for its samples.
 
     Args:
-        sampler: samples turns. Default: the weights that are trained, through ``CachedSampler``.
+        sampler: samples turns. Default: the weights that are trained, through ``default_sampler``.
 
     Raises:
         UserError: the configuration, the environment and the checkpoints do not fit together.
@@ -80,7 +82,8 @@ class EpisodeTrainer(Trainer, ABC):
             )
         self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
-        self.sampler = self._given_sampler or CachedSampler(self.model)
+        self.sampler = self._given_sampler or default_sampler(self.model)
+        logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None
         steps = config.training.steps or DEFAULT_STEPS
         check_warmup(config.lr_scheduler.warmup_steps, steps)
@@ -238,6 +241,18 @@ class WarmStart(EpisodeTrainer):
         return mean_reward(
             self.sample([f"{self.config.data.seed}/measured/{step}/{task}" for task in tasks], 1)
         )
+
+
+def default_sampler(model: TreeModel) -> Sampler:
+    """Returns a sampler of the weights of ``model``: ``CachedSampler`` if it can, else ``GenerateSampler``.
+
+    Raises:
+        UserError: neither can.
+    """
+    try:
+        return CachedSampler(model)
+    except UserError:
+        return GenerateSampler(model)
 
 
 def token_paths(

@@ -7,6 +7,7 @@
     model.py       TransformersModel, which takes the layers of a model
     in_place.py    InPlaceModel, which leaves a model as it is
     snapshot.py    snapshots
+    generation.py  models whose ``generate`` samples from a trained model
 
 The layers of transformers look up their attention function by name and pass it every keyword that they do
 not know themselves (https://huggingface.co/docs/transformers/attention_interface). titan_tree registers
@@ -15,8 +16,9 @@ a layer treats tokens one by one.
 """
 
 from titan_tree.models.transformers.attention import TreeInputs
+from titan_tree.models.transformers.generation import generating
 from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.snapshot import fill, from_config, save
 
-__all__ = ["InPlaceModel", "TransformersModel", "TreeInputs", "fill", "from_config", "save"]
+__all__ = ["InPlaceModel", "TransformersModel", "TreeInputs", "fill", "from_config", "generating", "save"]

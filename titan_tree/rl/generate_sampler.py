@@ -1,0 +1,134 @@
+"""GenerateSampler: samples from the weights that are trained with ``generate`` of transformers.
+
+B contexts, U different ones, S tokens of the longest one, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.models.pretrained import import_transformers
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.rl.sampler import Completion, longest_row
+
+
+class GenerateSampler:
+    """Samples all contexts as one batch, with the loop and the caches of transformers.
+
+    It computes with the modules of the model, so it needs no copy of the weights. Equal contexts are read
+    once. Log-probs are those of ``tree_logprobs`` up to rounding.
+
+    Args:
+        model: any model on one device. The sampler uses its current weights, in the dtype of training.
+
+    Raises:
+        UserError: transformers does not implement the model, or is not installed.
+    """
+
+    def __init__(self, model: TreeModel) -> None:
+        self.model = model
+        self._generating: Any = import_transformers().generating(model)
+
+    @torch.no_grad()
+    def sample(
+        self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
+    ) -> list[Completion]:
+        """See ``Sampler``. It is deterministic, and leaves torch's random state unchanged.
+
+        Raises:
+            UserError: a context and its turn may exceed the model's positions.
+        """
+        longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
+        different = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        tokens, mask = self._left_padded(list(different))
+        rows = self._tensor([different[tuple(context)] for context in contexts])
+        record = _Record(self._tensor(max_tokens))
+        cuda = [self._device] if self._device.type == "cuda" else []
+        with cast_weights(self.model), torch.random.fork_rng(cuda):
+            torch.manual_seed(seed)
+            cache = self._read(tokens, mask)
+            if cache is not None:
+                cache.reorder_cache(rows)
+            out = self._generating.generate(
+                tokens[rows],
+                attention_mask=mask[rows],
+                past_key_values=cache,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=stop,
+                pad_token_id=stop,
+                max_new_tokens=max(max_tokens),
+                logits_processor=[record.logits],
+                stopping_criteria=[record.is_done],
+            )
+        sampled = out[:, tokens.shape[1] :].tolist()
+        logprobs = torch.stack(record.logprobs, 1).tolist()
+        return [_turn(*each, stop) for each in zip(sampled, logprobs, max_tokens, strict=True)]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.embedding_weight.device
+
+    def _tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)
+
+    def _left_padded(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        """Returns tokens and attention mask, [U, S] each. Padding is on the left, for ``generate``."""
+        size = max(map(len, contexts))
+        padding = [[0] * (size - len(context)) for context in contexts]
+        tokens = [[*zeros, *context] for zeros, context in zip(padding, contexts, strict=True)]
+        mask = [[*zeros, *[1] * len(context)] for zeros, context in zip(padding, contexts, strict=True)]
+        return self._tensor(tokens), self._tensor(mask)
+
+    def _read(self, tokens: Tensor, mask: Tensor) -> Any:
+        """Returns transformers' cache of all but the last token of each context; None if there are none."""
+        if tokens.shape[1] == 1:
+            return None
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        out = self._generating.base_model(
+            input_ids=tokens[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[:, :-1],
+            use_cache=True,
+        )
+        return out.past_key_values
+
+
+class _Record:
+    """Keeps the log-probs of sampled tokens, and ends rows at their limits.
+
+    ``output_logits`` of ``generate`` would keep V numbers for each token instead of one.
+
+    Args:
+        limits: [B], of tokens.
+    Attributes:
+        logprobs: [B] fp32 in nats, for each token.
+    """
+
+    def __init__(self, limits: Tensor) -> None:
+        self.limits = limits
+        self.logprobs: list[Tensor] = []
+
+    def logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Gets the logits [B, V] of the next token, as a processor that changes nothing."""
+        self._next = logits.float().log_softmax(-1)
+        return logits
+
+    def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
+        """Gets all tokens including the next one. Returns whether each row has reached its limit, [B]."""
+        self.logprobs.append(self._next.gather(1, tokens[:, -1:])[:, 0])
+        return len(self.logprobs) >= self.limits
+
+
+def _turn(tokens: list[int], logprobs: list[float], limit: int, stop: int) -> Completion:
+    """Returns the turn of a row, which ``generate`` continues with padding."""
+    end = tokens.index(stop) + 1 if stop in tokens else limit
+    size = min(end, limit)
+    return Completion(tokens[:size], logprobs[:size])
