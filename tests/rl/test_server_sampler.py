@@ -91,8 +91,8 @@ def test_every_context_gets_its_own_turn_in_order() -> None:
         sampler = ServerSampler(url, "qwen", api_key="secret", concurrency=8)
         turns = sampler.sample(contexts, [5] * 40, STOP, seed=3)
         assert sampler.sample(contexts, [5] * 40, STOP, seed=3) == turns
-    assert [tokens[0] for tokens, _ in turns] == list(range(100, 140))
-    assert all(logprobs == [-0.5] * 3 for _, logprobs in turns)
+    assert [turn.tokens[0] for turn in turns] == list(range(100, 140))
+    assert all(turn.logprobs == [-0.5] * 3 for turn in turns)
     assert len({request["seed"] for request in requests}) == 40
     first = next(request for request in requests if request["prompt"] == [100, 1])
     expected = {
@@ -125,7 +125,7 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
 
     with server(fails_once) as (url, requests):
         turns = ServerSampler(url, "m", timeout_s=0.5, pause_s=0.01).sample([[8], [9]], [5, 5], STOP, seed=0)
-    assert [tokens[0] for tokens, _ in turns] == [8, 9]
+    assert [turn.tokens[0] for turn in turns] == [8, 9]
     seeds = [(request["prompt"][0], request["seed"]) for request in requests]
     assert len(seeds) == 4
     assert len(set(seeds)) == 2

@@ -35,7 +35,7 @@ DECISIVE = (
     "warm_start.",
 )
 # These keys change neither training nor logged values. ``TreeDataset`` compares ``data.files`` by content.
-IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")
+IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.", "rl.server.")
 
 
 def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -135,7 +135,7 @@ def save_pretrained(
 
 @torch.no_grad()
 def snapshot_tensors(model: TreeModel, source: str | Path | None = None) -> dict[str, Tensor]:
-    """Returns the tensors that ``save_pretrained`` writes for ``model`` itself, by their names in the snapshot.
+    """Returns the tensors that ``save_pretrained`` writes for ``model``, by their names in the snapshot.
 
     Most are views of the model's weights, in their dtype. Updates of LoRA are added, in new tensors.
 

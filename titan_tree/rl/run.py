@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
-from titan_tree.config.rl_tables import RLRunConfig, WarmStartConfig
+from titan_tree.config.rl_tables import RLRunConfig, ServerConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.errors import UserError
 from titan_tree.rl.sampler import Sampler
@@ -37,6 +37,7 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
         folder=f"{config.folder}/warm_start",
         data=dataclasses.replace(config.data, global_batch_groups=table.tasks),
         loss=LossConfig("sft", "token_mean"),
+        rl=dataclasses.replace(config.rl, async_steps=0, server=ServerConfig()),
         lora=LoRAConfig(),
         optimizer=dataclasses.replace(config.optimizer, lr=table.lr),
         lr_scheduler=LRSchedulerConfig(min(10, table.steps), "linear", min_lr_factor=0.1),

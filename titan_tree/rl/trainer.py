@@ -2,8 +2,9 @@
 
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
-The weights sample right before the step that trains on the rollouts, so nothing is made ahead. All random
-choices of a step follow from ``data.seed`` and its number, so a resumed run needs no other state.
+The weights sample right before the step that trains on the rollouts. Only a server may sample one step ahead
+(ahead.py). All random choices of a step follow from ``data.seed`` and its number, so a resumed run needs no
+other state.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from titan_tree.engine.records import StepInput
 from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
 from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.ahead import Ahead, InterruptedSampling
 from titan_tree.rl.branching import ADVANTAGES, branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Demonstrator, Environment
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
-from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.sampler import RemoteSampler, Sampler
+from titan_tree.rl.served import build_server_sampler
 from titan_tree.trainer import Trainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -109,11 +112,15 @@ class EpisodeTrainer(Trainer, ABC):
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, int]]]:
         data = self.config.data
         for step in count(self.progress.step + 1):
-            by_task = self.paths(step)
+            try:
+                by_task = self.paths(step)
+            except InterruptedSampling:
+                yield StepInput.nothing(), {}  # ``Leaving`` ends the run
+                return
             if data.layout == "flat":
-                trees = flat_trees(list(chain.from_iterable(by_task)))
+                trees = flat_trees(list(chain.from_iterable(by_task)), data.replay)
             else:
-                trees = [TokenTree.from_paths(paths) for paths in by_task]
+                trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
             position = {"epoch": 0, "group": step * data.global_batch_groups}
             yield self.tree_step.prepare(pack(trees, data.max_tokens)), position
 
@@ -123,12 +130,54 @@ class RLTrainer(EpisodeTrainer):
 
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
     ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens`` and ``sampling_s``.
+    If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps since it got them.
     """
+
+    ahead: Ahead[tuple[list[list[Rollout]], dict[str, float]]] | None = None  # of a RemoteSampler
+
+    def open_data(self) -> int:
+        config = self.config
+        if config.rl.server.url is not None and self._given_sampler is None:
+            self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
+        steps = super().open_data()
+        if config.data.replay != "off" and self.model.experts is None:
+            raise UserError(
+                f"data.replay: expected 'off' for a model without experts, got {config.data.replay!r}"
+            )
+        if isinstance(self.sampler, RemoteSampler):
+            self.ahead = Ahead(self.sampler, self.rollouts, config.rl.async_steps, steps)
+        elif config.rl.async_steps:
+            raise UserError(
+                f"rl.async_steps: expected 0, because {type(self.sampler).__name__} has no weights of its "
+                "own to sample from while the model trains; set rl.server.url"
+            )
+        return steps
+
+    def train(self) -> None:
+        try:
+            super().train()
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
 
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the rollouts of each task, branches included, with advantages and log-probs as sampled."""
-        started, config, rl = time.perf_counter(), self.config, self.config.rl
-        tasks = [f"{config.data.seed}/{step}/{task}" for task in range(config.data.global_batch_groups)]
+        if self.ahead is None:
+            groups, values = self.rollouts(step)
+        else:
+            sampled = self.ahead.step(step, self.model, lambda: self.leaving.signals.received)
+            groups, values = sampled.value
+            values["weights_age"] = step - 1 - sampled.weights
+        self.rollout_values = values
+        tasks = self._tasks(step)
+        return [
+            token_paths(group, self.config.rl.advantage, task)
+            for task, group in zip(tasks, groups, strict=True)
+        ]
+
+    def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
+        """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""
+        started, rl, tasks = time.perf_counter(), self.config.rl, self._tasks(step)
         groups = self.sample(tasks, rl.rollouts)
         reward = mean_reward(groups)
         forks = [
@@ -138,7 +187,12 @@ class RLTrainer(EpisodeTrainer):
         self._play(list(chain.from_iterable(forks)), f"{tasks[0]}/branches")
         groups = [group + own for group, own in zip(groups, forks, strict=True)]
         everything = list(chain.from_iterable(groups))
-        self.rollout_values = {
+        if self.config.data.replay != "off" and not all(rollout.experts for rollout in everything):
+            raise UserError(
+                f"data.replay: expected a sampler that records experts, but {type(self.sampler).__name__} "
+                'recorded none; give ServerSampler the argument experts, or set data.replay = "off"'
+            )
+        return groups, {
             "reward": reward,
             "cut_off": statistics.fmean(rollout.is_cut_off for rollout in everything),
             "rollouts": len(everything),
@@ -147,7 +201,11 @@ class RLTrainer(EpisodeTrainer):
             ),
             "sampling_s": time.perf_counter() - started,
         }
-        return [token_paths(group, rl.advantage, task) for task, group in zip(tasks, groups, strict=True)]
+
+    def _tasks(self, step: int) -> list[str]:
+        """Returns the names of the tasks of a step, which are also their seeds."""
+        data = self.config.data
+        return [f"{data.seed}/{step}/{task}" for task in range(data.global_batch_groups)]
 
 
 class WarmStart(EpisodeTrainer):
@@ -223,10 +281,9 @@ def token_paths(rollouts: Sequence[Rollout], advantage: str, name: str) -> list[
     """
     advantages = ADVANTAGES[advantage](rollouts)
     return [
-        TokenPath(
-            rollout.tokens, rollout.mask, advantage=own, old_logprobs=rollout.logprobs, id=f"{name}/{i}"
-        )
+        path
         for i, (rollout, own) in enumerate(zip(rollouts, advantages, strict=True))
+        for path in rollout.paths(own, f"{name}/{i}")
     ]
 
 

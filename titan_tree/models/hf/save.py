@@ -99,7 +99,9 @@ def save_pretrained(
             shutil.copyfile(file, temporary / file.name)
 
 
-def snapshot_tensors(model: Decoder, weights: Mapping[str, Tensor], prefix: str = PREFIX) -> dict[str, Tensor]:
+def snapshot_tensors(
+    model: Decoder, weights: Mapping[str, Tensor], prefix: str = PREFIX
+) -> dict[str, Tensor]:
     """Returns the tensors of a snapshot by their names there, most of them views of ``weights``.
 
     Args:
