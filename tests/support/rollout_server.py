@@ -6,8 +6,11 @@ As a process of its own:      with server_process() as url: ...  (SGLang's proto
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -17,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
@@ -26,10 +30,10 @@ from torch.distributed.distributed_c10d import (
     default_pg_timeout,
 )
 
+from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.peft import load_adapter
 from titan_tree.models.pretrained import load_pretrained
-from titan_tree.rl.cached_sampler import CachedSampler
 
 Refuse = tuple[int, str]  # status and text
 
@@ -85,10 +89,14 @@ class RolloutServer:
             )
             model = self.adapters[body["lora_path"]] if "lora_path" in body else self.model
         with self._lock:
-            ((tokens, logprobs, _),) = CachedSampler(model).sample([prompt], [limit], stop, seed)
+            tokens, logprobs, experts = random_turn(model, prompt, limit, stop, seed)
         finish = "stop" if tokens[-1] == stop else "length"
         if self.api == "vllm":
             choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
+            if experts is not None:
+                file = io.BytesIO()
+                np.save(file, experts)
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
             return {"choices": [choice], "usage": {"completion_tokens": len(tokens)}}
         info = {
             "output_token_logprobs": [
@@ -97,6 +105,8 @@ class RolloutServer:
             "completion_tokens": len(tokens),
             "finish_reason": {"type": finish},
         }
+        if body.get("return_routed_experts"):
+            info["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
         return {"meta_info": info | ({"weight_version": self.version} if self.reports_version else {})}
 
     def _vllm(self, path: str, body: Any) -> Any:
@@ -191,6 +201,25 @@ class RolloutServer:
             work.wait()
         self.received |= received
         self.version = body.get("weight_version", self.version)
+
+
+def random_turn(
+    model: Decoder, prompt: list[int], limit: int, stop: int, seed: int
+) -> tuple[list[int], list[float], np.ndarray | None]:
+    """Returns a turn of random tokens, their log-probs under ``model``, and the experts of all but the last.
+
+    The turn has at most four tokens before ``stop``. A model with random weights would hardly end a turn.
+    """
+    draw = random.Random(seed)
+    vocabulary = [token for token in range(model.config.vocab_size) if token != stop]
+    tokens = [*draw.choices(vocabulary, k=draw.randint(1, 4)), stop][:limit]
+    with torch.no_grad():
+        if model.experts is None:
+            (logprobs,), experts = tree_logprobs(model, [prompt + tokens]), None
+        else:
+            (logprobs,), (used,) = tree_logprobs(model, [prompt + tokens], return_routed_experts=True)
+            experts = used[:-1].numpy()
+    return tokens, logprobs[len(prompt) - 1 :].tolist(), experts
 
 
 @contextmanager
