@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import titan_tree.rl.__main__ as command
 from tests.rl.test_trainer import DEMO, TINY, Letters, rows, tiny
 from tests.support.rollout_server import RolloutServer, rollout_server
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
+from titan_tree.checkpoint.changes import config_changes
+from titan_tree.config.rl_tables import RLConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.run import warm_start_config
@@ -315,6 +318,12 @@ def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
         with rollout_server(RolloutServer("sglang", other_model())) as url:
             trainer = ran(tiny(tmp_path, *options(url), f"training.steps={steps}", "checkpoint.interval=1"))
     assert sorted(trainer.trained) == [2]
+
+
+def test_checkpoints_of_older_versions_lack_newer_keys() -> None:
+    assert config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4))}) == ([], [])
+    changed = config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4, async_steps=1))})
+    assert changed == (["rl.async_steps: 0 -> 1"], [])
 
 
 def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:

@@ -224,9 +224,17 @@ def test_sglang_is_asked_through_its_own_endpoint() -> None:
     assert "return_routed_experts" not in first
 
 
+def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
+    finish = {"type": "stop", "matched": 6}
+    with server(lambda request, number: generated([1, 6], finish_reason=finish)) as (url, _):
+        (completion,) = ServerSampler(url, api="sglang").sample([[1]], [5], STOP, seed=0)
+    assert completion.tokens == [1, 6]  # without the token that ends a turn, so its rollout is cut off
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (generated([1, 2], finish_reason={"type": "stop", "matched": "text"}), "got 2 tokens that end with"),
         ({}, "expected meta_info with output_token_logprobs"),
         ({"meta_info": {"output_token_logprobs": [3]}}, "expected meta_info with output_token_logprobs"),
         (generated([1, STOP], completion_tokens=3), "got 2, 2 and 3; the server loses tokens"),

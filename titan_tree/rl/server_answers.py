@@ -50,7 +50,10 @@ def read_completions(
 def read_generate(
     answer: Any, prompt: int, limit: int, stop: int, experts: ExpertSizes | None = None
 ) -> Completion:
-    """Returns the turn in an answer of SGLang's /generate. Arguments and errors: see ``read_completions``."""
+    """Returns the turn in an answer of SGLang's /generate. Arguments and errors: see ``read_completions``.
+
+    SGLang also ends a turn after any other end-of-text token of the model. Such a turn is cut off.
+    """
     try:
         info = answer["meta_info"]
         logprobs, tokens = [], []
@@ -63,7 +66,9 @@ def read_generate(
             "expected meta_info with output_token_logprobs, completion_tokens and finish_reason, got "
             f"{shorten(answer)}; use a version of SGLang that knows return_logprob"
         ) from None
-    _check_turn(tokens, logprobs, counted, finish, limit, stop)
+    is_other_end = isinstance(finish, dict) and finish.get("type") == "stop" and tokens
+    other = tokens[-1] if is_other_end and finish.get("matched") == tokens[-1] else None
+    _check_turn(tokens, logprobs, counted, finish, limit, stop, other)
     rows = None
     if experts is not None:
         length = prompt + len(tokens)
@@ -71,8 +76,10 @@ def read_generate(
     return Completion(tokens, [float(logprob) for logprob in logprobs], rows)
 
 
-def _check_turn(tokens: Any, logprobs: Any, counted: Any, finish: Any, limit: int, stop: int) -> None:
-    """Raises UserError unless tokens and log-probs are those of one turn."""
+def _check_turn(
+    tokens: Any, logprobs: Any, counted: Any, finish: Any, limit: int, stop: int, other_end: int | None = None
+) -> None:
+    """Raises UserError unless tokens and log-probs are those of one turn, which ``other_end`` may end."""
     if not _all_numbers(tokens, int) or not _all_numbers(logprobs, (int, float)):
         raise UserError(
             f"expected integer token_ids and numbers as token_logprobs, got {shorten(tokens)} and "
@@ -83,7 +90,7 @@ def _check_turn(tokens: Any, logprobs: Any, counted: Any, finish: Any, limit: in
             f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, got "
             f"{len(tokens)}, {len(logprobs)} and {counted}; the server loses tokens, so use another version"
         )
-    is_ended = tokens[-1] == stop and stop not in tokens[:-1]
+    is_ended = tokens[-1] in (stop, other_end) and stop not in tokens[:-1]
     is_cut_off = len(tokens) == limit and stop not in tokens
     if not (is_ended or is_cut_off):
         raise UserError(
