@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
 from tests.rl.test_trainer import DEMO, TINY, Letters, rows, tiny
-from tests.support.rollout_server import RolloutServer, rollout_server
+from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.config.rl_tables import RLConfig
@@ -107,18 +108,26 @@ def test_the_command_samples_from_a_server(
 
 @pytest.mark.parametrize("async_steps", [0, 1])
 @pytest.mark.parametrize(
-    ("api", "more"),
-    [("sglang", ()), ("vllm", ("lora.rank=4", "optimizer.lr=0.05"))],
-    ids=["folder", "adapter"],
+    ("api", "weights", "more"),
+    [
+        ("sglang", "folder", ()),
+        ("sglang", "broadcast", ()),
+        ("vllm", "folder", ("lora.rank=4", "optimizer.lr=0.05")),
+        ("vllm", "adapter", ("lora.rank=4", "optimizer.lr=0.05")),
+    ],
+    ids=["folder", "broadcast", "merged", "adapter"],
 )
 def test_old_logprobs_are_those_of_the_weights_that_sampled(
-    api: str, more: tuple[str, ...], async_steps: int, tmp_path: Path
+    api: str, weights: str, more: tuple[str, ...], async_steps: int, tmp_path: Path
 ) -> None:
-    weights = "adapter" if more else "folder"
     base = tiny(tmp_path, *LETTERS)
     model = build_model(base.model.name, "debug", **base.model.overrides)
     model.init_weights(base.training.seed)
-    with rollout_server(RolloutServer(api, model)) as url:
+    with ExitStack() as stack:
+        if weights == "broadcast":
+            url, _ = stack.enter_context(server_process(**base.model.overrides))
+        else:
+            url = stack.enter_context(rollout_server(RolloutServer(api, model)))
         own = [*options(url, api, weights=weights), f"rl.async_steps={async_steps}", *more]
         trainer = ran(tiny(tmp_path, *own))
     assert [float(row["weights_age"]) for row in rows(tmp_path)] == [0, *[async_steps] * 3]

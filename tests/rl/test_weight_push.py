@@ -146,6 +146,20 @@ def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path
             push(tiny_model(), 2)
 
 
+def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
+    """The server has changed back to the sent weights before the trainer asks it for their version."""
+    server = RolloutServer("sglang", tiny_model())
+    with rollout_server(server) as url:
+        sampler = ServerSampler(url, api="sglang", push=folder_push(url, "sglang", tmp_path / "w"))
+        sampler.update(tiny_model(), 1)
+        server.version = "another"
+        server.fail = lambda path, body: (
+            {"weight_version": "run-1"} if path == "/get_weight_version" else None
+        )
+        with pytest.raises(UserError, match=r"weight_version: expected 'run-1', .*, got 'another'"):
+            sampler.sample([[1]], [3], 258, seed=0)
+
+
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 def test_servers_without_versions_are_used_with_a_warning(
     api: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

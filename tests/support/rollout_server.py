@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     _new_process_group_helper,
@@ -32,10 +34,10 @@ from torch.distributed.distributed_c10d import (
 
 from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf.files import WEIGHTS
 from titan_tree.models.peft import load_adapter
 from titan_tree.models.pretrained import load_pretrained
-
-Refuse = tuple[int, str]  # status and text
+from titan_tree.models.registry import build_model
 
 
 class RolloutServer:
@@ -200,7 +202,17 @@ class RolloutServer:
         for work in works:
             work.wait()
         self.received |= received
-        self.version = body.get("weight_version", self.version)
+        if "weight_version" in body:
+            self.version = body["weight_version"]
+            if self.model is not None:
+                self._load_received()
+
+    def _load_received(self) -> None:
+        """Loads what was broadcast as a snapshot, so all names and shapes must be right."""
+        with TemporaryDirectory() as folder:
+            save_file({name: tensor.clone() for name, tensor in self.received.items()}, f"{folder}/{WEIGHTS}")
+            Path(folder, "config.json").write_text(json.dumps(self.model.config.to_hf()))
+            self.model = load_pretrained(folder, torch.float32)
 
 
 def random_turn(
@@ -236,13 +248,14 @@ def rollout_server(server: RolloutServer) -> Iterator[str]:
 
 
 @contextmanager
-def server_process(*modes: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Starts an SGLang server without a model in a process of its own, and yields its address.
+def server_process(mode: str = "", **sizes: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Starts an SGLang server in a process of its own, and yields its address.
 
     Args:
-        modes: "refuse_join", "refuse_update" or "die": how it misbehaves.
+        mode: "refuse_join", "refuse_update" or "die": how it misbehaves.
+        sizes: of its model; without any, it cannot sample.
     """
-    command = [sys.executable, "-m", "tests.support.rollout_server", *modes]
+    command = [sys.executable, "-m", "tests.support.rollout_server", mode, json.dumps(sizes)]
     folder = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder)
     try:
@@ -294,15 +307,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _main(modes: list[str]) -> None:
-    server = RolloutServer("sglang")
+def _main(mode: str, sizes: dict[str, Any]) -> None:
+    server = RolloutServer("sglang", build_model("qwen3", "debug", **sizes) if sizes else None)
 
     def fail(path: str, body: Any) -> Any:
-        if "refuse_join" in modes and path == "/init_weights_update_group":
+        if mode == "refuse_join" and path == "/init_weights_update_group":
             return 400, "cannot join"
-        if "refuse_update" in modes and path == "/update_weights_from_distributed":
+        if mode == "refuse_update" and path == "/update_weights_from_distributed":
             return 400, "out of memory"
-        if "die" in modes and path == "/update_weights_from_distributed":
+        if mode == "die" and path == "/update_weights_from_distributed":
             import os
 
             os._exit(1)
@@ -315,4 +328,4 @@ def _main(modes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(sys.argv[1], json.loads(sys.argv[2]))
