@@ -253,7 +253,7 @@ def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) ->
     [
         ("refuse_join", "/init_weights_update_group: refused a request with status 400: cannot join"),
         ("refuse_update", "/update_weights_from_distributed: refused a request .*out of memory"),
-        ("die", "the broadcast failed with|no answer after 1 attempts"),
+        ("die", "the process group failed with|no answer after 1 attempts"),
     ],
 )
 def test_a_failed_broadcast_is_one_line(mode: str, message: str) -> None:

@@ -191,17 +191,18 @@ class RolloutServer:
         group, _ = _new_process_group_helper(size, rank, [], backend, store, name, timeout=default_pg_timeout)
         _world.pg_group_ranks[group] = {i: i for i in range(size)}
         self._groups[name] = group
+        self._device = "cuda" if body["backend"] == "nccl" else "cpu"
 
     def _receive(self, body: dict[str, Any]) -> None:
         """Receives the tensors of a request, as SGLang does."""
         assert self.paused
         group, works, received = self._groups[body["group_name"]], [], {}
         for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             works.append(dist.broadcast(received[name], src=0, group=group, async_op=True))
         for work in works:
             work.wait()
-        self.received |= received
+        self.received |= {name: tensor.cpu() for name, tensor in received.items()}
         if "weight_version" in body:
             self.version = body["weight_version"]
             if self.model is not None:

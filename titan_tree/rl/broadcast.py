@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -21,6 +22,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.background import in_daemon
 from titan_tree.rl.engines import Engine
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 512 * 2**20  # of the tensors in one request, all of which a worker allocates at once
@@ -59,10 +61,9 @@ class BroadcastTransfer:
             }
             if names is buckets[-1]:
                 body["weight_version"] = version
-            answer = in_daemon(partial(self._command, "/update_weights_from_distributed", body), "broadcast")
-            # Kept until all are sent: a collective does not keep its tensor alive.
+            answer = in_daemon(partial(self._command, "/update_weights_from_distributed", body), "update")
             sent = [tensors[name].to(self._dtype).contiguous() for name in names]
-            self._wait([group.broadcast(tensor, 0) for tensor in sent], answer)
+            self._wait(answer, in_daemon(partial(_broadcast, group, sent), "broadcast"))
 
     def close(self) -> None:
         """Leaves the group. The server's workers leave it, too, if they can."""
@@ -95,40 +96,33 @@ class BroadcastTransfer:
         joined = in_daemon(
             partial(_new_group, Backend(backend), store, size, self._name, timeout), "weights group"
         )
+        return self._wait(answer, joined)
+
+    def _wait(self, answer: Future[None], own: Future[T]) -> T:
+        """Returns the result of the trainer's part of a command, and waits for the server's answer.
+
+        Raises:
+            UserError: as soon as one of both fails, even if the other one would wait forever.
+        """
+        url, timeout_s = self._server.url, self._server.timeout_s
+        hint = f"check that the server's workers run and reach {self._server.local_address()}"
+        end = time.monotonic() + timeout_s
         try:
-            while not (answer.done() and joined.done()):
-                for future in (answer, joined):
+            while not (answer.done() and own.done()):
+                for future in (answer, own):
                     if future.done():
                         future.result()
-                time.sleep(0.01)
-            answer.result()
-            return joined.result()
-        except RuntimeError as error:
-            raise UserError(
-                f"{self._server.url}: expected {size - 1} workers to join {address}:{store.port}, but the "
-                f"group failed with {error}; check that the server reaches this address"
-            ) from None
-
-    def _wait(self, works: list[dist.Work], answer: Future[None]) -> None:
-        """Waits until all tensors are sent and the server has answered. Raises UserError if either fails."""
-        end = time.monotonic() + self._server.timeout_s
-        try:
-            while not (answer.done() and all(work.is_completed() for work in works)):
-                if answer.done():
-                    answer.result()
                 if time.monotonic() > end:
                     raise UserError(
-                        f"{self._server.url}: expected the broadcast to end within "
-                        f"{self._server.timeout_s:g} s; check the network between the "
-                        "two machines, or raise rl.server.timeout_s"
+                        f"{url}: expected the process group to answer within {timeout_s:g} s; {hint}, or "
+                        "raise rl.server.timeout_s"
                     )
                 time.sleep(0.001)
             answer.result()
-            for work in works:
-                work.wait()
+            return own.result()
         except RuntimeError as error:
             self._drop()
-            raise UserError(f"{self._server.url}: the broadcast failed with {error}") from None
+            raise UserError(f"{url}: the process group failed with {error}; {hint}") from None
         except UserError:
             self._drop()
             raise
@@ -150,6 +144,14 @@ class BroadcastTransfer:
             names.append(name)
             size += own
         yield names
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Sends the tensors in their order, and returns when all are sent."""
+    for work in [group.broadcast(tensor, 0) for tensor in tensors]:
+        work.wait()
+    if tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)  # for NCCL, wait() only orders the stream
 
 
 def _new_group(
