@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,11 +24,14 @@ from tests.rl.test_trainer import DEMO, TINY, Letters, rows, tiny
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
 from titan_tree.checkpoint.changes import config_changes
+from titan_tree.components.lora import LoRA
 from titan_tree.config.rl_tables import RLConfig
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import add_lora
 from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.run import warm_start_config
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.served import build_server_sampler
 from titan_tree.rl.server import StoppedError
 from titan_tree.rl.trainer import RLTrainer
 
@@ -307,6 +311,10 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
             "expected one of .*'folder', 'broadcast', 'adapter'",
         ),
         (options("http://h:1", "vllm", weights="broadcast"), "needs vllm 0.28 or later"),
+        (
+            [*options("http://h:1"), "model.name=qwen3_moe", "router_bias.rate=0.1"],
+            "expected a model without router biases",
+        ),
         (["data.replay=first"], "data.replay: expected 'off' for a model without experts"),
     ],
 )
@@ -333,6 +341,26 @@ def test_checkpoints_of_older_versions_lack_newer_keys() -> None:
     assert config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4))}) == ([], [])
     changed = config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4, async_steps=1))})
     assert changed == (["rl.async_steps: 0 -> 1"], [])
+
+
+def test_each_start_of_a_run_names_its_versions_anew(tmp_path: Path) -> None:
+    """A killed run has left its adapter on the server."""
+    server = RolloutServer("sglang", other_model())
+    config = tiny(tmp_path, "lora.rank=2", *options("http://h:1", weights="adapter"))
+    with rollout_server(server) as url:
+        config.rl.server.url = url
+        model = other_model()
+        add_lora(model, LoRA(rank=2, alpha=4.0, targets=()))
+        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
+        for _ in range(2):
+            build_server_sampler(config, model, "run").update(model, 3)
+    assert len(server.adapters) == 2
+    assert all(re.fullmatch("run-[0-9a-f]{4}-3", name) for name in server.adapters)
+
+
+def test_a_server_and_a_sampler_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rl\.server\.url: expected none together with a sampler"):
+        RLTrainer(tiny(tmp_path, *options("http://h:1")), Silent())
 
 
 def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:

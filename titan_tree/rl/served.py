@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -21,9 +22,12 @@ from titan_tree.rl.weight_push import AdapterPush, FolderTransfer, ModelPush, Tr
 def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> ServerSampler:
     """Returns the sampler that ``config.rl.server`` describes.
 
+    Each call makes names of its own for versions of the weights, because a run that was killed may have left
+    its versions on the server.
+
     Args:
         model: that is trained.
-        run: id of the run, see FolderLock.
+        run: id of the run, with which the names begin.
 
     Raises:
         UserError: the settings do not fit the model or the environment.
@@ -36,8 +40,14 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
             f"rl.server.api_key_env: expected the name of an environment variable, got "
             f"{table.api_key_env!r}, which is not set; export it"
         )
+    names = f"{run}-{secrets.token_hex(2)}"
     server = Server(table.url, api_key, table.timeout_s, table.attempts)
     replays = config.data.replay != "off"
+    if model.experts and model.experts.router_biases() and not replays:
+        raise UserError(
+            "rl.server.url: expected a model without router biases, which servers do not know, so they would "
+            'choose other experts; remove router_bias.rate, or set data.replay = "first"'
+        )
     return ServerSampler(
         table.url,
         table.model,
@@ -46,7 +56,7 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
         table.timeout_s,
         table.attempts,
         api=table.api,
-        push=_push(config, model, VLLM(server) if table.api == "vllm" else SGLang(server), run),
+        push=_push(config, model, VLLM(server) if table.api == "vllm" else SGLang(server), names),
         experts=model.experts.sizes if replays and model.experts else None,
     )
 

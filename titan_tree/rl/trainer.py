@@ -137,7 +137,11 @@ class RLTrainer(EpisodeTrainer):
 
     def open_data(self) -> int:
         config = self.config
-        if config.rl.server.url is not None and self._given_sampler is None:
+        if config.rl.server.url is not None:
+            if self._given_sampler is not None:
+                raise UserError(
+                    "rl.server.url: expected none together with a sampler that Python code gives; remove one"
+                )
             self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
         steps = super().open_data()
         if config.data.replay != "off" and self.model.experts is None:

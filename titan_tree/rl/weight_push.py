@@ -64,7 +64,7 @@ class ModelPush:
     transfer.
 
     Args:
-        run: id of the run, with which the names of all versions begin.
+        run: how the names of all versions begin.
     """
 
     def __init__(self, engine: Engine, transfer: Transfer, run: str) -> None:
@@ -133,7 +133,7 @@ class AdapterPush:
     Args:
         folder: as for ``FolderTransfer``.
         source: the snapshot that the model started from, or None.
-        run: id of the run, with which the names of all adapters begin.
+        run: how the names of all adapters begin.
     """
 
     def __init__(self, engine: Engine, folder: Path, source: str | None, run: str) -> None:
