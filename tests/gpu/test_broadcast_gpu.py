@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.rl.test_weight_push import other_weights, small
+from tests.rl.test_broadcast import small
+from tests.rl.test_weight_push import other_weights
 from tests.support.rollout_server import server_process
 from titan_tree import UserError
 from titan_tree.models.pretrained import snapshot_tensors
