@@ -169,6 +169,14 @@ def test_servers_without_versions_are_used_with_a_warning(
     assert caplog.text.count("does not report the version of its weights") == 1
 
 
+def test_a_server_whose_first_weights_have_no_version_gets_one(tmp_path: Path) -> None:
+    server = RolloutServer("vllm", tiny_model())
+    server.version = None
+    with rollout_server(server) as url:
+        assert folder_push(url, "vllm", tmp_path / "w")(tiny_model(), 4) == Served("run-4")
+    assert server.version == "run-4"
+
+
 def test_a_server_that_gets_no_weights_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     sampler = ServerSampler("http://localhost:1", "m")
     for step in range(2):

@@ -98,7 +98,7 @@ class VLLM:
 
     def resume(self, version: str) -> None:
         self.server.command("/reset_prefix_cache")
-        if self.version() is not None:
+        if self.server.find("/weight_info") is not None:  # newer versions
             self.server.command("/update_weight_version", {"new_version": version})
         self.server.command("/resume")
 

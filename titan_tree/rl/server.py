@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 RETRIED = (408, 409, 425, 429)  # and 500 to 599: statuses of a server that may answer the same request later
 LONGEST_ERROR = 1000  # bytes of a refusal that are read
+CONNECT_S = 30.0  # until a connection stands, which ``stop`` cannot end
 
 
 class StoppedError(RuntimeError):
@@ -159,7 +160,7 @@ class Server:
         parts = self._parts
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         assert parts.hostname
-        connection = kind(parts.hostname, parts.port, timeout=self.timeout_s)
+        connection = kind(parts.hostname, parts.port, timeout=min(self.timeout_s, CONNECT_S))
         headers = {"Content-Type": "application/json"}
         if self._api_key is not None:
             headers["Authorization"] = f"Bearer {self._api_key}"
@@ -167,6 +168,7 @@ class Server:
             self._open.add(connection)
         try:
             connection.connect()
+            connection.sock.settimeout(self.timeout_s)
             if self._stopped.is_set():
                 raise StoppedError(path)
             connection.request(method, f"{parts.path.rstrip('/')}{path}", content, headers)
