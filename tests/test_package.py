@@ -84,6 +84,8 @@ def allowed(package: str) -> set[Path]:
         return {ROOT / "integrations" / "trl.py"}
     if package == "verl":
         return {ROOT / "integrations" / "verl.py"}
+    if package == "vllm":
+        return {ROOT / "rl" / "vllm_transfer.py"}
     if package == "omegaconf":
         return {ROOT / "config" / "toml.py"}
     assert package == "torch.distributed"
@@ -91,7 +93,7 @@ def allowed(package: str) -> set[Path]:
     return {file for file in FILES if level[top(file)] <= level["distributed"]}
 
 
-PACKAGES = ["torchtitan", "torchao", "lightning", "trl", "verl", "omegaconf", "torch.distributed"]
+PACKAGES = ["torchtitan", "torchao", "lightning", "trl", "verl", "vllm", "omegaconf", "torch.distributed"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

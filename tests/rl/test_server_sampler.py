@@ -1,20 +1,26 @@
 """ServerSampler against HTTP servers on loopback, most of which misbehave on purpose."""
 
+import base64
+import io
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
 from titan_tree.errors import UserError
+from titan_tree.rl.background import in_daemon
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.rollouts import Limits, play
+from titan_tree.rl.server import StoppedError
 from titan_tree.rl.server_sampler import ServerSampler
+from titan_tree.tree.paths import ExpertSizes
 
 STOP = 7
 Answer = Callable[[dict[str, Any], int], Any]  # (request, its number from 0) -> JSON, status or bytes
@@ -38,7 +44,7 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            assert self.path == "/v1/completions"
+            assert self.path in ("/v1/completions", "/generate")
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             request["authorization"] = self.headers["Authorization"]
             with lock:
@@ -57,7 +63,8 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with suppress(ConnectionError):  # the client may have stopped
+                    self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -91,8 +98,8 @@ def test_every_context_gets_its_own_turn_in_order() -> None:
         sampler = ServerSampler(url, "qwen", api_key="secret", concurrency=8)
         turns = sampler.sample(contexts, [5] * 40, STOP, seed=3)
         assert sampler.sample(contexts, [5] * 40, STOP, seed=3) == turns
-    assert [tokens[0] for tokens, _ in turns] == list(range(100, 140))
-    assert all(logprobs == [-0.5] * 3 for _, logprobs in turns)
+    assert [turn.tokens[0] for turn in turns] == list(range(100, 140))
+    assert all(turn.logprobs == [-0.5] * 3 for turn in turns)
     assert len({request["seed"] for request in requests}) == 40
     first = next(request for request in requests if request["prompt"] == [100, 1])
     expected = {
@@ -125,7 +132,7 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
 
     with server(fails_once) as (url, requests):
         turns = ServerSampler(url, "m", timeout_s=0.5, pause_s=0.01).sample([[8], [9]], [5, 5], STOP, seed=0)
-    assert [tokens[0] for tokens, _ in turns] == [8, 9]
+    assert [turn.tokens[0] for turn in turns] == [8, 9]
     seeds = [(request["prompt"][0], request["seed"]) for request in requests]
     assert len(seeds) == 4
     assert len(set(seeds)) == 2
@@ -176,6 +183,163 @@ def test_one_wrong_answer_among_many_is_not_lost() -> None:
 
     with server(wrong_once) as (url, _), pytest.raises(UserError, match="got 2 tokens that end with"):
         ServerSampler(url, "m").sample([[i] for i in range(100, 150)], [5] * 50, STOP, seed=0)
+
+
+def generated(tokens: list[int], logprobs: list[Any] | None = None, **other: Any) -> dict[str, Any]:
+    """Returns an answer as that of SGLang's /generate."""
+    logprobs = [-0.5] * len(tokens) if logprobs is None else logprobs
+    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+    info = {
+        "output_token_logprobs": pairs,
+        "completion_tokens": len(tokens),
+        "finish_reason": {"type": "stop"},
+    }
+    return {"text": "?", "meta_info": info | other}
+
+
+def test_sglang_is_asked_through_its_own_endpoint() -> None:
+    def echo_ids(request: dict[str, Any], number: int) -> dict[str, Any]:
+        return generated([request["input_ids"][0], STOP], [-0.25, -1.5])
+
+    with server(echo_ids) as (url, requests):
+        sampler = ServerSampler(url, api_key="secret", api="sglang")
+        turns = sampler.sample([[8, 1], [9, 1]], [5, 6], STOP, seed=3)
+    assert [turn.tokens for turn in turns] == [[8, STOP], [9, STOP]]
+    assert turns[0].logprobs == [-0.25, -1.5]
+    first = next(request for request in requests if request["input_ids"] == [8, 1])
+    parameters = first["sampling_params"]
+    seeds = {request["sampling_params"].pop("sampling_seed") for request in requests}
+    assert len(seeds) == 2
+    assert parameters == {
+        "max_new_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": [STOP],
+        "skip_special_tokens": False,
+    }
+    assert (first["return_logprob"], first["authorization"]) == (True, "Bearer secret")
+    assert "return_routed_experts" not in first
+
+
+def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
+    finish = {"type": "stop", "matched": 6}
+    with server(lambda request, number: generated([1, 6], finish_reason=finish)) as (url, _):
+        (completion,) = ServerSampler(url, api="sglang").sample([[1]], [5], STOP, seed=0)
+    assert completion.tokens == [1, 6]  # without the token that ends a turn, so its rollout is cut off
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (generated([1, 2], finish_reason={"type": "stop", "matched": "text"}), "got 2 tokens that end with"),
+        ({}, "expected meta_info with output_token_logprobs"),
+        ({"meta_info": {"output_token_logprobs": [3]}}, "expected meta_info with output_token_logprobs"),
+        (generated([1, STOP], completion_tokens=3), "got 2, 2 and 3; the server loses tokens"),
+        (generated([1, 2], finish_reason={"type": "abort"}), r"got 2 tokens .*'type': 'abort'"),
+        (generated([1, STOP], [None, -1.0]), "numbers as token_logprobs"),
+    ],
+)
+def test_wrong_answers_of_sglang_are_reported(answer: Any, message: str) -> None:
+    with server(lambda request, number: answer) as (url, requests):
+        with pytest.raises(UserError, match=message):
+            ServerSampler(url, api="sglang", pause_s=0.01).sample([[1]], [5], STOP, seed=0)
+        assert len(requests) == 1
+
+
+SIZES = ExpertSizes(num_layers=2, top_k=3, num_experts=8)
+
+
+def routes(length: int) -> np.ndarray:
+    """Returns experts [length, 2, 3] that differ from row to row."""
+    draw = np.random.default_rng(length)
+    return np.stack([[draw.permutation(8)[:3] for _ in range(2)] for _ in range(length)])
+
+
+def npy(rows: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def as_sglang(rows: np.ndarray) -> dict[str, Any]:
+    return generated([5, STOP], routed_experts=base64.b64encode(rows.astype("<i4").tobytes()).decode())
+
+
+def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
+    answer = turn([5, STOP])
+    answer["choices"][0]["routed_experts"] = rows
+    return answer | {"prompt_routed_experts": prompt}
+
+
+@pytest.mark.parametrize(
+    ("api", "answer"),
+    [
+        ("sglang", as_sglang(routes(4))),
+        ("vllm", as_vllm(npy(routes(4).astype(np.uint8)))),
+        ("vllm", as_vllm(routes(4)[3:].tolist(), routes(4)[:3].tolist())),
+        ("vllm", as_vllm([*routes(4)[3:].tolist(), [[0, 1, 2]] * 2], routes(4)[:3].tolist())),
+    ],
+    ids=["sglang", "vllm .npy", "vllm lists", "vllm with a row for the last token"],
+)
+def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) -> None:
+    """The context has three tokens and the turn two; the model has not read the last one."""
+    with server(lambda request, number: answer) as (url, requests):
+        (completion,) = ServerSampler(url, api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+        assert requests[0].get("return_routed_experts") == (True if api == "sglang" else None)
+    assert completion.experts.dtype == np.int16
+    assert np.array_equal(completion.experts, routes(4))
+
+
+@pytest.mark.parametrize(
+    ("api", "answer", "message"),
+    [
+        ("sglang", generated([5, STOP]), "expected routed_experts, got none; start the server with --enable"),
+        ("vllm", turn([5, STOP]), "expected routed_experts, got none"),
+        ("sglang", as_sglang(routes(3)), "expected 4 rows of 2 layers and 3 experts, got 18 numbers"),
+        ("sglang", as_sglang(np.tile(routes(4), (1, 2, 1))), r"got an array of shape \(4, 4, 3\)"),
+        ("sglang", as_sglang(routes(4) + 8), "expected ids from 0 to 7, .* got int32 from 8 to 15"),
+        (
+            "sglang",
+            generated([5, STOP], routed_experts="?"),
+            "routed_experts: .*; use another version of SGLang",
+        ),
+        ("vllm", as_vllm(npy(routes(9))), r"expected 4 rows .* got an array of shape \(9, 2, 3\)"),
+        ("vllm", as_vllm("AAAA"), "routed_experts: .*; use another version of vLLM"),
+        (
+            "vllm",
+            as_vllm([[[1, 2, 3]]], [[[1, 2, 3]] * 2] * 3),
+            "routed_experts: .*; use another version of vLLM",
+        ),
+    ],
+)
+def test_wrong_experts_are_reported(api: Any, answer: Any, message: str) -> None:
+    with server(lambda request, number: answer) as (url, _), pytest.raises(UserError, match=message):
+        ServerSampler(url, api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+
+
+def test_closing_ends_requests_that_are_under_way() -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hang(request: dict[str, Any], number: int) -> Any:
+        arrived.set()
+        released.wait(10)
+        return b""
+
+    with server(hang) as (url, _):
+        sampler = ServerSampler(url, "m")
+        future = in_daemon(lambda: sampler.sample([[1]] * 3, [5] * 3, STOP, 0), "test")
+        assert arrived.wait(10)
+        started = time.monotonic()
+        sampler.close()
+        with pytest.raises(StoppedError):
+            future.result(timeout=10)
+        assert time.monotonic() - started < 2.0
+        with pytest.raises(StoppedError):
+            sampler.sample([[1]], [5], STOP, 0)
+        released.set()
 
 
 def test_a_url_without_a_host_is_refused() -> None:

@@ -22,7 +22,8 @@ from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
 from titan_tree.rl.rollouts import Rollout
 from titan_tree.rl.run import run
-from titan_tree.rl.trainer import RLTrainer, WarmStart
+from titan_tree.rl.trainer import RLTrainer
+from titan_tree.rl.warm_start import WarmStart
 from titan_tree.tree.token_tree import TokenTree
 
 

@@ -60,7 +60,7 @@ def with_short_turns(trainer: RLTrainer) -> RLTrainer:
 
     def shorter(contexts: Any, limits: Any, stop: int, seed: int) -> Any:
         turns, draw = sample(contexts, limits, stop, seed), random.Random(seed)
-        for tokens, logprobs in turns:
+        for tokens, logprobs, _ in turns:
             end = draw.randint(1, 5)
             if len(tokens) > end:
                 tokens[end:], logprobs[end:] = [stop], [-5.0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_tree.config import LossConfig
+from titan_tree.config.rl_tables import RLConfig
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ DECISIVE = (
     "warm_start.",
 )
 # These keys change neither training nor logged values. ``TreeDataset`` compares ``data.files`` by content.
-IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.")
+IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.", "rl.server.")
 
 
 def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -72,8 +73,8 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[l
     Returns:
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
-    # Checkpoints of older versions lack newer keys of the loss, which then had their defaults.
-    defaults = dict(_flat({"loss": asdict(LossConfig())}))
+    # Checkpoints of older versions lack newer keys of these tables, which then had their defaults.
+    defaults = dict(_flat({"loss": asdict(LossConfig()), "rl": asdict(RLConfig())}))
     old, new = defaults | dict(_flat(before)), defaults | dict(_flat(now))
     decisive: list[str] = []
     other: list[str] = []

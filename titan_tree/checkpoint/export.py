@@ -53,10 +53,7 @@ def export_hf(model: TreeModel, folder: Path, run: str, dtype: torch.dtype, sour
         source: folder of the snapshot that the weights started from, or None. Its tokenizer and other
             files are copied.
     """
-    state = model.state_dict(keep_vars=True)
-    # Factors of LoRA are added to weights in fp32.
-    cast = {n for n, value in state.items() if isinstance(value, nn.Parameter) and not is_factor(n)}
-    weights = {n: full.to(dtype if n in cast else None) for n, full in _gather(state).items()}
+    weights = gathered_weights(model, dtype)
     if rank() == 0:
         with _replaced(folder, run, "Hugging Face snapshot") as unfinished:
             save_pretrained(model, unfinished, weights, source=source)
@@ -72,6 +69,16 @@ def export_adapter(model: TreeModel, folder: Path, run: str, source: str | None)
             save_adapter(model, unfinished, factors, source)
     if world_size() > 1:
         dist.barrier()
+
+
+def gathered_weights(model: TreeModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns all weights of a model on the CPU of rank 0, and {} on other ranks. Collective.
+
+    Constants keep their dtype. So do factors of LoRA, which are added to weights in fp32.
+    """
+    state = model.state_dict(keep_vars=True)
+    cast = {n for n, value in state.items() if isinstance(value, nn.Parameter) and not is_factor(n)}
+    return {n: full.to(dtype if n in cast else None) for n, full in _gather(state).items()}
 
 
 def _gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from titan_tree.config.checks import (
     Checked,
     at_least,
+    between,
     check,
     finite,
     one_of,
@@ -20,8 +21,7 @@ from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
-    *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "replay", "shuffle_buffer"),
-    "workers",
+    *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "shuffle_buffer", "workers"),
 )
 
 
@@ -43,6 +43,32 @@ class RLDataConfig(DataConfig, table="data"):
 
 
 @dataclass
+class ServerConfig(Checked, table="rl.server"):
+    """A server that samples the rollouts, in place of the trained weights."""
+
+    url: str | None = None  # such as "http://localhost:30000"; unset: sample from the trained weights
+    api: Literal["vllm", "sglang"] = "vllm"
+    model: str = ""  # name under which vLLM serves the model; SGLang needs none
+    # How the server gets the trained weights. "folder": it reads a snapshot from rollout_weights/ in the
+    # run's folder. "broadcast": over a process group; for vLLM, this needs the package vllm. "adapter": it
+    # loads LoRA from rollout_weights/.
+    weights: Literal["folder", "broadcast", "adapter"] = "folder"
+    concurrency: int = setting(64, at_least(1))  # requests at a time
+    timeout_s: float = setting(600.0, positive_number)  # seconds that a connection may stay silent
+    attempts: int = setting(5, at_least(1))  # number of times that a request is sent at most
+    api_key_env: str | None = None  # name of the environment variable that holds the server's key
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.url is None or self.api != "vllm" or self.model,
+            "rl.server.model",
+            "the name under which vLLM serves the model, such as model.hf_path",
+            repr(self.model),
+        )
+
+
+@dataclass
 class RLConfig(Checked, table="rl"):
     """How rollouts are sampled in each step, and what they are worth."""
 
@@ -56,7 +82,11 @@ class RLConfig(Checked, table="rl"):
     # start of the run, also after a resume. Only for losses that read ref_logprobs.
     reference: str | None = None
     max_turn_tokens: int = setting(1024, at_least(1))  # of one turn; a rollout that is cut off has reward 0
-    max_rollout_tokens: int = setting(8192, at_least(2))  # of a whole rollout, prompt included
+    max_rollout_tokens: int = setting(8192, at_least(2))  # of each context of a rollout, prompt included
+    # 1: rollouts of a step are sampled while the step before trains, with weights that are one step older.
+    # Needs a server, or another sampler with weights of its own.
+    async_steps: int = setting(0, between(0, 1))
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 @dataclass

@@ -18,9 +18,9 @@ from torch import Tensor
 from titan_tree.components.lora import FACTOR, LoRA, is_factor, matrix_shape
 from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
-from titan_tree.models.hf.files import CONFIG, open_weights, read_json, write_json
-from titan_tree.models.hf.names import PREFIX, TEXT_PREFIX, model_name
-from titan_tree.models.hf.save import all_or_nothing, write_tensors
+from titan_tree.models.hf.files import open_weights, read_json, write_json
+from titan_tree.models.hf.names import model_name
+from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
 from titan_tree.models.lora import adaptable, add_lora, is_expert, owner
 from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.models.tree_model import TreeModel
@@ -132,11 +132,10 @@ def save_adapter(
     assert lora is not None, "the model has no LoRA"
     weights = model.state_dict() if state_dict is None else state_dict
     names = dict.fromkeys(match[1] for name in weights if (match := FACTOR.fullmatch(name)))
-    # The text model of a snapshot with vision has a longer name.
-    nested = source is not None and "text_config" in read_json(Path(source) / CONFIG)
+    prefix = snapshot_prefix(source)
     tensors = {}
     for name in names:
-        module, _, weight = ((TEXT_PREFIX if nested else PREFIX) + _hf_module(name)).rpartition(".")
+        module, _, weight = (prefix + _hf_module(name)).rpartition(".")
         if weight == "gate_up_proj" and name.replace("gate_up_proj", "down_proj") in names:
             module += ".base_layer"
         for letter in "AB":

@@ -133,6 +133,28 @@ def save_pretrained(
             shutil.copyfile(file, temporary / file.name)
 
 
+@torch.no_grad()
+def snapshot_tensors(model: TreeModel, source: str | Path | None = None) -> dict[str, Tensor]:
+    """Returns the tensors that ``save_pretrained`` writes for ``model``, by their names in the snapshot.
+
+    Most are views of the model's weights, in their dtype. Updates of LoRA are added, in new tensors.
+
+    Args:
+        model: on one device.
+        source: the snapshot that the model was loaded from.
+    Raises:
+        UserError: the model runs as transformers implements it, and this library chooses the names.
+    """
+    if not isinstance(model, Decoder):
+        raise UserError(
+            f"{model.family}: expected a model of titan_tree, because transformers names the tensors of this "
+            "one only while it writes a snapshot"
+        )
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    weights = weights if model.lora is None else merge(model, weights)
+    return hf.snapshot_tensors(model, weights, hf.snapshot_prefix(source))
+
+
 def _is_native(folder: Path) -> bool:
     """Returns whether "auto" chooses titan_tree's own model, which also refuses a config without a type."""
     model_type = read_json(folder / CONFIG).get("model_type")

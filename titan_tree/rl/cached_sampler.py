@@ -112,7 +112,7 @@ class CachedSampler:
             chosen = logprobs.gather(1, last[:, None])[:, 0].tolist()
             going = []
             for row, (i, token) in enumerate(zip(live, last.tolist(), strict=True)):
-                tokens, values = completions[i]
+                tokens, values, _ = completions[i]
                 if len(tokens) == max_tokens[i] or (tokens and tokens[-1] == stop):
                     continue  # this row ended earlier
                 tokens.append(token)

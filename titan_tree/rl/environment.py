@@ -15,12 +15,16 @@ class Reply:
     """The answer of an environment to a turn.
 
     Attributes:
-        messages: what the model reads before its next turn; None if the episode is over.
+        messages: what the model reads before its next turn, such as the results of several tool calls; None
+            if the episode is over.
         reward: reward of the whole episode if it is over.
+        new_context: the next turn sees only ``messages``, in place of all that the model has read and written
+            so far. This compacts a context that has become too long.
     """
 
     messages: list[Message] | None
     reward: float = 0.0
+    new_context: bool = False
 
 
 class Episode(Protocol):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
-from titan_tree.config.rl_tables import RLRunConfig, WarmStartConfig
+from titan_tree.config.rl_tables import RLRunConfig, ServerConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.errors import UserError
 from titan_tree.rl.sampler import Sampler
-from titan_tree.rl.trainer import RLTrainer, WarmStart
+from titan_tree.rl.trainer import RLTrainer
+from titan_tree.rl.warm_start import WarmStart
 
 
 def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:
@@ -37,6 +38,7 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
         folder=f"{config.folder}/warm_start",
         data=dataclasses.replace(config.data, global_batch_groups=table.tasks),
         loss=LossConfig("sft", "token_mean"),
+        rl=dataclasses.replace(config.rl, async_steps=0, server=ServerConfig()),
         lora=LoRAConfig(),
         optimizer=dataclasses.replace(config.optimizer, lr=table.lr),
         lr_scheduler=LRSchedulerConfig(min(10, table.steps), "linear", min_lr_factor=0.1),

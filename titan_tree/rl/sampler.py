@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from titan_tree.errors import UserError
+from titan_tree.models.tree_model import TreeModel
 
 
 class Completion(NamedTuple):
-    """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off."""
+    """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off.
+
+    Attributes:
+        logprobs: of these tokens in nats, at temperature 1.
+        experts: [t, L, k], the experts of the first t tokens of the context and the turn, see ``TokenPath``;
+            None if they were not recorded.
+    """
 
     tokens: list[int]
-    logprobs: list[float]  # of these tokens in nats, at temperature 1
+    logprobs: list[float]
+    experts: np.ndarray | None = None
 
 
 class Sampler(Protocol):
@@ -30,6 +40,22 @@ class Sampler(Protocol):
             seed: from 0 to 2**62. With the same weights and arguments, the same seed gives the same turns if
                 the sampler is deterministic.
         """
+        ...
+
+
+@runtime_checkable
+class RemoteSampler(Sampler, Protocol):
+    """A sampler with weights of its own. It may sample in another thread while the model trains."""
+
+    def update(self, model: TreeModel, step: int) -> None:
+        """Takes over the weights of ``model``, which ``step`` optimizer steps have trained.
+
+        It is called in the main thread, before the first ``sample`` with these weights, and never during one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends a ``sample`` that is under way with any exception, and frees what the sampler holds."""
         ...
 
 

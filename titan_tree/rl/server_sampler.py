@@ -1,67 +1,69 @@
-"""ServerSampler: samples turns from a server with OpenAI's completions API, such as vLLM or SGLang.
+"""ServerSampler: samples turns from a server, such as vLLM or SGLang.
 
 Token ids go in and out, so nothing is tokenized twice. OpenAI's own API has no token ids in its answers; the
-field return_token_ids of vLLM and of SGLang adds them.
+field return_token_ids of vLLM adds them. SGLang is spoken to through its own endpoint, /generate.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
-import math
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.server import Server, StoppedError
+from titan_tree.rl.server_answers import read_completions, read_generate
+from titan_tree.rl.weight_push import Served, WeightPush
+from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)
 
-RETRIED = (408, 409, 425, 429)  # and 500 to 599: statuses of a server that may answer the same request later
-LONGEST_ERROR = 1000  # bytes of a refusal that are read
+Api = Literal["vllm", "sglang"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerSampler:
-    """Samples each turn with a request of its own to ``url``/v1/completions.
+    """Samples each turn with a request of its own. Every context gets its turn, or an error ends the run.
 
-    A request whose connection fails, whose answer takes too long, or whose status is 5xx is sent again, with
-    the same seed. Every context gets its turn, or an error ends the run.
-
-    The server must report log-probs at temperature 1 without truncation: vLLM's logprobs_mode
-    "raw_logprobs" and "processed_logprobs" both do. It samples from its own weights. If you change them, the
-    log-probs are still those of the weights that sampled.
+    Failed requests are sent again with the same seed, see ``Server``. The server must report log-probs at
+    temperature 1 without truncation. vLLM's logprobs_mode "raw_logprobs" and "processed_logprobs" both do,
+    and SGLang does by default.
 
     Args:
         url: of the server, such as "http://localhost:8000".
-        model: name under which the server serves the model.
+        model: name under which the server serves the model. SGLang's /generate needs none.
         api_key: sent as a bearer token; None: no key.
         concurrency: requests at a time.
         timeout_s: seconds that a connection may stay silent.
         attempts: number of times that a request is sent at most.
         pause_s: seconds before the second attempt. The pause doubles with each further one.
+        api: "vllm": /v1/completions, OpenAI's API with vLLM's fields, which SGLang knows, too.
+            "sglang": /generate.
+        push: sends the trained weights to the server; None: the server keeps its own.
+        experts: sizes of the model whose experts to record; None: do not record experts.
     """
 
     url: str
-    model: str
-    api_key: str | None = None
+    model: str = ""
+    api_key: str | None = field(default=None, repr=False)
     concurrency: int = 64
     timeout_s: float = 600.0
     attempts: int = 5
     pause_s: float = 1.0
+    api: Api = "vllm"
+    push: WeightPush | None = None
+    experts: ExpertSizes | None = None
+    _served: Served = field(default_factory=Served, init=False, repr=False)
+    _has_warned: bool = field(default=False, init=False, repr=False)
+    _is_closed: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"ServerSampler: url: expected a URL such as 'http://localhost:8000', got {self.url!r}"
-            )
+        self._requests = self._server()
 
     def sample(
         self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
@@ -69,24 +71,68 @@ class ServerSampler:
         """See ``Sampler``. Each request has a seed of its own, so that equal contexts get different turns.
 
         Raises:
-            UserError: the server refuses a request, answers it wrongly, or answers none of the attempts.
+            UserError: the server refuses a request, answers it wrongly, or answers none of the attempts, or
+                it samples from other weights than the last ``update`` gave it.
+            StoppedError: ``close`` ended it.
         """
         draw = random.Random(seed)
         seeds = [draw.getrandbits(31) for _ in contexts]
+        requests = self._requests = self._server()
+        if self._is_closed:
+            raise StoppedError(self.url)
         with ThreadPoolExecutor(self.concurrency, "sampler") as threads:
             turns = [
-                threads.submit(self._complete, list(context), limit, stop, own)
+                threads.submit(self._complete, requests, list(context), limit, stop, own)
                 for context, limit, own in zip(contexts, max_tokens, seeds, strict=True)
             ]
             try:
-                return [turn.result() for turn in turns]
+                completions = [turn.result() for turn in turns]
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
+                requests.stop()
                 raise
+        if self.push is not None and self._served.version is not None:
+            self.push.check(self._served.version)
+        return completions
 
-    def _complete(self, context: list[int], limit: int, stop: int, seed: int) -> Completion:
-        request = {
-            "model": self.model,
+    def update(self, model: TreeModel, step: int) -> None:
+        """See ``RemoteSampler``. Without ``push``, the server must get its weights in another way.
+
+        Raises:
+            UserError: the server did not take over the weights.
+        """
+        if self.push is not None:
+            self._served = self.push(model, step)
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: nothing sends the trained weights to it, so its own may be stale", self.url)
+
+    def close(self) -> None:
+        """Ends all requests. Later calls of ``sample`` raise StoppedError."""
+        self._is_closed = True
+        self._requests.stop()
+        if self.push is not None:
+            self.push.close()
+
+    def _server(self) -> Server:
+        return Server(self.url, self.api_key, self.timeout_s, self.attempts, self.pause_s)
+
+    def _complete(self, requests: Server, context: list[int], limit: int, stop: int, seed: int) -> Completion:
+        if self.api == "vllm":
+            path, request, read = "/v1/completions", self._completions_request, read_completions
+        else:
+            path, request, read = "/generate", self._generate_request, read_generate
+        answer = requests.post(path, request(context, limit, stop, seed))
+        try:
+            if self.api == "sglang" and self._served.version is not None:
+                check_version(answer, self._served.version)
+            return read(answer, len(context), limit, stop, self.experts)
+        except UserError as error:
+            raise UserError(f"{self.url}: {error}") from None
+
+    def _completions_request(self, context: list[int], limit: int, stop: int, seed: int) -> dict[str, Any]:
+        return {
+            "model": self._served.adapter or self.model,
             "prompt": context,
             "max_tokens": limit,
             "temperature": 1.0,
@@ -100,86 +146,36 @@ class ServerSampler:
             "stop_token_ids": [stop],
             "return_token_ids": True,
         }
-        answer = self._post(json.dumps(request).encode())
-        try:
-            return _read(answer, limit, stop)
-        except UserError as error:
-            raise UserError(f"{self.url}: {error}") from None
 
-    def _post(self, body: bytes) -> Any:
-        """Sends a request until it is answered, and returns the JSON of the answer."""
-        for attempt in range(1, self.attempts + 1):
-            try:
-                status, content = self._post_once(body)
-                if status == 200:
-                    return json.loads(content)
-                problem = f"status {status}: {content[:LONGEST_ERROR].decode(errors='replace')}"
-                if status not in RETRIED and status < 500:
-                    raise UserError(
-                        f"{self.url}: refused a request with {problem}; correct the sampler's arguments"
-                    )
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.attempts:
-                logger.warning("%s: attempt %d of %d failed: %s", self.url, attempt, self.attempts, problem)
-                time.sleep(self.pause_s * 2 ** (attempt - 1))
+    def _generate_request(self, context: list[int], limit: int, stop: int, seed: int) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "input_ids": context,
+            "sampling_params": {
+                "max_new_tokens": limit,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "stop_token_ids": [stop],
+                "sampling_seed": seed,
+                "skip_special_tokens": False,
+            },
+            "return_logprob": True,
+        }
+        if self._served.adapter:
+            request["lora_path"] = self._served.adapter
+        if self.experts is not None:
+            request["return_routed_experts"] = True
+        return request
+
+
+def check_version(answer: Any, expected: str) -> None:
+    """Raises UserError if an answer of SGLang reports that other weights have sampled it."""
+    info = answer.get("meta_info") if isinstance(answer, dict) else None
+    got = info.get("weight_version") if isinstance(info, dict) else None
+    if got not in (None, expected):
         raise UserError(
-            f"{self.url}: no answer after {self.attempts} attempts, the last one failed with {problem}; "
-            "check that the server runs, or raise attempts or timeout_s"
+            f"weight_version: expected {expected!r}, which this run sent, got {got!r}; does another program "
+            "send weights to this server?"
         )
-
-    def _post_once(self, body: bytes) -> tuple[int, bytes]:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        assert parts.hostname
-        connection = kind(parts.hostname, parts.port, timeout=self.timeout_s)
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        try:
-            connection.request("POST", f"{parts.path.rstrip('/')}/v1/completions", body, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-
-def _read(answer: Any, limit: int, stop: int) -> Completion:
-    """Returns the turn in an answer. Raises UserError if tokens and log-probs are not those of one turn."""
-    try:
-        (choice,) = answer["choices"]
-        tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        counted = answer["usage"]["completion_tokens"]
-        finish = choice["finish_reason"]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(
-            "expected one choice with token_ids, logprobs.token_logprobs and finish_reason, and "
-            f"usage.completion_tokens, got {shorten(answer)}; use a version of vLLM or SGLang that knows "
-            "return_token_ids"
-        ) from None
-    if not _all_numbers(tokens, int) or not _all_numbers(logprobs, (int, float)):
-        raise UserError(
-            f"expected integer token_ids and numbers as token_logprobs, got {shorten(tokens)} and "
-            f"{shorten(logprobs)}; use another version of the server"
-        )
-    if not len(tokens) == len(logprobs) == counted or not 1 <= counted <= limit:
-        raise UserError(
-            f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, got "
-            f"{len(tokens)}, {len(logprobs)} and {counted}; the server loses tokens, so use another version"
-        )
-    is_ended = tokens[-1] == stop and stop not in tokens[:-1]
-    is_cut_off = len(tokens) == limit and stop not in tokens
-    if not (is_ended or is_cut_off):
-        raise UserError(
-            f"expected a turn that ends with the stop token {stop} or has {limit} tokens, got "
-            f"{len(tokens)} tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(finish)}); "
-            "start the server without other stop tokens, for example with --generation-config vllm"
-        )
-    return Completion(tokens, [float(logprob) for logprob in logprobs])
-
-
-def _all_numbers(values: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, kind) and type(value) is not bool and math.isfinite(value)  # type: ignore[arg-type]
-        for value in values
-    )

@@ -1,9 +1,10 @@
-"""RLTrainer and WarmStart: Trainers whose steps come from tasks of an environment.
+"""RLTrainer: a Trainer whose steps come from tasks of an environment.
 
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
-The weights sample right before the step that trains on the rollouts, so nothing is made ahead. All random
-choices of a step follow from ``data.seed`` and its number, so a resumed run needs no other state.
+The weights sample right before the step that trains on the rollouts. Only a server may sample one step ahead
+(ahead.py). All random choices of a step follow from ``data.seed`` and its number, so a resumed run needs no
+other state.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.ahead import Ahead, InterruptedSampling
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.environment import Demonstrator, Environment
+from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import GenerateSampler
 from titan_tree.rl.reference import Reference, build_reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
-from titan_tree.rl.sampler import Sampler
+from titan_tree.rl.sampler import RemoteSampler, Sampler
+from titan_tree.rl.served import build_server_sampler
 from titan_tree.trainer import Trainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -115,11 +118,15 @@ class EpisodeTrainer(Trainer, ABC):
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, int]]]:
         data = self.config.data
         for step in count(self.progress.step + 1):
-            by_task = self.paths(step)
+            try:
+                by_task = self.paths(step)
+            except InterruptedSampling:
+                yield StepInput.nothing(), {}  # ``Leaving`` ends the run
+                return
             if data.layout == "flat":
-                trees = flat_trees(list(chain.from_iterable(by_task)))
+                trees = flat_trees(list(chain.from_iterable(by_task)), data.replay)
             else:
-                trees = [TokenTree.from_paths(paths) for paths in by_task]
+                trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
             position = {"epoch": 0, "group": step * data.global_batch_groups}
             yield self.tree_step.prepare(pack(trees, data.max_tokens)), position
 
@@ -130,13 +137,34 @@ class RLTrainer(EpisodeTrainer):
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
     ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and,
     with a reference, ``scoring_s``.
+    If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps since it got them.
     """
 
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
+    ahead: Ahead[tuple[list[list[Rollout]], dict[str, float]]] | None = None  # of a RemoteSampler
 
     def open_data(self) -> int:
-        self.reference = build_reference(self.config, self.tree_step)
-        return super().open_data()
+        config = self.config
+        if config.rl.server.url is not None:
+            if self._given_sampler is not None:
+                raise UserError(
+                    "rl.server.url: expected none together with a sampler that Python code gives; remove one"
+                )
+            self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
+        self.reference = build_reference(config, self.tree_step)
+        steps = super().open_data()
+        if config.data.replay != "off" and self.model.experts is None:
+            raise UserError(
+                f"data.replay: expected 'off' for a model without experts, got {config.data.replay!r}"
+            )
+        if isinstance(self.sampler, RemoteSampler):
+            self.ahead = Ahead(self.sampler, self.rollouts, config.rl.async_steps, steps)
+        elif config.rl.async_steps:
+            raise UserError(
+                f"rl.async_steps: expected 0, because {type(self.sampler).__name__} has no weights of its "
+                "own to sample from while the model trains; set rl.server.url"
+            )
+        return steps
 
     def resume_data(self) -> None:
         """Checks that the reference is that of the run so far."""
@@ -146,10 +174,36 @@ class RLTrainer(EpisodeTrainer):
     def data_state(self) -> dict[str, Any]:
         return {"reference": self.reference.identity} if self.reference else {}
 
+    def train(self) -> None:
+        try:
+            super().train()
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
+
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the rollouts of each task, branches included, with advantages and log-probs."""
-        started, config, rl = time.perf_counter(), self.config, self.config.rl
-        tasks = [f"{config.data.seed}/{step}/{task}" for task in range(config.data.global_batch_groups)]
+        if self.ahead is None:
+            groups, values = self.rollouts(step)
+        else:
+            sampled = self.ahead.step(step, self.model, lambda: self.leaving.signals.received)
+            groups, values = sampled.value
+            values["weights_age"] = step - 1 - sampled.weights
+        self.rollout_values = values
+        rl = self.config.rl
+        by_task = [
+            token_paths(group, task, rl.advantage, rl.advantage_options)
+            for task, group in zip(self._tasks(step), groups, strict=True)
+        ]
+        if self.reference:
+            started = time.perf_counter()
+            self.reference.score(by_task)
+            values["scoring_s"] = time.perf_counter() - started
+        return by_task
+
+    def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
+        """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""
+        started, rl, tasks = time.perf_counter(), self.config.rl, self._tasks(step)
         groups = self.sample(tasks, rl.rollouts)
         reward = mean_reward(groups)
         forks = [
@@ -159,7 +213,12 @@ class RLTrainer(EpisodeTrainer):
         self._play(list(chain.from_iterable(forks)), f"{tasks[0]}/branches")
         groups = [group + own for group, own in zip(groups, forks, strict=True)]
         everything = list(chain.from_iterable(groups))
-        self.rollout_values = {
+        if self.config.data.replay != "off" and not all(rollout.experts for rollout in everything):
+            raise UserError(
+                f"data.replay: expected a sampler that records experts, but {type(self.sampler).__name__} "
+                'recorded none; give ServerSampler the argument experts, or set data.replay = "off"'
+            )
+        return groups, {
             "reward": reward,
             "cut_off": statistics.fmean(rollout.is_cut_off for rollout in everything),
             "rollouts": len(everything),
@@ -168,79 +227,11 @@ class RLTrainer(EpisodeTrainer):
             ),
             "sampling_s": time.perf_counter() - started,
         }
-        options = rl.advantage_options
-        by_task = [
-            token_paths(group, task, rl.advantage, options) for task, group in zip(tasks, groups, strict=True)
-        ]
-        if self.reference:
-            started = time.perf_counter()
-            self.reference.score(by_task)
-            self.rollout_values["scoring_s"] = time.perf_counter() - started
-        return by_task
 
-
-class WarmStart(EpisodeTrainer):
-    """Trains a model on demonstrations until its sampled rollouts reach ``warm_start.reward``.
-
-    Its configuration is that of ``warm_start_config``. metrics.csv gets the column ``validation_reward``, the
-    mean reward of rollouts on tasks that no step has shown.
-    """
-
-    reward: float | None = None  # the last one that was measured
-
-    def open_data(self) -> int:
-        steps = super().open_data()
-        if not isinstance(self.environment, Demonstrator):
-            raise UserError(
-                f"warm_start.steps: expected 0, because the environment {self.config.rl.environment!r} has "
-                "no method demonstrations; add one, or start from model.hf_path"
-            )
-        return steps
-
-    def train(self) -> None:
-        if step := self.progress.step:
-            self.validate(step)  # again, because a checkpoint does not tell whether the reward was reached
-        super().train()
-
-    def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the demonstrations of each task."""
-        assert self.tokenizer is not None
-        assert isinstance(self.environment, Demonstrator)
-        by_task = []
-        for task in range(self.config.data.global_batch_groups):
-            name = f"{self.config.data.seed}/warm start/{step}/{task}"
-            shown = self.environment.demonstrations(random.Random(name))
-            by_task.append(
-                [path for messages in shown for path in self.tokenizer.samples(messages, turns="whole")]
-            )
-        return by_task
-
-    def validate(self, step: int) -> dict[str, float]:
-        """Measures the reward if it is due, and ends the run if it is high enough."""
-        if step % self.config.warm_start.interval and step != self.num_steps:
-            return {}
-        self.reward = self._measure(step)
-        if self.reward >= self.config.warm_start.reward:
-            self.num_steps = self.leaving.num_steps = step
-        return {"reward": self.reward}
-
-    def finish(self) -> None:
-        """Exports the weights. Raises UserError if the reward is too low."""
-        warm_start, step = self.config.warm_start, self.progress.step
-        assert self.reward is not None
-        if self.reward < warm_start.reward:
-            raise UserError(
-                f"warm_start.reward: expected a mean reward of at least {warm_start.reward}, got "
-                f"{self.reward:.3f} after {step} steps; lower it, or raise warm_start.steps"
-            )
-        logger.info("warm start: mean reward %.3f after %d steps", self.reward, step)
-        super().finish()
-
-    def _measure(self, step: int) -> float:
-        tasks = range(self.config.warm_start.measured_tasks)
-        return mean_reward(
-            self.sample([f"{self.config.data.seed}/measured/{step}/{task}" for task in tasks], 1)
-        )
+    def _tasks(self, step: int) -> list[str]:
+        """Returns the names of the tasks of a step, which are also their seeds."""
+        data = self.config.data
+        return [f"{data.seed}/{step}/{task}" for task in range(data.global_batch_groups)]
 
 
 def default_sampler(model: TreeModel) -> Sampler:
@@ -258,7 +249,9 @@ def default_sampler(model: TreeModel) -> Sampler:
 def token_paths(
     rollouts: Sequence[Rollout], name: str, advantage: str, options: Mapping[str, Any]
 ) -> list[TokenPath]:
-    """Returns the finished rollouts of a task as training samples.
+    """Returns the finished rollouts of a task as training samples, one for each context.
+
+    Advantages are those of whole rollouts, as if their contexts were one history.
 
     Args:
         rollouts: of one task.
@@ -266,17 +259,15 @@ def token_paths(
         advantage: the estimator, a name in ``registry.ADVANTAGES``.
         options: of the estimator.
     """
-    paths = [
-        TokenPath(rollout.tokens, rollout.mask, old_logprobs=rollout.logprobs, id=f"{name}/{i}")
-        for i, rollout in enumerate(rollouts)
-    ]
+    histories = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     inherited = [rollout.inherited for rollout in rollouts]
-    for path, own in zip(
-        paths, advantages(advantage, paths, rewards, inherited=inherited, **options), strict=True
-    ):
-        path.advantage = own
-    return paths
+    values = advantages(advantage, histories, rewards, inherited=inherited, **options)
+    return [
+        path
+        for i, (rollout, own) in enumerate(zip(rollouts, values, strict=True))
+        for path in rollout.paths(own, f"{name}/{i}")
+    ]
 
 
 def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:

@@ -12,7 +12,7 @@ from titan_tree.models.hf.load import (
     model_from_config,
     read_weights,
 )
-from titan_tree.models.hf.save import save_pretrained
+from titan_tree.models.hf.save import save_pretrained, snapshot_prefix, snapshot_tensors
 
 __all__ = [
     "fill_shards",
@@ -20,4 +20,6 @@ __all__ = [
     "model_from_config",
     "read_weights",
     "save_pretrained",
+    "snapshot_prefix",
+    "snapshot_tensors",
 ]

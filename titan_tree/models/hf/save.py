@@ -77,21 +77,15 @@ def save_pretrained(
 ) -> None:
     """Saves a ``Decoder``. See ``titan_tree.models.pretrained.save_pretrained``."""
     weights: Mapping[str, Tensor] = model.state_dict() if state_dict is None else state_dict
-    names = {name for name in model.state_dict() if not is_factor(name)}
-    assert weights.keys() == names, "state_dict is not this model's"
     # The model's own biases, because those in ``weights`` may have been cast to a narrower dtype.
     biases = model.experts.router_biases() if model.experts else {}
-    weights = {name: weight for name, weight in weights.items() if name not in biases}
-    assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
-    dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in weights.values()})
+    dtypes = sorted({str(w.dtype).removeprefix("torch.") for n, w in weights.items() if n not in biases})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
     config = {**model.config.to_hf(), "dtype": dtypes[0]}
     exported = _Export(config) if source is None else _with_source(model, config, Path(source))
 
     with all_or_nothing(Path(folder)) as temporary:
-        parts = split_experts(weights) if model.publishes_single_experts else weights
-        parts = pack(parts, model) if model.publishes_packed else parts
-        named = {hf_name(name, exported.prefix): weight for name, weight in parts.items()}
+        named = snapshot_tensors(model, weights, exported.prefix)
         _write_weights(named | exported.other_weights, temporary, max_shard_bytes)
         write_json(temporary / CONFIG, exported.config)
         if biases:
@@ -103,6 +97,32 @@ def save_pretrained(
             )
         for file in exported.files:
             shutil.copyfile(file, temporary / file.name)
+
+
+def snapshot_tensors(
+    model: Decoder, weights: Mapping[str, Tensor], prefix: str = PREFIX
+) -> dict[str, Tensor]:
+    """Returns the tensors of a snapshot by their names there, most of them views of ``weights``.
+
+    Args:
+        weights: all weights of ``model`` but factors of LoRA, by the model's names; not sharded.
+        prefix: how the names in the snapshot begin, see ``snapshot_prefix``.
+    """
+    assert weights.keys() == {name for name in model.state_dict() if not is_factor(name)}, (
+        "the weights are not this model's"
+    )
+    assert not any(hasattr(w, "full_tensor") for w in weights.values()), "gather sharded weights first"
+    biases = model.experts.router_biases() if model.experts else {}
+    parts: Mapping[str, Tensor] = {name: w for name, w in weights.items() if name not in biases}
+    parts = split_experts(parts) if model.publishes_single_experts else parts
+    parts = pack(parts, model) if model.publishes_packed else parts
+    return {hf_name(name, prefix): weight for name, weight in parts.items()}
+
+
+def snapshot_prefix(source: str | Path | None) -> str:
+    """Returns how the names of a text model's weights begin in the snapshot ``source``. None: its default."""
+    nested = source is not None and "text_config" in read_json(Path(source) / CONFIG)
+    return TEXT_PREFIX if nested else PREFIX
 
 
 def _with_source(model: Decoder, config: dict[str, Any], source: Path) -> _Export:

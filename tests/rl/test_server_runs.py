@@ -1,0 +1,358 @@
+"""Runs that sample from a server on loopback: from TOML alone, one step ahead, resumed and interrupted."""
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titan_tree.rl.__main__ as command
+from tests.support.rl_runs import DEMO, TINY, rows, tiny
+from tests.support.rollout_server import RolloutServer, rollout_server, server_process
+from titan_tree import TokenPath, UserError, build_model, tree_logprobs
+from titan_tree.checkpoint.changes import config_changes
+from titan_tree.components.lora import LoRA
+from titan_tree.config.rl_tables import RLConfig
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import add_lora
+from titan_tree.rl.run import warm_start_config
+from titan_tree.rl.sampler import Completion
+from titan_tree.rl.served import build_server_sampler
+from titan_tree.rl.server import StoppedError
+from titan_tree.rl.trainer import RLTrainer
+
+LETTERS = ("rl.environment=letters", "rl.branches=2")
+
+
+def other_model(name: str = "qwen3") -> Decoder:
+    """Returns weights that the trained model never has."""
+    torch.manual_seed(5)
+    return build_model(name, "debug", vocab_size=282, hidden_size=32, head_dim=16)
+
+
+def options(url: str, api: str = "sglang", **more: Any) -> list[str]:
+    keys = {"url": url, "api": api, "model": "policy"} | more
+    return [*LETTERS, *(f"rl.server.{key}={value}" for key, value in keys.items())]
+
+
+class Recorded(RLTrainer):
+    """Records, for each step, the weights before it and the paths that it trains on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.trained: dict[int, list[list[TokenPath]]] = {}
+        super().__init__(*arguments)
+
+    def paths(self, step: int) -> list[list[TokenPath]]:
+        self.weights[step - 1] = copy.deepcopy(self.model.state_dict())
+        self.trained[step] = super().paths(step)
+        return self.trained[step]
+
+    def prompts(self) -> dict[int, list[list[int]]]:
+        """Returns the prompts of the tasks of each step."""
+        return {
+            step: [paths[0].tokens[: int(paths[0].loss_mask.argmax())].tolist() for paths in by_task]
+            for step, by_task in self.trained.items()
+        }
+
+
+def ran(config: Any, kind: type[RLTrainer] = Recorded) -> Any:
+    trainer = kind(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_the_command_samples_from_a_server(
+    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLOUT_KEY", "secret")
+    server = RolloutServer(api, other_model())
+    with rollout_server(server) as url:
+        own = options(url, api, api_key_env="ROLLOUT_KEY", concurrency=4)
+        arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, *own, "training.steps=3"]
+        assert command.main(arguments) == 0, capsys.readouterr().err
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == ["1", "2", "3"]
+    assert all(float(row["weights_age"]) == 0 for row in found)
+    assert len({row["reward"] for row in found}) > 1
+    assert all(float(row["grad_norm"]) > 0 for row in found)
+    assert server.version.endswith("-2")  # the weights after step 2 sampled step 3
+    assert not (tmp_path / "rollout_weights").exists()
+    assert "secret" not in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize(
+    ("api", "weights", "more"),
+    [
+        ("sglang", "folder", ()),
+        ("sglang", "broadcast", ()),
+        ("vllm", "folder", ("lora.rank=4", "optimizer.lr=0.05")),
+        ("vllm", "adapter", ("lora.rank=4", "optimizer.lr=0.05")),
+    ],
+    ids=["folder", "broadcast", "merged", "adapter"],
+)
+def test_old_logprobs_are_those_of_the_weights_that_sampled(
+    api: str, weights: str, more: tuple[str, ...], async_steps: int, tmp_path: Path
+) -> None:
+    base = tiny(tmp_path, *LETTERS)
+    model = build_model(base.model.name, "debug", **base.model.overrides)
+    model.init_weights(base.training.seed)
+    with ExitStack() as stack:
+        if weights == "broadcast":
+            url, _ = stack.enter_context(server_process(**base.model.overrides))
+        else:
+            url = stack.enter_context(rollout_server(RolloutServer(api, model)))
+        own = [*options(url, api, weights=weights), f"rl.async_steps={async_steps}", *more]
+        trainer = ran(tiny(tmp_path, *own))
+    assert [float(row["weights_age"]) for row in rows(tmp_path)] == [0, *[async_steps] * 3]
+    for step, by_task in trainer.trained.items():
+        older = max(step - 1 - async_steps, 0)
+        errors = {}
+        for version in {older, step - 1, max(step - 2, 0)}:
+            trainer.model.load_state_dict(trainer.weights[version])
+            errors[version] = max(error(trainer.model, path) for paths in by_task for path in paths)
+        assert errors.pop(older) <= 1e-4
+        assert all(each > 1e-3 for each in errors.values())  # no other weights would do
+
+
+def error(model: Decoder, path: TokenPath) -> float:
+    """Returns the largest difference between the model's log-probs and those that were sampled."""
+    with torch.no_grad():
+        (logprobs,) = tree_logprobs(model, [path.tokens.tolist()])
+    old = torch.from_numpy(path.old_logprobs[1:])
+    return ((logprobs - old).abs() * torch.from_numpy(path.loss_mask[1:])).max().item()
+
+
+def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:
+    """The rollouts of step 2 wait until step 1 has trained. Without overlap, they would wait forever."""
+    trained = threading.Event()
+
+    class Overlapping(Recorded):
+        def train_step(self, inputs: Any) -> None:
+            super().train_step(inputs)
+            trained.set()
+
+        def rollouts(self, step: int) -> Any:
+            assert step != 2 or trained.wait(30)
+            return super().rollouts(step)
+
+    with rollout_server(RolloutServer("sglang", other_model())) as url:
+        config = tiny(tmp_path, *options(url), "rl.async_steps=1", "training.steps=2")
+        trainer = ran(config, Overlapping)
+    assert len(trainer.trained) == 2
+
+
+def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
+    prompts: dict[str, dict[int, Any]] = {"whole": {}, "resumed": {}}
+    with rollout_server(RolloutServer("sglang", other_model())) as url:
+        for name, all_steps in {"whole": [4], "resumed": [2, 4]}.items():
+            for steps in all_steps:
+                own = [*options(url), "rl.async_steps=1", f"training.steps={steps}"]
+                prompts[name] |= ran(tiny(tmp_path / name, *own)).prompts()
+                dist.is_initialized() and dist.destroy_process_group()
+    assert prompts["whole"] == prompts["resumed"]
+    tasks = [tuple(prompt) for step in prompts["whole"].values() for prompt in step]
+    assert (len(tasks), sorted(prompts["whole"])) == (8, [1, 2, 3, 4])
+    assert len(set(tasks)) > 4  # the tasks of steps differ
+    ages = {name: [float(row["weights_age"]) for row in rows(tmp_path / name)] for name in prompts}
+    assert ages == {"whole": [0, 1, 1, 1], "resumed": [0, 1, 0, 1]}  # a resume starts from the newest weights
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize("error", [UserError("boom"), ZeroDivisionError("bug")], ids=["user", "bug"])
+def test_errors_of_the_sampling_thread_end_the_run(
+    error: Exception, async_steps: int, tmp_path: Path
+) -> None:
+    class Failing(Recorded):
+        def rollouts(self, step: int) -> Any:
+            if step == 3:
+                raise error
+            return super().rollouts(step)
+
+    with rollout_server(RolloutServer("sglang", other_model())) as url:
+        own = [*options(url), f"rl.async_steps={async_steps}", "checkpoint.interval=1"]
+        message = (
+            "boom; the run ended after step 2; the same command .*step-2" if "boom" in str(error) else "bug"
+        )
+        with pytest.raises(type(error), match=message):
+            ran(tiny(tmp_path, *own), Failing)
+        assert not [t for t in threading.enumerate() if t.name in ("rollouts", "sampler_0")]
+        trainer = ran(tiny(tmp_path, *own))  # the same command continues
+    assert sorted(trainer.trained) == [3, 4]
+
+
+def test_a_failed_update_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    server = RolloutServer("sglang", other_model())
+
+    def refuse(path: str, body: Any) -> Any:
+        is_second = path == "/update_weights_from_disk" and body["weight_version"].endswith("-2")
+        return (400, "disk is full") if is_second else None
+
+    server.fail = refuse
+    message = r"weights of step 2: .*disk is full.*the run ended after step 2"
+    with rollout_server(server) as url, pytest.raises(UserError, match=message):
+        ran(tiny(tmp_path, *options(url)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -> None:
+    """The server stops answering after its second update. The run ends after a checkpoint."""
+    server, hangs, released = RolloutServer("sglang", other_model()), threading.Event(), threading.Event()
+
+    def hang(path: str, body: Any) -> None:
+        if path == "/generate" and server.version.endswith("-1"):
+            hangs.set()
+            released.wait(60)
+
+    server.fail = hang
+    with rollout_server(server) as url:
+        own = [*options(url), f"rl.async_steps={async_steps}", "rl.environment=desk"]
+        arguments = [sys.executable, "-m", "titan_tree.rl", "--config", str(DEMO), f"folder={tmp_path}"]
+        environment = os.environ | {"PYTHONPATH": str(DEMO.parents[1]), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [*arguments, *TINY, *own],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        try:
+            assert hangs.wait(90)
+            time.sleep(2.0)  # with one asynchronous step, step 2 trains meanwhile
+            process.send_signal(signal.SIGINT)
+            printed, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+            released.set()
+    done = 1 + async_steps
+    assert process.returncode == 130
+    assert f"the run ended after step {done}; the same command continues from" in printed
+    assert "Traceback" not in printed
+    assert (tmp_path / "checkpoints" / f"step-{done}").exists()
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_recorded_experts_are_replayed(api: str, tmp_path: Path) -> None:
+    """The experts are those that the server's model used, -1 for the last token, and training forces them."""
+    with rollout_server(RolloutServer(api, other_model("qwen3_moe"))) as url:
+        own = [*options(url, api), "model.name=qwen3_moe", "data.replay=first", "training.steps=2"]
+        trainer = ran(tiny(tmp_path, *own))
+    for step, by_task in trainer.trained.items():
+        trainer.model.load_state_dict(trainer.weights[step - 1])
+        for path in [path for paths in by_task for path in paths]:
+            with torch.no_grad():
+                _, (used,) = tree_logprobs(trainer.model, [path.tokens.tolist()], return_routed_experts=True)
+            assert (path.routed_experts[:-1] == used[:-1].numpy()).all()
+            assert (path.routed_experts[-1] == -1).all()
+    assert all(float(row["replay_disagreement"]) == 0 for row in rows(tmp_path))
+    assert all(float(row["replayed_rows"]) > 0 for row in rows(tmp_path))
+
+
+class Silent:
+    """A sampler with weights of its own that records no experts."""
+
+    def sample(self, contexts: Any, max_tokens: Any, stop: int, seed: int) -> list[Completion]:
+        return [Completion([stop], [-1.0]) for _ in contexts]
+
+    def update(self, model: Any, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
+    trainer = RLTrainer(tiny(tmp_path, *LETTERS, "model.name=qwen3_moe", "data.replay=first"), Silent())
+    with pytest.raises(UserError, match="expected a sampler that records experts, but Silent recorded none"):
+        trainer.train()
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (["rl.async_steps=1"], "rl.async_steps: expected 0, because CachedSampler has no weights of its own"),
+        (["rl.async_steps=2"], "rl.async_steps: expected a number from 0 to 1"),
+        (["rl.server.url=http://h:1"], "rl.server.model: expected the name under which vLLM serves"),
+        (["rl.server.url=h:1", "rl.server.api=sglang"], "url: expected a URL such as"),
+        (options("http://h:1", api_key_env="NO_SUCH_KEY"), "'NO_SUCH_KEY', which is not set; export it"),
+        (options("http://h:1", weights="adapter"), 'for a model without LoRA, got "adapter"'),
+        (
+            options("http://h:1", weights="disk"),
+            "expected one of .*'folder', 'broadcast', 'adapter'",
+        ),
+        (options("http://h:1", "vllm", weights="broadcast"), "needs vllm 0.28 or later"),
+        (
+            [*options("http://h:1"), "model.name=qwen3_moe", "router_bias.rate=0.1"],
+            "expected a model without router biases",
+        ),
+        (["data.replay=first"], "data.replay: expected 'off' for a model without experts"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(own: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        RLTrainer(tiny(tmp_path, *own))
+
+
+def test_the_warm_start_does_not_depend_on_the_server(tmp_path: Path) -> None:
+    plain = warm_start_config(tiny(tmp_path, "warm_start.steps=5"))
+    other = tiny(tmp_path, "warm_start.steps=5", *options("http://h:1"), "rl.async_steps=1", "rl.branches=3")
+    assert warm_start_config(other).rl.server == plain.rl.server
+    assert warm_start_config(other).rl.async_steps == 0
+
+
+def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        with rollout_server(RolloutServer("sglang", other_model())) as url:
+            trainer = ran(tiny(tmp_path, *options(url), f"training.steps={steps}", "checkpoint.interval=1"))
+    assert sorted(trainer.trained) == [2]
+
+
+def test_checkpoints_of_older_versions_lack_newer_keys() -> None:
+    assert config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4))}) == ([], [])
+    changed = config_changes({"rl": {"rollouts": 4}}, {"rl": asdict(RLConfig(rollouts=4, async_steps=1))})
+    assert changed == (["rl.async_steps: 0 -> 1"], [])
+
+
+def test_each_start_of_a_run_names_its_versions_anew(tmp_path: Path) -> None:
+    """A killed run has left its adapter on the server."""
+    server = RolloutServer("sglang", other_model())
+    config = tiny(tmp_path, "lora.rank=2", *options("http://h:1", weights="adapter"))
+    with rollout_server(server) as url:
+        config.rl.server.url = url
+        model = other_model()
+        add_lora(model, LoRA(rank=2, alpha=4.0, targets=()))
+        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
+        for _ in range(2):
+            build_server_sampler(config, model, "run").update(model, 3)
+    assert len(server.adapters) == 2
+    assert all(re.fullmatch("run-[0-9a-f]{4}-3", name) for name in server.adapters)
+
+
+def test_a_server_and_a_sampler_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rl\.server\.url: expected none together with a sampler"):
+        RLTrainer(tiny(tmp_path, *options("http://h:1")), Silent())
+
+
+def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:
+    with rollout_server(RolloutServer("sglang", other_model())) as url:
+        trainer = RLTrainer(tiny(tmp_path, *options(url)))
+        trainer.ahead.close()
+        with pytest.raises(StoppedError):
+            trainer.rollouts(1)
+        trainer.close()

@@ -1,0 +1,213 @@
+"""Trained weights reach servers on loopback, from a folder and as an adapter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rl.test_sampling import tiny_model
+from tests.support.rollout_server import RolloutServer, rollout_server
+from titan_tree import UserError, tree_logprobs
+from titan_tree.components.lora import LoRA, is_factor
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.lora import add_lora
+from titan_tree.rl.engines import VLLM, SGLang
+from titan_tree.rl.server import Server
+from titan_tree.rl.server_sampler import ServerSampler
+from titan_tree.rl.weight_push import AdapterPush, FolderTransfer, ModelPush, Served
+
+ENGINES = {"vllm": VLLM, "sglang": SGLang}
+LOADED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+
+
+def folder_push(url: str, api: str, folder: Path, **options: Any) -> ModelPush:
+    engine = ENGINES[api](Server(url, pause_s=0.01, **options))
+    return ModelPush(engine, FolderTransfer(engine, folder, torch.float32, None), "run")
+
+
+def other_weights(model: Decoder, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_a_server_samples_from_the_weights_in_the_folder(api: str, tmp_path: Path) -> None:
+    """The log-probs that it reports are those of the trained model, after each of three updates."""
+    model, server = tiny_model(), RolloutServer(api, tiny_model())
+    with rollout_server(server) as url:
+        sampler = ServerSampler(url, "m", api=api, push=folder_push(url, api, tmp_path / "weights"))
+        for step in range(3):
+            other_weights(model, step)
+            sampler.update(model, step)
+            assert server.version == f"run-{step}"
+            assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"run-{step}"]
+            for name, weight in server.model.state_dict().items():
+                assert torch.equal(weight, model.state_dict()[name]), name
+            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, seed=step)
+            with torch.no_grad():
+                (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
+            torch.testing.assert_close(torch.tensor(turn.logprobs), expected[2:], atol=1e-4, rtol=0)
+        sampler.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_commands_come_in_the_order_that_the_servers_document(tmp_path: Path) -> None:
+    folder = str((tmp_path / "w" / "run-7").resolve())
+    expected = {
+        "vllm": [
+            ("/pause?mode=wait", {}),
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            ("/reset_prefix_cache", {}),
+            ("/weight_info", None),
+            ("/update_weight_version", {"new_version": "run-7"}),
+            ("/resume", {}),
+            ("/weight_info", None),
+        ],
+        "sglang": [
+            ("/pause_generation", {"mode": "abort"}),
+            ("/flush_cache", {}),
+            ("/update_weights_from_disk", {"model_path": folder, "weight_version": "run-7"}),
+            ("/continue_generation", {}),
+            ("/get_weight_version", None),
+        ],
+    }
+    for api, calls in expected.items():
+        server = RolloutServer(api)
+        with rollout_server(server) as url:
+            assert folder_push(url, api, tmp_path / "w")(tiny_model(), 7) == Served("run-7")
+        assert server.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("api", "path", "instead", "message"),
+    [
+        ("sglang", LOADED["sglang"], (400, "no such file"), "from_disk: refused .* status 400: no such file"),
+        ("sglang", LOADED["sglang"], {"success": False, "message": "shape"}, "expected success, got .*shape"),
+        ("sglang", "/pause_generation", (404, "?"), "/pause_generation: refused a request with status 404"),
+        ("sglang", "/flush_cache", (400, "busy"), "/flush_cache: no answer after 5 attempts, .*busy"),
+        ("vllm", LOADED["vllm"], (500, "crash"), "/collective_rpc: no answer after 5 attempts, .*crash"),
+        ("vllm", "/reset_prefix_cache", {"success": False}, "/reset_prefix_cache: expected success"),
+    ],
+)
+def test_a_failed_push_is_one_line(api: str, path: str, instead: Any, message: str, tmp_path: Path) -> None:
+    server = RolloutServer(api)
+    server.fail = lambda called, body: instead if called == path else None
+    with rollout_server(server) as url:
+        with pytest.raises(
+            UserError, match=f"weights of step 3: the server did not take them over.*{message}"
+        ):
+            folder_push(url, api, tmp_path / "w")(tiny_model(), 3)
+        resumed = {"vllm": "/resume", "sglang": "/continue_generation"}[api]
+        assert resumed not in [called for called, _ in server.calls]  # it may hold weights of two versions
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_dropped_connections_are_retried(api: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server, failed = RolloutServer(api), set()
+
+    def drop_once(path: str, body: Any) -> None:
+        if path not in failed:
+            failed.add(path)
+            raise ConnectionError
+
+    server.fail = drop_once
+    model = tiny_model()
+    with rollout_server(server) as url:
+        folder_push(url, api, tmp_path / "w")(model, 1)
+    assert torch.equal(server.model.embed_tokens.weight, model.embed_tokens.weight)
+    assert caplog.text.count("attempt 1 of 5 failed") == len(failed) >= 5
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path: Path) -> None:
+    """The server ignores an update, or another program updates it between two turns."""
+    server = RolloutServer(api, tiny_model())
+    with rollout_server(server) as url:
+        push = folder_push(url, api, tmp_path / "w")
+        sampler = ServerSampler(url, "m", api=api, push=push)
+        sampler.update(tiny_model(), 1)
+        sampler.sample([[1]], [3], 258, seed=0)
+        server.version = "another"
+        with pytest.raises(UserError, match="version: expected 'run-1', which this run sent, got 'another'"):
+            sampler.sample([[1]], [3], 258, seed=0)
+        named = {"vllm": "/weight_info", "sglang": "/get_weight_version"}[api]
+        server.fail = lambda path, body: {"weight_version": "old"} if path == named else None
+        with pytest.raises(
+            UserError, match="weight version: expected 'run-2', which this run sent, got 'old'"
+        ):
+            push(tiny_model(), 2)
+
+
+def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
+    """The server has changed back to the sent weights before the trainer asks it for their version."""
+    server = RolloutServer("sglang", tiny_model())
+    with rollout_server(server) as url:
+        sampler = ServerSampler(url, api="sglang", push=folder_push(url, "sglang", tmp_path / "w"))
+        sampler.update(tiny_model(), 1)
+        server.version = "another"
+        server.fail = lambda path, body: (
+            {"weight_version": "run-1"} if path == "/get_weight_version" else None
+        )
+        with pytest.raises(UserError, match=r"weight_version: expected 'run-1', .*, got 'another'"):
+            sampler.sample([[1]], [3], 258, seed=0)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_servers_without_versions_are_used_with_a_warning(
+    api: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RolloutServer(api, tiny_model())
+    server.reports_version = False
+    with rollout_server(server) as url:
+        sampler = ServerSampler(url, "m", api=api, push=folder_push(url, api, tmp_path / "w"))
+        for step in range(2):
+            sampler.update(tiny_model(), step)
+            sampler.sample([[1]], [3], 258, seed=0)
+    assert caplog.text.count("does not report the version of its weights") == 1
+
+
+def test_a_server_whose_first_weights_have_no_version_gets_one(tmp_path: Path) -> None:
+    server = RolloutServer("vllm", tiny_model())
+    server.version = None
+    with rollout_server(server) as url:
+        assert folder_push(url, "vllm", tmp_path / "w")(tiny_model(), 4) == Served("run-4")
+    assert server.version == "run-4"
+
+
+def test_a_server_that_gets_no_weights_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ServerSampler("http://localhost:1", "m")
+    for step in range(2):
+        sampler.update(tiny_model(), step)
+    assert caplog.text.count("nothing sends the trained weights to it") == 1
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_an_adapter_is_loaded_under_the_name_of_its_version(api: str, tmp_path: Path) -> None:
+    model, server = tiny_model(), RolloutServer(api, tiny_model())
+    add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
+    with rollout_server(server) as url:
+        push = AdapterPush(ENGINES[api](Server(url, pause_s=0.01)), tmp_path / "w", None, "run")
+        sampler = ServerSampler(url, "m", api=api, push=push)
+        for step in range(2):
+            for name, parameter in model.named_parameters():
+                if is_factor(name):
+                    torch.nn.init.normal_(parameter, std=0.3)
+            sampler.update(model, step)
+            assert list(server.adapters) == [f"run-{step}"]
+            (turn,) = sampler.sample([[1, 2, 3]], [12], 258, seed=step)
+            asked = server.samples[-1]
+            assert (asked["model"] if api == "vllm" else asked["lora_path"]) == f"run-{step}"
+            with torch.no_grad():
+                (expected,) = tree_logprobs(model, [[1, 2, 3, *turn.tokens]])
+            torch.testing.assert_close(torch.tensor(turn.logprobs), expected[2:], atol=1e-4, rtol=0)
+        server.fail = lambda path, body: (400, "no slot") if "/load" in path else None
+        with pytest.raises(UserError, match=r"adapter of step 5: the server did not load it: .*no slot"):
+            sampler.update(model, 5)
+        server.fail = lambda path, body: None
+        sampler.update(model, 6)
+        sampler.close()
+    assert server.adapters == {}
+    assert not (tmp_path / "w").exists()
