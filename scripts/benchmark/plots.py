@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -175,13 +176,13 @@ def draw_tau(rows: Rows) -> Figure:
 FLAT_TOKENS_PER_S = 76_584  # measured with data.layout=flat on the same data, see docs/performance.md
 
 
-def draw_rl(rows: Rows) -> Figure:
-    """Draws the reward of the RL demo against CPU seconds, a line per seed; rows of ``rl.py``."""
+def draw_rl(rows: Rows, setting: str, seconds: str) -> Figure:
+    """Draws the reward of reinforcement learning against time, a line per seed; rows of ``rl.py``."""
     figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    demo = [row for row in rows if row["setting"] == "demo"]
-    for color, seed in enumerate(sorted({row["seed"] for row in demo})):
+    runs = [row for row in rows if row["setting"] == setting]
+    for color, seed in enumerate(sorted({row["seed"] for row in runs})):
         for phase, style in (("warm_start", ":"), ("rl", "-")):
-            chosen = [row for row in demo if (row["seed"], row["phase"]) == (seed, phase)]
+            chosen = [row for row in runs if (row["seed"], row["phase"]) == (seed, phase)]
             reward = [float(row["reward"]) for row in chosen]
             if phase == "rl":  # the mean of the last ten steps
                 parts = [reward[max(0, i - 9) : i + 1] for i in range(len(reward))]
@@ -189,7 +190,7 @@ def draw_rl(rows: Rows) -> Figure:
             label = f"seed {seed}" if phase == "rl" else None
             panel.plot([float(row["s"]) for row in chosen], reward, style, color=f"C{color}", label=label)
     panel.axhline(0.9, color="0.8", zorder=0)
-    panel.set(xlabel="CPU seconds (dotted: warm start)", ylabel="mean reward on new tasks", ylim=(0, 1))
+    panel.set(xlabel=f"{seconds} (dotted: warm start)", ylabel="mean reward on new tasks", ylim=(0, 1))
     panel.legend()
     return figure
 
@@ -199,7 +200,8 @@ PICTURES: dict[str, tuple[str, Callable[[Rows], Figure]]] = {
     "gdn": ("gdn.csv", draw_gdn),
     "step": ("step.csv", draw_step),
     "partitions": ("partitions.csv", draw_partitions),
-    "rl": ("rl.csv", draw_rl),
+    "rl": ("rl.csv", partial(draw_rl, setting="demo", seconds="CPU seconds")),
+    "rl_search": ("rl_search.csv", partial(draw_rl, setting="search", seconds="seconds on one GPU")),
     "tau_0.6b": ("tau_0.6b_tree.csv", draw_tau),
 }
 
