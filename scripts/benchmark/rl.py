@@ -97,7 +97,7 @@ class CheckedRLTrainer(RLTrainer):
             with torch.no_grad():
                 scores = tree_logprobs(self.model, [path.tokens.tolist() for path in paths])
             worst = max(
-                float(np.abs((score.numpy() - path.old_logprobs[1:])[path.loss_mask[1:] > 0]).max())
+                float(np.abs((score.cpu().numpy() - path.old_logprobs[1:])[path.loss_mask[1:] > 0]).max())
                 for score, path in zip(scores, paths, strict=True)
             )
             print(f"step {step}: sampler and tree_logprobs differ by at most {worst:.1e} nats", flush=True)
