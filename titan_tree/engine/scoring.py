@@ -160,7 +160,7 @@ def score_trees(
                     pass
                 continue
             experts = _Experts(model, plans[number], batches[number], is_shared) if routed_experts else None
-            scores = iter(_path_scores(model, plans[number].tree, outputs, experts))
+            scores = iter(_path_scores(model, plans[number].tree, batches[number], outputs, experts))
             for tree in chosen[number]:
                 found[tree] = [next(scores) for _ in trees[tree].paths]
     return found
@@ -225,10 +225,15 @@ class _Experts:
 
 
 def _path_scores(
-    model: TreeModel, tree: TokenTree, outputs: Outputs, experts: _Experts | None
+    model: TreeModel,
+    tree: TokenTree,
+    partitions: Sequence[TreeBatch],
+    outputs: Outputs,
+    experts: _Experts | None,
 ) -> Iterator[PathScores]:
     """Yields the scores of each path of a forest."""
-    whole = TreeBatch.from_trees([tree], edges="loss").to(next(model.parameters()).device)
+    whole = partitions[0] if len(partitions) == 1 else TreeBatch.from_trees([tree], edges="loss")
+    whole = whole.to(next(model.parameters()).device)
     kept = outputs if experts is None else experts.keep(outputs)
     scores = collect_scores(kept, whole, model.sequence_group)
     index = torch.from_numpy(tree.path_index).long()
