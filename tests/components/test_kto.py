@@ -1,5 +1,6 @@
 """Compares KTO with its formula on transformers' log-probs of every answer alone, and with TRL."""
 
+import json
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.datasets import sample_reader
 from tests.support.oracle import hf_model, hybrid_model, path_logprobs, relative_error, tree_model
 from tests.support.partitions import RandomCuts
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.data.scored_records import path_record
+from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -172,6 +176,28 @@ def test_a_reference_point_of_zero_on_pairs_is_apo_zero():
         for name, options in (("kto", {"reference_point": 0.0}), ("apo_zero", {}))
     )
     assert 2 * kto.item() == pytest.approx(apo.item(), rel=1e-6)
+
+
+def test_labels_of_files(tmp_path):
+    """A mismatched answer has no loss, also after a token store or ``titan-tree score``."""
+    sides = ("desirable", "undesirable", "mismatched")
+    rows = [{"group_id": 1, "tokens": [5, 6, i], "preference": side} for i, side in enumerate(sides)]
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = sample_reader(tmp_path / "f.jsonl")
+    (group,) = reader.groups()
+    paths = reader.paths(group)
+    (tmp_path / "scored.jsonl").write_text(
+        "".join(path_record(group, "1", path, {}, {"ref_logprobs": np.zeros(3)}) + "\n" for path in paths)
+    )
+    again = sample_reader(tmp_path / "scored.jsonl")
+    (scored,) = again.groups()
+    stored = tree_from_bytes(tree_to_bytes(TokenTree.from_paths(paths))).paths
+    for found in (paths, again.paths(scored), stored):
+        assert [path.preference for path in found] == list(sides)
+        assert [path.weight for path in found] == [1, 1, 0]
+    pairs = TreeBatch.from_trees([TokenTree.from_paths(paths)]).pairs
+    assert pairs.is_chosen.tolist() == [True, False, False]
+    assert pairs.is_mismatched.tolist() == [False, False, True]
 
 
 def test_missing_paths_are_named():
