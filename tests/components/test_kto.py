@@ -93,6 +93,51 @@ def test_a_step_equals_transformers_on_every_answer(kind, shift):
                 assert relative_error(p.grad, gradients[name]) < 1e-5, name
 
 
+def loss_of_trl(trainer, paths, columns, labels):
+    """Returns the loss of TRL's trainer, and its estimate of the KL divergence.
+
+    Args:
+        trainer: the class KTOTrainer.
+        paths: those of the answers, and then as many mismatched ones.
+        columns: log-probs of all tokens but the first, for each path.
+        labels: whether each answer is desirable.
+    """
+    n, pad = len(labels), torch.nn.utils.rnn.pad_sequence
+    masks = [torch.from_numpy(path.loss_mask).double() for path in paths]
+    own = [column * mask[1:] for column, mask in zip(columns, masks, strict=True)]
+    reference = [
+        (torch.from_numpy(path.ref_logprobs) * mask)[1:].sum()
+        for path, mask in zip(paths, masks, strict=True)
+    ]
+    kl_logps = torch.stack([values.sum() for values in own[n:]])
+    new, mask = pad(own[:n], batch_first=True), pad(masks[:n], batch_first=True).long()
+    zeros = torch.zeros_like(new)
+    outputs = SimpleNamespace(log_probs=new, entropy=zeros, mean_logits=zeros)
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        _compute_kl_logps=lambda *_: kl_logps.detach(),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        **OPTIONS,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "label": labels,
+        "ref_logps": torch.stack(reference[:n]),
+        "ref_KL_logps": torch.stack(reference[n:]),
+    }
+    loss = trainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    return loss, fake._metrics["train"]["kl"][0]
+
+
 def test_trls_trainer():
     """TRL takes the completions of a batch, each with the prompt of the next example, as mismatched ones."""
     from trl import KTOTrainer
@@ -121,43 +166,11 @@ def test_trls_trainer():
     logprobs = torch.from_numpy(values).requires_grad_()
     columns = logprobs[batch.pairs.edge].split(torch.bincount(batch.pairs.path).tolist())
 
-    pad = torch.nn.utils.rnn.pad_sequence
-    masks = [torch.from_numpy(path.loss_mask).double() for path in paths]
-    own = [column * mask[1:] for column, mask in zip(columns, masks, strict=True)]
-    reference = [
-        (torch.from_numpy(path.ref_logprobs) * mask)[1:].sum()
-        for path, mask in zip(paths, masks, strict=True)
-    ]
-    kl_logps = torch.stack([values.sum() for values in own[4:]])
-    new, mask = pad(own[:4], batch_first=True), pad(masks[:4], batch_first=True).long()
-    zeros = torch.zeros_like(new)
-    outputs = SimpleNamespace(log_probs=new, entropy=zeros, mean_logits=zeros)
-    fake = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
-        _compute_kl_logps=lambda *_: kl_logps.detach(),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        calculate_KL=True,
-        loss_type="kto",
-        **OPTIONS,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    inputs = {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "completion_mask": mask,
-        "label": torch.tensor([label for *_, label in rows]),
-        "ref_logps": torch.stack(reference[:4]),
-        "ref_KL_logps": torch.stack(reference[4:]),
-    }
-    want = KTOTrainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    labels = torch.tensor([label for *_, label in rows])
+    want, kl = loss_of_trl(KTOTrainer, paths, columns, labels)
     loss = TreeLoss("kto", "path_token_mean", **OPTIONS)
     got, metrics = loss(logprobs, batch, loss.normalizer(paths))
     assert got.item() == pytest.approx(want.item(), rel=1e-6)
-    kl = fake._metrics["train"]["kl"][0]
     assert kl > 0.1
     assert (metrics["reference_point"] / metrics["token_weight"]).item() == pytest.approx(kl, rel=1e-6)
     (want_gradient,) = torch.autograd.grad(want, logprobs, retain_graph=True)
