@@ -1,5 +1,6 @@
 """Compares KTO with its formula on transformers' log-probs of every answer alone, and with TRL."""
 
+import json
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -7,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.datasets import sample_reader
 from tests.support.oracle import hf_model, hybrid_model, path_logprobs, relative_error, tree_model
 from tests.support.partitions import RandomCuts
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.data.scored_records import path_record
+from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -89,6 +93,51 @@ def test_a_step_equals_transformers_on_every_answer(kind, shift):
                 assert relative_error(p.grad, gradients[name]) < 1e-5, name
 
 
+def loss_of_trl(trainer, paths, columns, labels):
+    """Returns the loss of TRL's trainer, and its estimate of the KL divergence.
+
+    Args:
+        trainer: the class KTOTrainer.
+        paths: those of the answers, and then as many mismatched ones.
+        columns: log-probs of all tokens but the first, for each path.
+        labels: whether each answer is desirable.
+    """
+    n, pad = len(labels), torch.nn.utils.rnn.pad_sequence
+    masks = [torch.from_numpy(path.loss_mask).double() for path in paths]
+    own = [column * mask[1:] for column, mask in zip(columns, masks, strict=True)]
+    reference = [
+        (torch.from_numpy(path.ref_logprobs) * mask)[1:].sum()
+        for path, mask in zip(paths, masks, strict=True)
+    ]
+    kl_logps = torch.stack([values.sum() for values in own[n:]])
+    new, mask = pad(own[:n], batch_first=True), pad(masks[:n], batch_first=True).long()
+    zeros = torch.zeros_like(new)
+    outputs = SimpleNamespace(log_probs=new, entropy=zeros, mean_logits=zeros)
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        _compute_kl_logps=lambda *_: kl_logps.detach(),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        **OPTIONS,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "label": labels,
+        "ref_logps": torch.stack(reference[:n]),
+        "ref_KL_logps": torch.stack(reference[n:]),
+    }
+    loss = trainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    return loss, fake._metrics["train"]["kl"][0]
+
+
 def test_trls_trainer():
     """TRL takes the completions of a batch, each with the prompt of the next example, as mismatched ones."""
     from trl import KTOTrainer
@@ -117,43 +166,11 @@ def test_trls_trainer():
     logprobs = torch.from_numpy(values).requires_grad_()
     columns = logprobs[batch.pairs.edge].split(torch.bincount(batch.pairs.path).tolist())
 
-    pad = torch.nn.utils.rnn.pad_sequence
-    masks = [torch.from_numpy(path.loss_mask).double() for path in paths]
-    own = [column * mask[1:] for column, mask in zip(columns, masks, strict=True)]
-    reference = [
-        (torch.from_numpy(path.ref_logprobs) * mask)[1:].sum()
-        for path, mask in zip(paths, masks, strict=True)
-    ]
-    kl_logps = torch.stack([values.sum() for values in own[4:]])
-    new, mask = pad(own[:4], batch_first=True), pad(masks[:4], batch_first=True).long()
-    zeros = torch.zeros_like(new)
-    outputs = SimpleNamespace(log_probs=new, entropy=zeros, mean_logits=zeros)
-    fake = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
-        _compute_kl_logps=lambda *_: kl_logps.detach(),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        calculate_KL=True,
-        loss_type="kto",
-        **OPTIONS,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    inputs = {
-        "input_ids": mask,
-        "attention_mask": mask,
-        "completion_mask": mask,
-        "label": torch.tensor([label for *_, label in rows]),
-        "ref_logps": torch.stack(reference[:4]),
-        "ref_KL_logps": torch.stack(reference[4:]),
-    }
-    want = KTOTrainer._compute_loss(fake, lambda **_: outputs, inputs, False)
+    labels = torch.tensor([label for *_, label in rows])
+    want, kl = loss_of_trl(KTOTrainer, paths, columns, labels)
     loss = TreeLoss("kto", "path_token_mean", **OPTIONS)
     got, metrics = loss(logprobs, batch, loss.normalizer(paths))
     assert got.item() == pytest.approx(want.item(), rel=1e-6)
-    kl = fake._metrics["train"]["kl"][0]
     assert kl > 0.1
     assert (metrics["reference_point"] / metrics["token_weight"]).item() == pytest.approx(kl, rel=1e-6)
     (want_gradient,) = torch.autograd.grad(want, logprobs, retain_graph=True)
@@ -172,6 +189,28 @@ def test_a_reference_point_of_zero_on_pairs_is_apo_zero():
         for name, options in (("kto", {"reference_point": 0.0}), ("apo_zero", {}))
     )
     assert 2 * kto.item() == pytest.approx(apo.item(), rel=1e-6)
+
+
+def test_labels_of_files(tmp_path):
+    """A mismatched answer has no loss, also after a token store or ``titan-tree score``."""
+    sides = ("desirable", "undesirable", "mismatched")
+    rows = [{"group_id": 1, "tokens": [5, 6, i], "preference": side} for i, side in enumerate(sides)]
+    (tmp_path / "f.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = sample_reader(tmp_path / "f.jsonl")
+    (group,) = reader.groups()
+    paths = reader.paths(group)
+    (tmp_path / "scored.jsonl").write_text(
+        "".join(path_record(group, "1", path, {}, {"ref_logprobs": np.zeros(3)}) + "\n" for path in paths)
+    )
+    again = sample_reader(tmp_path / "scored.jsonl")
+    (scored,) = again.groups()
+    stored = tree_from_bytes(tree_to_bytes(TokenTree.from_paths(paths))).paths
+    for found in (paths, again.paths(scored), stored):
+        assert [path.preference for path in found] == list(sides)
+        assert [path.weight for path in found] == [1, 1, 0]
+    pairs = TreeBatch.from_trees([TokenTree.from_paths(paths)]).pairs
+    assert pairs.is_chosen.tolist() == [True, False, False]
+    assert pairs.is_mismatched.tolist() == [False, False, True]
 
 
 def test_missing_paths_are_named():

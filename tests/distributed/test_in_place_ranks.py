@@ -1,5 +1,6 @@
 """A model that stays in place, sharded by somebody else: FSDP2 on two ranks equals one rank without it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def gradients(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
     model.wrapped_by(root)
+    weights = list(root.parameters())  # the shards, as an optimizer holds them
     step = TreeStep(model, TreeLoss("sft"), partitioner=TreePartitioner("redundancy_free", MAX_TOKENS))
     trees = [[TokenTree.from_paths([TokenPath(path) for path in share])] for share in shares]
     for _ in range(2):
@@ -55,7 +57,12 @@ def gradients(
         step.run(prepared)
     found = {key: p.grad for key, p in root.named_parameters() if p.grad is not None}
     paths = [TokenPath(path) for share in shares for path in share]
-    scores = [score.logprobs[1:] for score in score_paths(model, paths, MAX_TOKENS)]
+    scores = []
+    for _ in range(2):  # before and after a change of the weights
+        scores += [score.logprobs[1:] for score in score_paths(model, paths, MAX_TOKENS)]
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(1.1)
     return {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found.items()}, scores
 
 
@@ -63,7 +70,13 @@ def rank_run(rank: int, ports: list[int], name: str, lora: bool) -> None:
     with process_group(rank, 2, ports[0]):
         found, scores = gradients(name, lora, 2, [SHARES[rank]])
     want, all_scores = gradients(name, lora, 1, SHARES)
-    own = all_scores[: len(SHARES[0])] if rank == 0 else all_scores[len(SHARES[0]) :]
+    ends = [0, *itertools.accumulate(map(len, SHARES))]
+    half = len(all_scores) // 2
+    own = [
+        score
+        for each in (all_scores[:half], all_scores[half:])
+        for score in each[ends[rank] : ends[rank + 1]]
+    ]
     for got, expected in zip(scores, own, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert found.keys() == want.keys()

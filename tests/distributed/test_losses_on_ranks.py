@@ -29,11 +29,15 @@ from titan_tree.tree.token_tree import TokenTree
 VOCAB, MAX_TOKENS = 64, 24  # of a partition
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 16}
 HYBRID: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3", SIZES),
-    "hybrid": ("qwen3_5", SIZES | HYBRID),
-    "experts": ("qwen3_moe", SIZES),
+# A model, and how two ranks share its work besides its weights.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "dense": ("qwen3", SIZES, {}),
+    "hybrid": ("qwen3_5", SIZES | HYBRID, {}),
+    "experts": ("qwen3_moe", SIZES, {}),
+    "shared tokens": ("qwen3", SIZES, {"sequence_parallel": 2}),
+    "sharded experts": ("qwen3_moe", SIZES, {"expert_parallel": 2}),
 }
+IN_CI = ("dense", "hybrid", "experts")
 REDUCTIONS = {
     "sft": "rollout_token_mean",
     "grpo": "path_token_mean",
@@ -112,7 +116,7 @@ def make_trees(case: str) -> list[TokenTree]:
 
 
 def exact_model(family: str) -> Decoder:
-    name, sizes = MODELS[family]
+    name, sizes, _ = MODELS[family]
     model = build_model(name, "debug", **sizes)
     model.init_weights(0)
     return model.double()
@@ -144,12 +148,16 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> 
 def on_two_ranks(rank: int, ports: list[int], family: str, file: Path) -> None:
     wanted = torch.load(file)
     with process_group(rank, 2, ports[0]):
-        model = parallelize(exact_model(family), init_device_mesh("cpu", (2,)), dtype=torch.float64)
+        _, _, parallel = MODELS[family]
+        mesh = init_device_mesh("cpu", (2,))
+        model = parallelize(exact_model(family), mesh, dtype=torch.float64, **parallel)
         assert isinstance(model, Decoder)
         for case, want in wanted.items():
             first, second, third, fourth, fifth = make_trees(case)
             # The second rank has one micro-batch, and runs a dummy batch besides.
             own = [[fourth, fifth]] if rank else [[first], [second, third]]
+            if "sequence_parallel" in parallel:  # both ranks have the same trees
+                own = [[first, second], [third, fourth, fifth]]
             for max_tokens in (None, MAX_TOKENS):
                 where = f"{case}, {max_tokens} tokens, rank {rank}"
                 assert_same(outcome(model, case, own, max_tokens), want, where)
@@ -160,7 +168,7 @@ def on_two_ranks(rank: int, ports: list[int], family: str, file: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "cases"),
     [
-        *((family, FEW) for family in MODELS),
+        *((family, FEW) for family in IN_CI),
         *(pytest.param(family, list(CASES), marks=pytest.mark.exhaustive) for family in MODELS),
     ],
     ids=lambda value: value if isinstance(value, str) else "few" if value == FEW else "all",

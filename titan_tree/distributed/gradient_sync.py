@@ -68,6 +68,13 @@ class GradientSync:
             self.root.set_is_last_backward(True)
 
 
+def reshard(model: TreeModel) -> None:
+    """Frees the weights that FSDP2 has gathered. After an optimizer step, they would be stale."""
+    for module in model.root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def cast_weights(model: TreeModel) -> Iterator[None]:
     """Replaces weights by copies in the dtype of the computation while the context is open.

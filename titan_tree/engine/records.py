@@ -44,6 +44,11 @@ class StepCounts:
         return StepCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     @property
+    def advantage_moments(self) -> tuple[float, float, float]:
+        """The sums of w_p m_{p,t} times 1, A and A²."""
+        return self.loss_weight, self.advantage, self.advantage_square
+
+    @property
     def por(self) -> float:
         """The potential overlap ratio 1 - N_tree / N_flat."""
         return 1.0 - self.distinct_tokens / self.logical_tokens

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.packing import first_fit
 from titan_tree.distributed.collectives import own, world_size
-from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.distributed.gradient_sync import GradientSync, cast_weights, reshard
 from titan_tree.distributed.sequence_parallel import join
 from titan_tree.engine.lockstep import in_lockstep, positions
 from titan_tree.engine.partitions import PartitionRunner
@@ -151,6 +151,10 @@ def score_trees(
     if is_shared:
         assert dist.group.WORLD is not None
         schedule = in_lockstep(schedule, 0, dist.group.WORLD, model.share)
+    if not torch.is_grad_enabled():
+        GradientSync(model, reshard_after_forward=True).hold(
+            False
+        )  # a partitioned step keeps weights gathered
     found: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
         for number, partitions in enumerate(schedule):
@@ -163,6 +167,8 @@ def score_trees(
             scores = iter(_path_scores(model, plans[number].tree, batches[number], outputs, experts))
             for tree in chosen[number]:
                 found[tree] = [next(scores) for _ in trees[tree].paths]
+    if not torch.is_grad_enabled():
+        reshard(model)
     return found
 
 

@@ -121,22 +121,19 @@ class TreeStep:
             UserError: if ``step`` is not a StepInput, or if the GPU runs out of memory. Discard the gradients
                 in that case.
         """
-        if sizes is None:
-            sizes = all_reduce_counts(step)
+        sizes = sizes or all_reduce_counts(step)
         self._check(sizes)
         micro_batches = self._schedule(step, sizes)
         run = self._make_run(step, sizes, micro_batches)
         count = StepRouting.needs_count(self.router_loss, sizes.is_partitioned, sizes.max_micro_batches)
         if count:
             run.extra_forward_tokens += step.counts.executed_tokens
-        is_spread = sizes.max_micro_batches > 1 or world_size() > 1
-        measure = self.loss.measurement is not None and is_spread
-        counts = sizes.counts
-        self.loss.moments = counts.loss_weight, counts.advantage, counts.advantage_square
+        measure = self.loss.measurement is not None and (sizes.max_micro_batches > 1 or world_size() > 1)
+        self.loss.moments = sizes.counts.advantage_moments
         self._gradient_sync.hold(sizes.is_partitioned)
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
-            whole_paths = self.loss.needs_whole_paths
-            run.run(plan_passes(micro_batches, count=count, measure=measure, score=whole_paths))
+            score = self.loss.needs_whole_paths
+            run.run(plan_passes(micro_batches, count=count, measure=measure, score=score))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return run.result(sizes, dummy_forwards)
 

@@ -103,38 +103,13 @@ class TreeLoss:
         **options: float,
     ) -> None:
         self.function: LossFunction = LOSSES[name]
-        if reduction not in get_args(Reduction):
-            raise UserError(
-                f"loss.reduction: expected one of {', '.join(get_args(Reduction))}, got {reduction!r}"
-            )
-        known = list(inspect.signature(self.function).parameters)[2:]
-        if unknown := [option for option in options if option not in known]:
-            raise UserError(
-                f"loss {name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
-            )
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
         self.kl, self.correction, self.whiten = kl, correction, whiten
         # Sums of ``measure`` over the global batch. None: each call measures its own batch.
         self.measured: Tensor | None = None
         # Sums over the global batch, for ``whiten``. None: each call takes those of its own batch.
         self.moments: Moments | None = None
-        self._check()
-
-    def _check(self) -> None:
-        """Raises UserError for arguments that do not go together."""
-        own = getattr(self.function, "reduction", self.reduction)
-        if own != self.reduction:
-            raise UserError(
-                f"loss.reduction: expected {own!r}, which is part of the loss {self.name!r}, got "
-                f"{self.reduction!r}"
-            )
-        if not isinstance(self.kl, KLPenalty | None):
-            raise UserError(f"loss.kl: expected a KLPenalty, got {self.kl!r}; pass KLPenalty(coefficient)")
-        if self.correction and getattr(self.function, "corrects_rollout", False):
-            raise UserError(
-                f"loss.correction: expected none for the loss {self.name!r}, which reads rollout_logprobs "
-                "itself; set loss.correction.level = 'off'"
-            )
+        _check(self)
 
     @property
     def needs_whole_paths(self) -> bool:
@@ -291,3 +266,29 @@ class TreeLoss:
         losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, options)
         losses = torch.where(weight > 0, weight * losses, 0.0)
         return losses, metrics | extra | weight_metrics
+
+
+def _check(loss: TreeLoss) -> None:
+    """Raises UserError for arguments that do not exist or do not go together."""
+    if loss.reduction not in get_args(Reduction):
+        raise UserError(
+            f"loss.reduction: expected one of {', '.join(get_args(Reduction))}, got {loss.reduction!r}"
+        )
+    known = list(inspect.signature(loss.function).parameters)[2:]
+    if unknown := [option for option in loss.options if option not in known]:
+        raise UserError(
+            f"loss {loss.name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
+        )
+    own = getattr(loss.function, "reduction", loss.reduction)
+    if own != loss.reduction:
+        raise UserError(
+            f"loss.reduction: expected {own!r}, which is part of the loss {loss.name!r}, got "
+            f"{loss.reduction!r}"
+        )
+    if not isinstance(loss.kl, KLPenalty | None):
+        raise UserError(f"loss.kl: expected a KLPenalty, got {loss.kl!r}; pass KLPenalty(coefficient)")
+    if loss.correction and getattr(loss.function, "corrects_rollout", False):
+        raise UserError(
+            f"loss.correction: expected none for the loss {loss.name!r}, which reads rollout_logprobs "
+            "itself; set loss.correction.level = 'off'"
+        )

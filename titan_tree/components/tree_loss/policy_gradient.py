@@ -7,9 +7,12 @@ l the log-prob, and r the ratio p / p_old.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from titan_tree.components.tree_loss.call import LossFunction
 from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, reads_reference
 from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
 from titan_tree.errors import UserError
@@ -138,59 +141,59 @@ def sapo(
     return -gate * advantage, ratio_metrics(log_ratio)
 
 
-def dppo_tv(
-    logprobs: Tensor,
-    pairs: PathPairs,
-    clip_low: float = 0.15,
-    clip_high: float = 0.15,
-    max_ratio: float = 20.0,
-) -> LossAndMetrics:
-    """Returns -w A l, masked by the change of the token's probability (DPPO-Binary-TV, arXiv:2602.04879).
-
-    A token is dropped if its probability has already moved too far in the direction of its advantage. w is
-    the ratio, at most ``max_ratio`` and without gradient.
+def _dppo(distance: Callable[[Tensor, Tensor], Tensor], limit: float) -> LossFunction:
+    """Returns the loss -w A l, masked by the change of the token's probability (DPPO, arXiv:2602.04879).
 
     Args:
-        clip_low: where A <= 0, tokens with p < p_old - clip_low are dropped.
-        clip_high: where A > 0, tokens with p > p_old + clip_high are dropped.
-        max_ratio: upper bound of w.
-
-    Returns:
-        Losses, and the metrics clip_fraction (dropped tokens), ratio and old_kl.
+        distance: (new, old) log-probs -> distance of both distributions, [F].
+        limit: default of both bounds.
     """
-    old = field(pairs, "old_logprobs")
-    change = logprobs.detach().exp() - old.exp()
-    is_kept = torch.where(field(pairs, "advantage") > 0, change <= clip_high, change >= -clip_low)
-    return _masked(logprobs, pairs, is_kept, max_ratio)
+
+    def dppo(
+        logprobs: Tensor,
+        pairs: PathPairs,
+        clip_low: float = limit,
+        clip_high: float = limit,
+        max_ratio: float = 20.0,
+    ) -> LossAndMetrics:
+        """Returns -w A l, or 0 for tokens that have already moved too far in the direction of A.
+
+        Args:
+            clip_low: where A <= 0, tokens that are less likely now and further away than this are dropped.
+            clip_high: where A > 0, tokens that are more likely now and further away than this are dropped.
+            max_ratio: upper bound of w, the ratio without gradient.
+
+        Returns:
+            Losses, and the metrics clip_fraction (dropped tokens), ratio and old_kl.
+        """
+        advantage, new = field(pairs, "advantage"), logprobs.detach()
+        old = field(pairs, "old_logprobs").to(new.dtype)
+        moved = distance(new, old)
+        is_kept = torch.where(
+            advantage > 0,
+            (moved <= clip_high) | (new <= old),
+            (moved <= clip_low) | (new >= old),
+        )
+        weight = (new - old).exp().clamp(max=max_ratio)
+        loss = torch.where(is_kept, -weight * advantage * logprobs, 0.0)
+        return loss, {"clip_fraction": (~is_kept).float()} | ratio_metrics(logprobs - old)
+
+    return dppo
 
 
-def dppo_kl(
-    logprobs: Tensor,
-    pairs: PathPairs,
-    clip_low: float = 0.05,
-    clip_high: float = 0.05,
-    max_ratio: float = 20.0,
-) -> LossAndMetrics:
-    """Returns the loss of ``dppo_tv`` with another distance: the KL divergence between two coins.
+def _total_variation(new: Tensor, old: Tensor) -> Tensor:
+    """Returns the change of the token's probability."""
+    return (new.exp() - old.exp()).abs()
 
-    A coin's probability is the token's, under the old and the current model (DPPO-Binary-KL).
-    """
-    old, new = field(pairs, "old_logprobs").to(logprobs.dtype), logprobs.detach()
+
+def _coin_kl(new: Tensor, old: Tensor) -> Tensor:
+    """Returns the KL divergence of two coins, whose probabilities are the token's: KL(old || new)."""
     rest_old, rest_new = 1 - old.exp(), 1 - new.exp()
-    divergence = old.exp() * (old - new) + rest_old * ((rest_old + 1e-8) / (rest_new + 1e-8)).log()
-    is_kept = torch.where(
-        field(pairs, "advantage") > 0,
-        (divergence <= clip_high) | (new <= old),
-        (divergence <= clip_low) | (new >= old),
-    )
-    return _masked(logprobs, pairs, is_kept, max_ratio)
+    return old.exp() * (old - new) + rest_old * ((rest_old + 1e-8) / (rest_new + 1e-8)).log()
 
 
-def _masked(logprobs: Tensor, pairs: PathPairs, is_kept: Tensor, max_ratio: float) -> LossAndMetrics:
-    log_ratio = logprobs - field(pairs, "old_logprobs")
-    weight = log_ratio.detach().exp().clamp(max=max_ratio)
-    loss = torch.where(is_kept, -weight * field(pairs, "advantage") * logprobs, 0.0)
-    return loss, {"clip_fraction": (~is_kept).float()} | ratio_metrics(log_ratio)
+dppo_tv = _dppo(_total_variation, 0.15)  # DPPO-Binary-TV
+dppo_kl = _dppo(_coin_kl, 0.05)  # DPPO-Binary-KL
 
 
 @corrects_rollout

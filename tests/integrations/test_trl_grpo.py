@@ -1,0 +1,139 @@
+"""TRL's GRPO on trees beside the stock trainer: equal samples, losses, metrics and weights."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.trl_runs import ACCUMULATE, Run, assert_equal, cases, grpo, save_model, with_tool
+
+pytest.importorskip("trl")
+
+from trl import GRPOTrainer
+
+from tests.support.processes import as_rank, run_ranks
+from titan_tree.integrations.trl import TreeGRPOTrainer
+
+pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_ten_steps_equal_those_of_grpo_trainer(folder: Path) -> None:
+    stock, tree = (
+        grpo(cls, folder, loss_type="dapo", max_steps=10) for cls in (GRPOTrainer, TreeGRPOTrainer)
+    )
+    assert_equal(stock, tree)
+    assert len(tree.losses) == 10
+    steps = [tree.rows[start : start + 8] for start in range(0, 80, 8)]
+    for rows, log in zip(steps, tree.logs, strict=True):
+        prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+        assert log["tree/distinct_tokens"] == len(prefixes)
+        assert log["tree/row_tokens"] == sum(map(len, rows)) > 2 * len(prefixes)
+
+
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+CASES: dict[str, dict[str, Any]] = {
+    # In the second iteration, ratios differ from 1.
+    **{
+        loss: {"loss_type": loss, "num_iterations": 2}
+        for loss in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo")
+    },
+    "luspo": {"loss_type": "luspo", "num_iterations": 2, "importance_sampling_level": "sequence"},
+    "sequence level": {"loss_type": "grpo", "num_iterations": 2, **SEQUENCE},
+    "reference model": {"loss_type": "grpo", "beta": 0.1},
+    "LoRA": {"loss_type": "grpo", "beta": 0.1, "peft": True},
+    "truncated rows": {"loss_type": "dapo", "beta": 0.1, "mask_truncated_completions": True},
+    "tool mask": {"loss_type": "dapo", "rollout": with_tool, "max_completion_length": 32},
+    "temperature": {"loss_type": "dapo", "temperature": 0.7},
+    "entropy bonus": {"loss_type": "grpo", "entropy_coef": 0.1},
+    "entropy quantile": {"loss_type": "grpo", "top_entropy_quantile": 0.5, **ACCUMULATE},
+    "accumulation": {"loss_type": "grpo", **ACCUMULATE},
+    "mean over micro-batches": {"loss_type": "bnpo", **ACCUMULATE},
+    "two steps per generation": {"loss_type": "dapo", "steps_per_generation": 4, **ACCUMULATE},
+    "checkpointing": {"loss_type": "dapo", "gradient_checkpointing": True, "peft": True},
+    "reentrant checkpointing": {
+        "loss_type": "dapo",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+}
+
+
+LONG_TAIL = ("temperature", "reentrant checkpointing", "bnpo", "mean over micro-batches")
+LONG_TAIL += ("two steps per generation", "truncated rows")
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Callable[[str], Run]:
+    """Returns the run of the stock trainer for a case. Each is trained once."""
+    return functools.cache(lambda name: grpo(GRPOTrainer, folder, **CASES[name]))
+
+
+@pytest.mark.parametrize(("name", "max_tokens"), cases(CASES, LONG_TAIL, ("sequence level", "LoRA")))
+def test_grpo(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
+    """In partitions, at most 30 tokens run at once, and a row has 30 to 44."""
+    options = CASES[name]
+    tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options)
+    assert_equal(stock(name), tree, options.get("gradient_accumulation_steps", 1))
+
+
+def test_groups_stay_together(folder: Path) -> None:
+    """TRL spreads the groups of 4 rows over the 4 micro-batches of a step."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
+    stock, tree = (grpo(cls, folder, loss_type="dapo", **options) for cls in (GRPOTrainer, TreeGRPOTrainer))
+    assert_equal(stock, tree, micro_batches=4)
+    parts = tree.trainer._buffered_inputs
+    assert [part["row"].tolist() for part in parts] == [[*range(i, i + 4)] for i in (0, 4, 8, 12)]
+    groups = [tree.rows[start : start + 4] for start in range(0, 16, 4)]
+    prefixes = [{tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)} for rows in groups]
+    assert tree.logs[0]["tree/distinct_tokens"] == sum(map(len, prefixes)) / 4
+
+
+@pytest.mark.parametrize("max_tokens", [None, 30])
+def test_mixed_precision_is_no_worse_than_in_the_stock_trainer(folder: Path, max_tokens: int | None) -> None:
+    """bf16 is TRL's default. The reference is fp32."""
+    options: dict[str, Any] = {"loss_type": "dapo", "max_steps": 1}
+    exact, stock = (grpo(GRPOTrainer, folder, **options | extra) for extra in ({}, {"bf16": True}))
+    tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options, bf16=True)
+
+    def error(run: Run) -> float:
+        return sum(float((p - exact.weights[name]).square().sum()) for name, p in run.weights.items()) ** 0.5
+
+    assert exact.rows == tree.rows
+    assert 0 < error(tree) < 1.2 * error(stock)
+
+
+def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
+    torch.set_num_threads(1)
+    with as_rank(rank, 2, ports[0]):
+        options: dict[str, Any] = {"loss_type": "dapo", "ddp_backend": "gloo", "beta": 0.1}
+        stock = grpo(GRPOTrainer, folder, **options, **ACCUMULATE)
+        assert stock.trainer.accelerator.num_processes == 2
+        for max_tokens in (None, 30):
+            tree = grpo(TreeGRPOTrainer, folder, max_tokens=max_tokens, **options, **ACCUMULATE)
+            assert type(tree.trainer.model_wrapped).__name__ == "DistributedDataParallel"
+            assert_equal(stock, tree, micro_batches=2)
+        own = torch.cat([p.flatten() for p in tree.weights.values()])
+        both = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(both, own)
+        assert torch.equal(*both)
+        lists: list[Any] = [None, None]
+        dist.all_gather_object(lists, tree.rows)
+        assert lists[0] != lists[1]
+        dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_ranks_train_as_the_stock_trainer_does(folder: Path) -> None:
+    """With accumulation and a reference model, in one pass and in partitions."""
+    run_ranks(train_on_ranks, 2, folder)

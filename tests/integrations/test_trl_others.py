@@ -1,0 +1,96 @@
+"""TRL's SFT, DPO, KTO and RLOO on trees beside the stock trainers, and what they leave unchanged."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.trl_runs import (
+    ACCUMULATE,
+    LORA,
+    PACKED,
+    Run,
+    assert_equal,
+    cases,
+    make_other,
+    run,
+    save_model,
+)
+
+pytest.importorskip("trl")
+
+from transformers import AutoModelForCausalLM, PrinterCallback
+from trl import DPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+
+from titan_tree.integrations.trl import score_on_trees
+
+pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "SFT": (SFTTrainer, {}),
+    "SFT, dft": (SFTTrainer, {"loss_type": "dft", **ACCUMULATE}),
+    "SFT, padding-free": (SFTTrainer, {"padding_free": True, "max_length": None}),
+    "SFT, packed": (SFTTrainer, PACKED),
+    "SFT, wrapped": (SFTTrainer, {**PACKED, "packing_strategy": "wrapped"}),
+    "DPO": (DPOTrainer, {}),
+    "DPO, weighting": (DPOTrainer, {"use_weighting": True}),
+    "DPO, LoRA": (DPOTrainer, {"adapter": LORA}),
+    "DPO, reference ahead": (DPOTrainer, {"precompute_ref_log_probs": True}),
+    "KTO": (KTOTrainer, {}),
+    "RLOO": (RLOOTrainer, {"num_generations": 4, "max_completion_length": 12, "beta": 0.05}),
+}
+
+
+LONG_TAIL = ("SFT, wrapped", "DPO, reference ahead")
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Callable[[str], Run]:
+    """Returns the run of the stock trainer for a case. Each is trained once."""
+    return functools.cache(lambda name: run(make_other(OTHERS[name][0], folder, **OTHERS[name][1])))
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens"), cases(OTHERS, LONG_TAIL, ("SFT, padding-free", "DPO, weighting"))
+)
+def test_other_trainers(folder: Path, stock: Callable[[str], Run], name: str, max_tokens: int | None) -> None:
+    cls, options = OTHERS[name]
+    trainer = make_other(cls, folder, **options)
+    score_on_trees(trainer, max_tokens)
+    tree = run(trainer)
+    assert_equal(stock(name), tree, options.get("gradient_accumulation_steps", 1))
+    assert tree.logs[0]["tree/distinct_tokens"] <= tree.logs[0]["tree/row_tokens"]
+
+
+def test_the_model_generates_and_saves_as_before(folder: Path, tmp_path: Path) -> None:
+    trainer = make_other(SFTTrainer, folder, max_steps=1)
+    model, ids = trainer.model, torch.randint(3, 64, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # padding
+
+    def outputs(model: Any) -> tuple[Tensor, Tensor]:
+        model.eval()
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask).logits
+        return logits, model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+
+    before, names = outputs(model), list(model.state_dict())
+    score_on_trees(trainer, 30)
+    assert all(map(torch.equal, before, outputs(model)))
+    assert list(model.state_dict()) == names
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(map(torch.equal, outputs(loaded), outputs(model)))
+    assert not torch.equal(outputs(model)[0], before[0])

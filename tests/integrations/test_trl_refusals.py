@@ -1,0 +1,159 @@
+"""What TRL's trainers cannot run on trees is refused."""
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.trl_runs import make_other, save_model
+
+pytest.importorskip("trl")
+
+from peft import LoraConfig, PromptTuningConfig
+from trl import SFTTrainer
+
+from titan_tree.errors import UserError
+from titan_tree.integrations.trl import score_on_trees
+
+pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def with_attribute(path: str, value: Any) -> Callable[[Any], None]:
+    def change(trainer: Any) -> None:
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, trainer), name, value)
+
+    return change
+
+
+REFUSALS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "liger": (with_attribute("args.use_liger_kernel", True), "use_liger_kernel: expected none on trees"),
+    "compile": (with_attribute("args.torch_compile", True), "torch_compile: expected none on trees"),
+    "noise": (with_attribute("args.neftune_noise_alpha", 5.0), "neftune_noise_alpha: expected none on trees"),
+    "smoothing": (
+        with_attribute("args.label_smoothing_factor", 0.1),
+        "label_smoothing_factor: expected none",
+    ),
+    "offloading": (
+        with_attribute("args.activation_offloading", True),
+        "activation_offloading: expected none",
+    ),
+    "fsdp": (with_attribute("is_fsdp_enabled", True), "is_fsdp_enabled: expected False on trees"),
+    "deepspeed": (with_attribute("is_deepspeed_enabled", True), "is_deepspeed_enabled: expected False"),
+    "loss function": (
+        with_attribute("compute_loss_func", print),
+        "compute_loss_func: expected none on trees",
+    ),
+    "router": (with_attribute("aux_loss_enabled", True), "output_router_logits: expected False on trees"),
+    "flash": (with_attribute("model.config._attn_implementation", "flash_attention_2"), "expected 'sdpa' or"),
+    "family": (
+        with_attribute("model.config.model_type", "lfm2"),
+        "lfm2 cannot run on trees: its convolutions",
+    ),
+    "dropout": (
+        with_attribute("model.config.attention_dropout", 0.1),
+        "attention_dropout: expected 0 on trees",
+    ),
+    "module": (with_attribute("model.model.drop", torch.nn.Dropout(0.1)), "model.drop: expected no dropout"),
+    "quantized": (
+        with_attribute("model.config.quantization_config", {"bits": 4}),
+        "expected unquantized weights",
+    ),
+    "twice": (score_on_trees, "without it; pass a new trainer for SFT, DPO, KTO or RLOO, and only once"),
+    "plain model": (
+        lambda trainer: trainer.model.__dict__.pop("forward"),
+        "fused head, got Qwen3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_run_on_trees_is_refused(folder: Path, name: str) -> None:
+    change, message = REFUSALS[name]
+    trainer = make_other(SFTTrainer, folder)
+    change(trainer)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        score_on_trees(trainer)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (
+            LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
+            "lora_dropout.default: expected no dropout",
+        ),
+        (
+            LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            "output projection: expected torch.nn.Linear",
+        ),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "got prompt learning"),
+    ],
+)
+def test_adapters_that_cannot_run_on_trees_are_refused(folder: Path, adapter: Any, message: str) -> None:
+    trainer = make_other(SFTTrainer, folder, adapter=adapter)
+    with pytest.raises(UserError, match=re.escape(message)):
+        score_on_trees(trainer)
+
+
+def test_fp16_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="mixed precision: expected bf16 or none on trees, got fp16"):
+        score_on_trees(make_other(SFTTrainer, folder, fp16=True))
+
+
+def test_wrong_rows_are_refused(folder: Path) -> None:
+    trainer = make_other(SFTTrainer, folder)
+    score_on_trees(trainer)
+    ids = torch.randint(3, 64, (2, 9))
+    good = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "fused_lm_head": True}
+    positions = torch.arange(9).repeat(2, 1)
+    trainer.model(**good)
+    for change, message in (
+        ({"labels": ids + 1}, "labels: expected the token itself or -100"),
+        ({"attention_mask": positions > 2}, "labels: expected -100 for padding"),
+        ({"attention_mask": None}, "got neither and 2 rows"),
+        ({"position_ids": positions}, "got both and 2 rows"),
+        ({"pixel_values": torch.ones(2)}, "pixel_values: expected text rows without it"),
+        ({"output_router_logits": True}, "output_router_logits: expected text rows without it"),
+        (
+            {
+                "input_ids": ids[:1],
+                "labels": ids[:1],
+                "attention_mask": None,
+                "position_ids": positions[:1] + 1,
+            },
+            "position_ids: expected 0, 1, 2, ... in each row",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            trainer.model(**good | change)
+
+
+def test_other_versions_of_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("titan_tree.integrations.trl")
+    monkeypatch.setattr("trl.__version__", "1.15.0")
+    with pytest.raises(UserError, match=r"expected trl 1\.16\.0, got 1\.15\.0; run pip install"):
+        importlib.reload(module)
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(UserError, match="needs the package trl"):
+        importlib.reload(module)
+
+
+def test_partitions_that_cannot_run_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="max_tokens: expected at least 2, got 1"):
+        score_on_trees(make_other(SFTTrainer, folder), 1)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UserError, match="expected use_reentrant = False with max_tokens"):
+        score_on_trees(make_other(SFTTrainer, folder, **reentrant), 30)
