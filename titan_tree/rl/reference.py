@@ -74,9 +74,10 @@ class Reference:
         trees = [TokenTree.from_paths(paths) for paths in groups]
         with torch.no_grad(), adapters_off(self.model) if self.is_base else nullcontext():
             scores = score_trees(self.model, trees, self.max_tokens, self.step.partitioner)
-        for paths, of_paths in zip(groups, scores, strict=True):
-            for path, found in zip(paths, of_paths, strict=True):
-                path.ref_logprobs = found.logprobs.cpu().numpy()
+        everything = [path for paths in groups for path in paths]
+        logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
+        for path, found in zip(everything, logprobs.split(list(map(len, everything))), strict=True):
+            path.ref_logprobs = found.numpy()
 
 
 def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:
