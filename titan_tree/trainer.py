@@ -292,7 +292,8 @@ class Trainer:
         with self.leaving.logging():
             self.loggers.advance(step)
             if update is None:
-                self.loggers.log(step, {"bad_steps": self.bad_steps.total} | validation_values(validation))
+                values = {"bad_steps": self.bad_steps.total, **self.rollout_values}
+                self.loggers.log(step, values | validation_values(validation))
             elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
                 report = StepReport(
                     update.result,

@@ -118,6 +118,25 @@ def test_an_adapter_to_start_from_is_part_of_the_reference(tmp_path: Path) -> No
     assert kl[3] > 1e-4
 
 
+def test_a_resumed_run_refuses_another_adapter_to_start_from(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        first = make(tmp_path / f"first {seed}", *LORA, f"training.seed={seed}", "training.steps=1")
+        first.train()
+        first.close()
+        save_adapter(first.model, tmp_path / f"adapter {seed}")
+    options = (*KL, f"lora.adapter={tmp_path}/adapter", "model.overrides.rope_theta=1000.0")
+    (tmp_path / "adapter 0").rename(tmp_path / "adapter")
+    trainer = make(tmp_path / "run", *options)
+    trainer.num_steps = trainer.leaving.num_steps = 2
+    trainer.train()
+    trainer.close()
+    make(tmp_path / "run", *options).close()
+    (tmp_path / "adapter").rename(tmp_path / "adapter 0")
+    (tmp_path / "adapter 1").rename(tmp_path / "adapter")
+    with pytest.raises(UserError, match="expected the reference of the run so far"):
+        make(tmp_path / "run", *options)
+
+
 def test_a_teacher_is_distilled(tmp_path: Path) -> None:
     teacher = make(tmp_path / "teacher", "training.seed=7")
     with torch.no_grad():

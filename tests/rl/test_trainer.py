@@ -3,10 +3,12 @@
 import csv
 import dataclasses
 import logging
+import random
 import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +17,19 @@ import torch.distributed as dist
 import titan_tree.rl.__main__ as command
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
-from titan_tree import tree_logprobs
+from titan_tree import register_loss, tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
+from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.desk import Desk, DeskEpisode
 from titan_tree.rl.rollouts import Rollout
-from titan_tree.rl.run import run
+from titan_tree.rl.run import run, warm_start_config
+from titan_tree.rl.sampler import Completion
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.rl.warm_start import WarmStart
+from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -263,3 +269,55 @@ def test_settings_that_do_not_fit_together_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         run(tiny(tmp_path, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "message"),
+    [(30, 40, "the model has 40 positions"), (1, 400, "expected ids below the model's vocabulary size 270")],
+)
+def test_rollouts_that_the_model_cannot_read_are_refused(
+    tmp_path: Path, tokens: int, limit: int, message: str
+) -> None:
+    """Samplers with weights of their own may have other limits."""
+
+    class Foreign:
+        def sample(self, contexts: Any, limits: Any, stop: int, seed: int) -> list[Completion]:
+            turn = [*[275] * tokens, stop] if tokens == 1 else [*[97] * tokens, stop]
+            return [Completion(turn, [-1.0] * len(turn)) for _ in contexts]
+
+    options = (f"model.overrides.max_position_embeddings={limit}", "model.overrides.vocab_size=270")
+    config = tiny(tmp_path, "rl.environment=letters", *options, "rl.max_rollout_tokens=300")
+    with pytest.raises(UserError, match=message):
+        RLTrainer(config, Foreign()).train()
+
+
+def test_the_warm_start_shows_the_tools_of_a_task(tmp_path: Path) -> None:
+    class Episode(DeskEpisode):
+        tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]  # noqa: RUF012
+
+    class WithTools(Desk):
+        def episode(self, draw: random.Random) -> Episode:
+            return Episode(draw)
+
+    ENVIRONMENTS.register("with_tools", WithTools)
+    trainer = WarmStart(warm_start_config(tiny(tmp_path, "rl.environment=with_tools", "warm_start.steps=2")))
+    path = trainer.paths(1)[0][0]
+    episode = trainer.environment.episode(random.Random(f"{trainer.config.data.seed}/warm start/1/0"))
+    prompt = trainer.chat.start(episode, 1)[0].tokens
+    assert path.tokens[: len(prompt)].tolist() == prompt
+
+
+def test_a_bad_step_keeps_the_metrics_of_its_rollouts(tmp_path: Path) -> None:
+    @register_loss("not_finite_at_first")
+    def _(logprobs: torch.Tensor, pairs: PathPairs) -> torch.Tensor:
+        return -pairs.advantage * logprobs * (1.0 if trainer.progress.step else torch.nan)
+
+    config = tiny(tmp_path, "rl.environment=letters", "loss.name=not_finite_at_first", "training.steps=2")
+    trainer = with_short_turns(RLTrainer(config))
+    trainer.train()
+    trainer.close()
+    bad, good = rows(tmp_path)
+    assert bad["bad_steps"] == "1"
+    assert not bad["loss"]
+    assert bad["rollouts"] == good["rollouts"] == "12"
+    assert float(bad["reward"]) > 0

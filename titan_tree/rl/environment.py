@@ -55,5 +55,8 @@ class Demonstrator(Protocol):
     """An environment that can show how a task is done, for a warm start."""
 
     def demonstrations(self, draw: random.Random) -> list[list[Message]]:
-        """Returns whole conversations on one task, with the model's turns as messages of the assistant."""
+        """Returns whole conversations on one task, with the model's turns as messages of the assistant.
+
+        The task has the tools of ``episode`` with an equal ``draw``.
+        """
         ...

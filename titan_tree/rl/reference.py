@@ -15,8 +15,9 @@ from titan_tree.engine.scoring import score_trees
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.model_setup import build_parallel_model, start_weights
-from titan_tree.models.hf.files import fingerprint
+from titan_tree.models.hf.files import fingerprint, fingerprint_files
 from titan_tree.models.lora import adapters_off
+from titan_tree.models.peft import ADAPTER
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -43,6 +44,8 @@ class Reference:
         folder, lora = config.rl.reference, config.lora
         self.step, self.max_tokens = step, config.data.max_tokens
         self.identity = start_weights(config) if folder is None else f"snapshot {fingerprint(Path(folder))}"
+        if folder is None and lora.adapter is not None:
+            self.identity += f", adapter {fingerprint_files([Path(lora.adapter) / ADAPTER])}"
         self.model = step.model
         self.is_base = folder is None and lora.is_on and lora.adapter is None
         if self.is_base:

@@ -38,7 +38,7 @@ from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.rl.served import build_server_sampler
 from titan_tree.trainer import Trainer
-from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,15 @@ class EpisodeTrainer(Trainer, ABC):
             position = {"epoch": 0, "group": step * data.global_batch_groups}
             yield self.tree_step.prepare(pack(trees, data.max_tokens)), position
 
+    def check_limits(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
+        """Raises UserError if the model cannot read a path. Samplers of other weights have other limits."""
+        config, experts = self.model.config, self.model.experts
+        limits = ModelLimits(
+            config.max_position_embeddings, config.vocab_size, experts.sizes if experts else None
+        )
+        for path in chain.from_iterable(by_task):
+            path.check_limits(limits)
+
 
 class RLTrainer(EpisodeTrainer):
     """Trains a model on its own rollouts. Each step samples new tasks.
@@ -195,6 +204,7 @@ class RLTrainer(EpisodeTrainer):
             token_paths(group, task, rl.advantage, rl.advantage_options)
             for task, group in zip(self._tasks(step), groups, strict=True)
         ]
+        self.check_limits(by_task)
         if self.reference:
             started = time.perf_counter()
             self.reference.score(by_task)

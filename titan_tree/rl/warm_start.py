@@ -44,9 +44,15 @@ class WarmStart(EpisodeTrainer):
         for task in range(self.config.data.global_batch_groups):
             name = f"{self.config.data.seed}/warm start/{step}/{task}"
             shown = self.environment.demonstrations(random.Random(name))
+            tools = getattr(self.environment.episode(random.Random(name)), "tools", None)
             by_task.append(
-                [path for messages in shown for path in self.tokenizer.samples(messages, turns="whole")]
+                [
+                    path
+                    for messages in shown
+                    for path in self.tokenizer.samples(messages, tools, turns="whole")
+                ]
             )
+        self.check_limits(by_task)
         return by_task
 
     def validate(self, step: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a checksum of the sizes of a snapshot's weight files, and of samples of their bytes.
+    """Returns a checksum of a snapshot's weight files, see ``fingerprint_files``."""
+    return fingerprint_files(weight_files(folder))
+
+
+def fingerprint_files(files: Iterable[Path]) -> str:
+    """Returns a checksum of the sizes of weight files, and of samples of their bytes.
 
     It reads at most 64 KiB of each file. Two snapshots of the same architecture differ in almost all bytes.
     """
     checksum = 0
-    for file in weight_files(folder):
+    for file in files:
         size = file.stat().st_size
         with file.open("rb") as opened:
             for i in range(SAMPLES):
