@@ -33,7 +33,7 @@ from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.token_tree import TokenTree
 
 
-@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "spo"), ("ppo", "tree_rl"), ("gspo", "group")])
+@pytest.mark.parametrize(("loss", "advantage"), [("grpo", "spo"), ("ppo", "spo"), ("gspo", "spo")])
 @pytest.mark.parametrize("max_tokens", [512, 60])
 def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, max_tokens: int) -> None:
     """The same rollouts, with branches, as trees, as partitioned trees, and path by path."""
@@ -245,6 +245,11 @@ def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
         ("rl.rollout=3", "unknown key 'rl.rollout'; did you mean 'rl.rollouts'"),
         ("partition.strategy=none", "partition.strategy: expected another one than 'none'"),
         ("rl.advantage=turn", "rl.advantage: expected one of group, mean, loo"),
+        ("rl.advantage=group", "rl.branches: expected 0, because rl.advantage = 'group' would take branches"),
+        (
+            "data.advantage=mean",
+            "data.advantage: expected no value, because an environment has no files; set rl.",
+        ),
         ("rl.advantage=given", "rl.advantage: expected one of group, mean, loo"),
         ("warm_start.steps=-1", "warm_start.steps: expected at least 0"),
     ],
@@ -260,6 +265,8 @@ def test_wrong_configurations_are_refused(tmp_path: Path, override: str, message
         (["model.overrides.vocab_size=512"], "vocab_size: expected at most the tokenizer's 282 ids, got 512"),
         (["data.tokenizer=null"], "data.tokenizer: expected a tokenizer, got none"),
         (["warm_start.steps=2", "rl.environment=letters"], "'letters' has no method demonstrations"),
+        (["loss.kl.coefficient=0.1", "rl.reference=none"], "rl.reference: expected the folder of a snapshot"),
+        (["loss.name=distill"], "rl.reference: expected the teacher's snapshot"),
         (["rl.max_rollout_tokens=20"], "expected more than the 28 tokens of a prompt, got 20"),
         (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),
     ],

@@ -24,6 +24,9 @@ OF_FILES = (
     *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "shuffle_buffer", "workers"),
 )
 
+# Estimators whose baselines take branches for independent rollouts, which would bias the gradient.
+WITHOUT_BRANCHES = ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "tree_po")
+
 
 @dataclass
 class RLDataConfig(DataConfig, table="data"):
@@ -39,12 +42,13 @@ class RLDataConfig(DataConfig, table="data"):
         default = DataConfig(files="")
         for name in OF_FILES:
             got, expected = getattr(self, name), getattr(default, name)
-            require(got == expected, f"data.{name}", "no value, because an environment has no files", got)
+            reason = "an environment has no files" + ("; set rl.advantage" if name == "advantage" else "")
+            require(got == expected, f"data.{name}", f"no value, because {reason}", got)
 
 
 @dataclass
 class ServerConfig(Checked, table="rl.server"):
-    """A server that samples the rollouts, in place of the trained weights."""
+    """A server that samples the rollouts with copies of the trained weights."""
 
     url: str | None = None  # such as "http://localhost:30000"; unset: sample from the trained weights
     api: Literal["vllm", "sglang"] = "vllm"
@@ -87,6 +91,16 @@ class RLConfig(Checked, table="rl"):
     # Needs a server, or another sampler with weights of its own.
     async_steps: int = setting(0, between(0, 1))
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.branches == 0 or self.advantage not in WITHOUT_BRANCHES,
+            "rl.branches",
+            f"0, because rl.advantage = {self.advantage!r} would take branches for independent rollouts (set "
+            'rl.advantage = "spo" to use branches)',
+            self.branches,
+        )
 
 
 @dataclass

@@ -43,6 +43,11 @@ class Reference:
     def __init__(self, config: RLRunConfig, step: TreeStep) -> None:
         folder, lora = config.rl.reference, config.lora
         self.step, self.max_tokens = step, config.data.max_tokens
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(
+                f"rl.reference: expected the folder of a snapshot, got {folder!r}, which does not exist; "
+                "correct it"
+            )
         self.identity = start_weights(config) if folder is None else f"snapshot {fingerprint(Path(folder))}"
         if folder is None and lora.adapter is not None:
             self.identity += f", adapter {fingerprint_files([Path(lora.adapter) / ADAPTER])}"
@@ -87,8 +92,12 @@ def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:
     """Returns the reference if the loss reads ref_logprobs, or else None.
 
     Raises:
-        UserError: ``rl.reference`` is set, but not needed; or see ``Reference``.
+        UserError: ``rl.reference`` is set, but not needed; it is not set, but needed; or see ``Reference``.
     """
+    if config.loss.name == "distill" and config.rl.reference is None:
+        raise UserError(
+            'rl.reference: expected the teacher\'s snapshot, because loss.name = "distill", got none; set it'
+        )
     if step.loss.needs_reference:
         return Reference(config, step)
     if config.rl.reference is not None:

@@ -53,7 +53,7 @@ class Server:
     ) -> None:
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise UserError(f"url: expected a URL such as 'http://localhost:8000', got {url!r}")
+            raise UserError(f"rl.server.url: expected a URL such as 'http://localhost:8000', got {url!r}")
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self._api_key, self._attempts, self._pause_s = api_key, attempts, pause_s
         self._stopped, self._lock = threading.Event(), threading.Lock()
@@ -152,7 +152,7 @@ class Server:
             raise StoppedError(where)
         raise UserError(
             f"{where}: no answer after {attempts} attempts, the last one failed with {problem}; "
-            "check that the server runs, or raise attempts or timeout_s"
+            "check that the server runs, or raise rl.server.attempts or rl.server.timeout_s"
         )
 
     def _send(self, method: str, path: str, content: bytes | None) -> tuple[int, bytes]:
