@@ -1,4 +1,4 @@
-"""Log-probs of the reference, against transformers and PEFT on every rollout alone."""
+"""Log-probs that the loop adds to rollouts, against transformers and PEFT on every rollout alone."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -192,3 +192,26 @@ def test_wrong_references_are_refused(tmp_path: Path) -> None:
             trainer = make(tmp_path / "run", *KL, snapshot, "training.steps=2")
             trainer.train()
             trainer.close()
+
+
+@pytest.mark.parametrize("max_tokens", [512, 60])
+def test_the_trainer_scores_rollouts_that_a_loss_corrects(tmp_path: Path, max_tokens: int) -> None:
+    """The sampler says -5 for each end of a turn. The model disagrees."""
+    trainer = make(
+        tmp_path, "loss.correction.level=token", f"data.max_tokens={max_tokens}", "training.steps=1"
+    )
+    before = exported(trainer.model, tmp_path / "before")
+    trainer.train()
+    gaps = []
+    with torch.no_grad():
+        for path in trainer.seen:
+            want, counted = path_logprobs(before, path.tokens).numpy(), path.loss_mask[1:] > 0
+            assert path.old_logprobs[1:][counted] == pytest.approx(want[counted], abs=1e-5)
+            gaps.append((path.old_logprobs - path.rollout_logprobs)[1:][counted])
+    gap = np.concatenate(gaps)
+    assert (np.abs(gap) < 1e-4).any()
+    assert (np.abs(gap) > 0.1).any()  # the ends of turns
+    (row,) = rows(tmp_path)
+    assert float(row["ratio"]) == pytest.approx(1, abs=1e-5)
+    assert float(row["rollout_kl"]) > 0.01
+    trainer.close()

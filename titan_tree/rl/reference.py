@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.scoring import score_trees
@@ -18,6 +21,7 @@ from titan_tree.model_setup import build_parallel_model, start_weights
 from titan_tree.models.hf.files import fingerprint, fingerprint_files
 from titan_tree.models.lora import adapters_off
 from titan_tree.models.peft import ADAPTER
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -80,12 +84,21 @@ class Reference:
     def score(self, groups: Sequence[Sequence[TokenPath]]) -> None:
         """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
         trees = [TokenTree.from_paths(paths) for paths in groups]
-        with torch.no_grad(), adapters_off(self.model) if self.is_base else nullcontext():
-            scores = score_trees(self.model, trees, self.max_tokens, self.step.partitioner)
-        everything = [path for paths in groups for path in paths]
-        logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
-        for path, found in zip(everything, logprobs.split(list(map(len, everything))), strict=True):
-            path.ref_logprobs = found.numpy()
+        with adapters_off(self.model) if self.is_base else nullcontext():
+            logprobs = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
+        for path, found in zip(chain.from_iterable(groups), logprobs, strict=True):
+            path.ref_logprobs = found
+
+
+@torch.no_grad()
+def path_logprobs(
+    model: TreeModel, trees: Sequence[TokenTree], max_tokens: int, partitioner: TreePartitioner | None
+) -> list[np.ndarray]:
+    """Returns the log-probs [T] of all paths of ``trees``, one after another. See ``score_trees``."""
+    scores = score_trees(model, trees, max_tokens, partitioner)
+    logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
+    lengths = [len(path) for tree in trees for path in tree.paths]
+    return [found.numpy() for found in logprobs.split(lengths)]
 
 
 def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:

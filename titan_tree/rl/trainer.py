@@ -33,7 +33,7 @@ from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import GenerateSampler
-from titan_tree.rl.reference import Reference, build_reference
+from titan_tree.rl.reference import Reference, build_reference, path_logprobs
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.rl.served import build_server_sampler
@@ -144,8 +144,8 @@ class RLTrainer(EpisodeTrainer):
     """Trains a model on its own rollouts. Each step samples new tasks.
 
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
-    ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and,
-    with a reference, ``scoring_s``.
+    ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and
+    ``scoring_s``.
     If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps since it got them.
     """
 
@@ -205,11 +205,21 @@ class RLTrainer(EpisodeTrainer):
             for task, group in zip(self._tasks(step), groups, strict=True)
         ]
         self.check_limits(by_task)
+        started = time.perf_counter()
+        if self.tree_step.loss.reads_rollout:
+            self._score(by_task)
         if self.reference:
-            started = time.perf_counter()
             self.reference.score(by_task)
-            values["scoring_s"] = time.perf_counter() - started
+        values["scoring_s"] = time.perf_counter() - started
         return by_task
+
+    def _score(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
+        """Calls the sampler's log-probs ``rollout_logprobs``, and sets ``old_logprobs`` to the trainer's."""
+        data = self.config.data
+        trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
+        logprobs = path_logprobs(self.model, trees, data.max_tokens, self.tree_step.partitioner)
+        for path, found in zip(chain.from_iterable(by_task), logprobs, strict=True):
+            path.rollout_logprobs, path.old_logprobs = path.old_logprobs, found
 
     def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
         """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""

@@ -127,6 +127,11 @@ class TreeLoss:
         return self.kl is not None or getattr(self.function, "reads_reference", False)
 
     @property
+    def reads_rollout(self) -> bool:
+        """Whether the loss compares old_logprobs with rollout_logprobs."""
+        return self.correction is not None or getattr(self.function, "corrects_rollout", False)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether ``__call__`` needs the entropies of the model's predictions."""
         return self.entropy != 0.0
