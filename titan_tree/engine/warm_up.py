@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,22 +45,22 @@ def warm_up_inputs(
     large = [branch + node(leaf) for branch, leaves in branches for leaf in leaves]
     replay: Replay = "off" if experts is None else "first"
     trees = [
-        TokenTree.from_paths(
-            [
-                _warm_up_path(tokens, experts, preference)
-                for tokens, preference in zip([*paths, paths[-1]], [*sides, "mismatched"], strict=True)
-            ],
-            replay,
-        )
-        for paths in (2 * [node(*SMALL)], large)
-        for sides in (["chosen", "rejected"] * (len(paths) // 2),)
+        TokenTree.from_paths(_warm_up_paths(token_lists, experts), replay)
+        for token_lists in (2 * [node(*SMALL)], large)
     ]
     partitioner = TreePartitioner("redundancy_free", MAX_LENGTH * unit)
     partitioners = [None] if preparer.partitioner is None else [None, partitioner]
     return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
 
 
-def _warm_up_path(tokens: list[int], experts: ExpertSizes | None, preference: str) -> TokenPath:
+def _warm_up_paths(token_lists: Sequence[list[int]], experts: ExpertSizes | None) -> list[TokenPath]:
+    """Returns a path for each of an even number of lists: preference pairs, and then a mismatched path."""
+    preferences = ["chosen", "rejected"] * (len(token_lists) // 2)
+    paths = [_warm_up_path(*each, experts) for each in zip(token_lists, preferences, strict=True)]
+    return [*paths, _warm_up_path(token_lists[-1], "mismatched", experts)]
+
+
+def _warm_up_path(tokens: list[int], preference: str, experts: ExpertSizes | None) -> TokenPath:
     """Returns a path with every field that a loss may read."""
     fields: dict[str, Any] = {name: np.zeros(len(tokens)) for name in PER_TOKEN}
     fields |= {"policy_version": 0, "preference": preference}
