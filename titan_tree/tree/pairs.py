@@ -11,7 +11,7 @@ from titan_tree.errors import UserError
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-MAX_GAP = 20.0  # of log-probs, in divergences; verl has the same bound
+MAX_LOG_RATIO = 20.0  # of importance weights and of divergences; verl has the same bound
 Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of some path counts
 
 
@@ -64,7 +64,7 @@ def _rollout_gaps(
     def total(values: np.ndarray) -> np.ndarray:
         return np.bincount(path, loss_mask * values, minlength=num_paths)
 
-    bounded = gap.clip(-MAX_GAP, MAX_GAP)
+    bounded = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     low, high = np.full(num_paths, np.inf), np.full(num_paths, -np.inf)
     counted = loss_mask > 0
     np.minimum.at(low, path[counted], bounded[counted])

@@ -15,9 +15,9 @@ from torch import Tensor
 from titan_tree.components.tree_loss.ratios import field, kl_estimate
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.pairs import MAX_LOG_RATIO
 
 Moments = tuple[float | Tensor, float | Tensor, float | Tensor]  # sums of c, c A and c A², see ``whitened``
-MAX_LOG_RATIO = 20.0  # of ``importance`` and of divergences; verl has the same bound
 
 
 @dataclass(frozen=True)
