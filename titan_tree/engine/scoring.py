@@ -172,6 +172,17 @@ def score_trees(
     return found
 
 
+@torch.no_grad()
+def path_logprobs(
+    model: TreeModel, trees: Sequence[TokenTree], max_tokens: int, partitioner: TreePartitioner | None
+) -> list[np.ndarray]:
+    """Returns the log-probs [T] of all paths of ``trees``, one after another. See ``score_trees``."""
+    scores = score_trees(model, trees, max_tokens, partitioner)
+    logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
+    lengths = [len(path) for tree in trees for path in tree.paths]
+    return [found.numpy() for found in logprobs.split(lengths)]
+
+
 def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: bool) -> None:
     if max_tokens is not None and torch.is_grad_enabled():
         raise UserError(

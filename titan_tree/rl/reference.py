@@ -8,20 +8,15 @@ from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.engine.scoring import score_trees
+from titan_tree.engine.scoring import path_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.model_setup import build_parallel_model, start_weights
 from titan_tree.models.hf.files import fingerprint, fingerprint_files
 from titan_tree.models.lora import adapters_off
 from titan_tree.models.peft import ADAPTER
-from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -88,17 +83,6 @@ class Reference:
             logprobs = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
         for path, found in zip(chain.from_iterable(groups), logprobs, strict=True):
             path.ref_logprobs = found
-
-
-@torch.no_grad()
-def path_logprobs(
-    model: TreeModel, trees: Sequence[TokenTree], max_tokens: int, partitioner: TreePartitioner | None
-) -> list[np.ndarray]:
-    """Returns the log-probs [T] of all paths of ``trees``, one after another. See ``score_trees``."""
-    scores = score_trees(model, trees, max_tokens, partitioner)
-    logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
-    lengths = [len(path) for tree in trees for path in tree.paths]
-    return [found.numpy() for found in logprobs.split(lengths)]
 
 
 def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:

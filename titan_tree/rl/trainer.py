@@ -24,6 +24,7 @@ from titan_tree.config.tables import check_warmup
 from titan_tree.data.advantages import advantages, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
+from titan_tree.engine.scoring import path_logprobs
 from titan_tree.errors import UserError
 from titan_tree.leaving import AgreedInput
 from titan_tree.models.tree_model import TreeModel
@@ -33,7 +34,7 @@ from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import GenerateSampler
-from titan_tree.rl.reference import Reference, build_reference, path_logprobs
+from titan_tree.rl.reference import Reference, build_reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.rl.served import build_server_sampler
