@@ -151,7 +151,7 @@ def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
         server.fail = lambda path, body: (
             {"weight_version": "run-1"} if path == "/get_weight_version" else None
         )
-        with pytest.raises(UserError, match=r"weight_version: expected 'run-1', .*, got 'another'"):
+        with pytest.raises(UserError, match=r"weight version: expected 'run-1', .*, got 'another'"):
             sampler.sample([[1]], [3], 258, seed=0)
 
 

@@ -31,6 +31,15 @@ class Served(NamedTuple):
     adapter: str | None = None
 
 
+def check_version(url: str, got: object, expected: str) -> None:
+    """Raises UserError if the server reports other weights than those of the version ``expected``."""
+    if got not in (None, expected):
+        raise UserError(
+            f"{url}: weight version: expected {expected!r}, which this run sent, got {got!r}; does another "
+            "program send weights to this server?"
+        )
+
+
 class WeightPush(Protocol):
     """Sends weights to a server."""
 
@@ -86,17 +95,13 @@ class ModelPush:
 
     def check(self, version: str) -> None:
         got, url = self._engine.version(), self._engine.server.url
+        check_version(url, got, version)
         if got is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s: this version of the server does not report the version of its weights, so nothing "
                 "checks that it samples from the trained ones",
                 url,
-            )
-        if got not in (None, version):
-            raise UserError(
-                f"{url}: weight version: expected {version!r}, which this run sent, got {got!r}; does "
-                "another program send weights to this server?"
             )
 
     def close(self) -> None:
