@@ -57,6 +57,19 @@ def kl_by_step(folder: Path) -> list[float]:
     return [float(row["ref_kl"]) for row in rows(folder)]
 
 
+def trained_in_two_parts(folder: Path, *options: str) -> Recorded:
+    """Returns a run that was resumed after two of four steps. Its metrics are those of the run in "whole"."""
+    kl = kl_by_step(folder / "whole")
+    assert abs(kl[0]) < 1e-9
+    assert kl[3] > 1e-3
+    for steps in (2, 4):
+        resumed = make(folder / "resumed", *options, f"training.steps={steps}")
+        resumed.train()
+        resumed.close()
+    assert rows(folder / "resumed") == rows(folder / "whole")
+    return resumed
+
+
 @pytest.mark.parametrize("max_tokens", [512, 60])
 def test_the_reference_is_the_start_of_the_run(tmp_path: Path, max_tokens: int) -> None:
     """Also in a run that was resumed, whose log-probs and metrics are those of an uninterrupted one."""
@@ -66,15 +79,8 @@ def test_the_reference_is_the_start_of_the_run(tmp_path: Path, max_tokens: int) 
     whole.train()
     whole.close()
     check_scores(whole.seen, reference)
-    kl = kl_by_step(tmp_path / "whole")
-    assert abs(kl[0]) < 1e-9
-    assert kl[3] > 1e-3
-    for steps in (2, 4):
-        resumed = make(tmp_path / "resumed", *options, f"training.steps={steps}")
-        resumed.train()
-        resumed.close()
+    resumed = trained_in_two_parts(tmp_path, *options)
     check_scores(resumed.seen, reference)
-    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
 
 
 def test_the_base_of_lora_is_the_reference(tmp_path: Path) -> None:
@@ -91,14 +97,7 @@ def test_the_base_of_lora_is_the_reference(tmp_path: Path) -> None:
     trained = dict(whole.model.named_parameters())
     assert all((trained[name] - before).norm() > 1e-3 for name, before in factors.items())
     assert all(torch.equal(trained[name], before) for name, before in base.items())
-    kl = kl_by_step(tmp_path / "whole")
-    assert abs(kl[0]) < 1e-9
-    assert kl[3] > 1e-3
-    for steps in (2, 4):
-        resumed = make(tmp_path / "resumed", *options, f"training.steps={steps}")
-        resumed.train()
-        resumed.close()
-    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
+    resumed = trained_in_two_parts(tmp_path, *options)
     assert all(torch.equal(p, trained[name]) for name, p in resumed.model.named_parameters())
 
 
