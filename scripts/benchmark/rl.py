@@ -5,8 +5,10 @@
 
 It appends one row per RL step, and per measurement of the warm start, to the CSV. At the first RL step it
 also compares the layouts "tree" and "flat" on the same rollouts, and every 20 steps the sampler with
-tree_logprobs. On a CPU, seconds are CPU seconds of this process, which other programs affect less than
-wall-clock time; they include the start of Python. On a GPU they are seconds since the start of this script.
+tree_logprobs. On a CPU, the column "s" has CPU seconds of this process, which other programs affect less
+than wall-clock time. They include the start of Python. On a GPU, it has seconds since the start of this
+script. The other times are those of metrics.csv, in seconds. "sampled_tokens" adds up the logged steps, so
+leave metrics.log_interval at 1.
 """
 
 from __future__ import annotations
