@@ -245,7 +245,6 @@ def test_a_warm_start_that_was_interrupted_after_its_reward_trains_no_further(
         ("rl.rollout=3", "unknown key 'rl.rollout'; did you mean 'rl.rollouts'"),
         ("partition.strategy=none", "partition.strategy: expected another one than 'none'"),
         ("rl.advantage=turn", "rl.advantage: expected one of group, mean, loo"),
-        ("rl.advantage=group", "rl.branches: expected 0, because rl.advantage = 'group' would take branches"),
         (
             "data.advantage=mean",
             "data.advantage: expected no value, because an environment has no files; set rl.",
@@ -266,6 +265,7 @@ def test_wrong_configurations_are_refused(tmp_path: Path, override: str, message
         (["data.tokenizer=null"], "data.tokenizer: expected a tokenizer, got none"),
         (["warm_start.steps=2", "rl.environment=letters"], "'letters' has no method demonstrations"),
         (["loss.kl.coefficient=0.1", "rl.reference=none"], "rl.reference: expected the folder of a snapshot"),
+        (["rl.advantage=group"], "rl.branches: expected 0, because rl.advantage = 'group' would take"),
         (["loss.name=distill"], "rl.reference: expected the teacher's snapshot"),
         (["rl.max_rollout_tokens=20"], "expected more than the 28 tokens of a prompt, got 20"),
         (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),

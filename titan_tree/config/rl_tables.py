@@ -24,9 +24,6 @@ OF_FILES = (
     *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "shuffle_buffer", "workers"),
 )
 
-# Estimators whose baselines take branches for independent rollouts, which would bias the gradient.
-WITHOUT_BRANCHES = ("group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "tree_po")
-
 
 @dataclass
 class RLDataConfig(DataConfig, table="data"):
@@ -91,16 +88,6 @@ class RLConfig(Checked, table="rl"):
     # Needs a server, or another sampler with weights of its own.
     async_steps: int = setting(0, between(0, 1))
     server: ServerConfig = field(default_factory=ServerConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.branches == 0 or self.advantage not in WITHOUT_BRANCHES,
-            "rl.branches",
-            f"0, because rl.advantage = {self.advantage!r} would take branches for independent rollouts (set "
-            'rl.advantage = "spo" to use branches)',
-            self.branches,
-        )
 
 
 @dataclass

@@ -197,6 +197,8 @@ def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
 
 
 ONCE = frozenset({"spo"})  # estimators that are defined per turn of the tree, not per path
+# Estimators that take branches for independent rollouts, which would bias the gradient.
+WITHOUT_BRANCHES = frozenset({"group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "tree_po"})
 
 
 def rollout_rewards(name: str, samples: Sequence[Sample]) -> tuple[list[float], list[int]]:

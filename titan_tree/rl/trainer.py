@@ -21,7 +21,7 @@ from typing import Any
 from titan_tree.build import DEFAULT_STEPS
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.tables import check_warmup
-from titan_tree.data.advantages import advantages, check_options
+from titan_tree.data.advantages import WITHOUT_BRANCHES, advantages, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.scoring import path_logprobs
@@ -61,7 +61,13 @@ class EpisodeTrainer(Trainer, ABC):
     sampler: Sampler
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
-        check_options(config.rl.advantage, config.rl.advantage_options, "rl")
+        rl = config.rl
+        check_options(rl.advantage, rl.advantage_options, "rl")
+        if rl.branches and rl.advantage in WITHOUT_BRANCHES:
+            raise UserError(
+                f"rl.branches: expected 0, because rl.advantage = {rl.advantage!r} would take branches for "
+                f'independent rollouts, got {rl.branches}; set rl.advantage = "spo", or rl.branches = 0'
+            )
         self._given_sampler = sampler
         super().__init__(config)
 
