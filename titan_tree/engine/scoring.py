@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-T = TypeVar("T")
+B = TypeVar("B", Tensor, TreeBatch)
 Outputs = Iterable[tuple[TreeBatch, ModelOutput]]
 
 
@@ -143,29 +143,25 @@ def score_trees(
     everything = [list(range(len(trees)))] if trees else []
     chosen = everything if max_tokens is None else first_fit(list(map(len, trees)), max_tokens)
     split = one_pass if partitioner is None else partitioner.plan
+    forwards: Iterable[_Forward] = _forwards(model, trees, chosen, split)
     is_shared = world_size() > 1 and (isinstance(model.root, FSDPModule) or model.communicates)
-    agreed: Callable[[Callable[[], list[T]]], list[T]] = own if is_shared else lambda make: make()
-    plans = agreed(lambda: [split(TokenTree.forest([trees[i] for i in of_pass])) for of_pass in chosen])
-    batches = agreed(lambda: [TreeBatch.from_plan(plan, edges="loss") for plan in plans])
-    schedule = [[model.share.of(batch) for batch in of_plan] for of_plan in batches]
     if is_shared:
-        assert dist.group.WORLD is not None
-        schedule = in_lockstep(schedule, 0, dist.group.WORLD, model.share)
+        forwards = _in_lockstep(model, own(lambda: list(forwards)))
     if not torch.is_grad_enabled():
         GradientSync(model, reshard_after_forward=True).hold(
             False
         )  # a partitioned step keeps weights gathered
     found: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
-        for number, partitions in enumerate(schedule):
-            outputs = _outputs(model, partitions, entropies)
-            if number >= len(plans):  # dummy batches
+        for forward in forwards:
+            outputs = _outputs(model, forward.partitions, entropies)
+            if forward.plan is None:
                 for _ in outputs:
                     pass
                 continue
-            experts = _Experts(model, plans[number], batches[number], is_shared) if routed_experts else None
-            scores = iter(_path_scores(model, plans[number].tree, batches[number], outputs, experts))
-            for tree in chosen[number]:
+            experts = _Experts(model, forward.plan, forward.batches, is_shared) if routed_experts else None
+            scores = _path_scores(model, forward.plan.tree, forward.batches, outputs, experts)
+            for tree in forward.trees:
                 found[tree] = [next(scores) for _ in trees[tree].paths]
     if not torch.is_grad_enabled():
         reshard(model)
@@ -181,6 +177,37 @@ def path_logprobs(
     logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
     lengths = [len(path) for tree in trees for path in tree.paths]
     return [found.numpy() for found in logprobs.split(lengths)]
+
+
+class _Forward(NamedTuple):
+    """A forward pass over some trees, or several over their partitions."""
+
+    trees: Sequence[int]
+    plan: PartitionPlan | None  # None: this rank only takes part in the communication of others
+    batches: Sequence[TreeBatch]  # of the plan
+    partitions: Sequence[TreeBatch]  # that this rank runs: its shares of the batches, and dummies
+
+
+def _forwards(
+    model: TreeModel,
+    trees: Sequence[TokenTree],
+    chosen: Sequence[Sequence[int]],
+    split: Callable[[TokenTree], PartitionPlan],
+) -> Iterator[_Forward]:
+    """Makes the forward passes one at a time, so that a GPU computes one while the host makes the next."""
+    for numbers in chosen:
+        plan = split(TokenTree.forest([trees[i] for i in numbers]))
+        batches = TreeBatch.from_plan(plan, edges="loss")
+        yield _Forward(numbers, plan, batches, [model.share.of(batch) for batch in batches])
+
+
+def _in_lockstep(model: TreeModel, forwards: Sequence[_Forward]) -> list[_Forward]:
+    """Adds the dummies that the communication of other ranks needs. Collective."""
+    assert dist.group.WORLD is not None
+    schedule = in_lockstep([own.partitions for own in forwards], 0, dist.group.WORLD, model.share)
+    dummies = [_Forward([], None, [], [])] * (len(schedule) - len(forwards))
+    every = zip([*forwards, *dummies], schedule, strict=True)
+    return [forward._replace(partitions=partitions) for forward, partitions in every]
 
 
 def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: bool) -> None:
@@ -200,7 +227,7 @@ def _outputs(model: TreeModel, partitions: Sequence[TreeBatch], entropies: bool)
     device = next(model.parameters()).device
     if len(partitions) > 1:
         return PartitionRunner(model, partitions, device, entropy=entropies).outputs()
-    batch = partitions[0].to(device)
+    batch = _to(device, partitions[0])
     return [(batch, model(batch, entropy=entropies))]
 
 
@@ -248,22 +275,29 @@ def _path_scores(
     outputs: Outputs,
     experts: _Experts | None,
 ) -> Iterator[PathScores]:
-    """Yields the scores of each path of a forest."""
+    """Yields the scores of each path of a forest. The host does not wait for a GPU."""
+    device = next(model.parameters()).device
     whole = partitions[0] if len(partitions) == 1 else TreeBatch.from_trees([tree], edges="loss")
-    whole = whole.to(next(model.parameters()).device)
+    whole = _to(device, whole)
     kept = outputs if experts is None else experts.keep(outputs)
     scores = collect_scores(kept, whole, model.sequence_group)
-    index = torch.from_numpy(tree.path_index).long()
+    index = torch.from_numpy(tree.path_index)
     is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
     is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
-    counted, lengths = torch.from_numpy(is_counted).to(whole.edge_token.device), list(map(len, tree.paths))
+    counted, of_path = _to(device, torch.from_numpy(is_counted)), _to(device, index).long()
+    lengths = list(map(len, tree.paths))
 
     def by_path(values: Tensor) -> Sequence[Tensor]:
         of_tokens = values.new_full((len(tree),), torch.nan).index_put((whole.edge_token,), values)
-        return torch.where(counted, of_tokens[index.to(values.device)], torch.nan).split(lengths)
+        return torch.where(counted, of_tokens[of_path], torch.nan).split(lengths)
 
     columns = {name: by_path(values) for name, values in scores.items()}
     nothing = [None] * len(tree.paths)
-    used = nothing if experts is None else experts.of_tokens[index].split(lengths)
-    for of_path in zip(columns["logprobs"], columns.get("entropy", nothing), used, strict=True):
-        yield PathScores(*of_path)
+    used = nothing if experts is None else experts.of_tokens[index.long()].split(lengths)
+    for scored in zip(columns["logprobs"], columns.get("entropy", nothing), used, strict=True):
+        yield PathScores(*scored)
+
+
+def _to(device: torch.device, value: B) -> B:
+    """Returns a batch or a tensor of the host on ``device``. The host does not wait for a GPU."""
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)

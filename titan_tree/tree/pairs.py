@@ -27,9 +27,11 @@ class TreePairs(NamedTuple):
 def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     """Returns the pairs of a tree. Raises UserError if a field is missing in some paths, but not in all."""
     paths = tree.paths
+    starts = tree.path_offsets[:-1]
     mask = np.concatenate([path.loss_mask for path in paths])
+    mask[starts] = 0  # no edge predicts the first token of a path
     is_pair = mask > 0 if edges == "loss" else np.ones(len(mask), bool)
-    is_pair[tree.path_offsets[:-1]] = False  # no edge predicts the first token of a path
+    is_pair[starts] = False
     (chosen,) = is_pair.nonzero()
     fields = {"loss_mask": mask[chosen]}
     for name in (*PER_TOKEN, "policy_version"):
@@ -37,7 +39,7 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
             # Tokens that the loss does not count may lack a log-prob (NaN).
             fields[name] = np.where(fields["loss_mask"] > 0, values[chosen], values.dtype.type(0))
     per_path = np.diff(np.searchsorted(chosen, tree.path_offsets))
-    loss_tokens = [path.loss_tokens for path in paths]
+    loss_tokens = np.add.reduceat(mask, starts, dtype=np.float64)
     rollout_tokens = [
         own if path.rollout_tokens is None else path.rollout_tokens
         for path, own in zip(paths, loss_tokens, strict=True)
@@ -45,7 +47,7 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     path_of_pair = np.repeat(np.arange(len(paths)), per_path)
     path_fields = {
         "weight": np.array([path.weight for path in paths], np.float32),
-        "loss_tokens": np.array(loss_tokens, np.float32),
+        "loss_tokens": loss_tokens.astype(np.float32),
         "rollout_tokens": np.array(rollout_tokens, np.float32),
     }
     if "old_logprobs" in fields and "rollout_logprobs" in fields:

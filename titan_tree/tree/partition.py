@@ -225,4 +225,11 @@ def in_tree_order(
 def one_pass(tree: TokenTree) -> PartitionPlan:
     """Returns the plan that runs the whole tree in one forward pass."""
     tokens = np.arange(len(tree), dtype=np.int32)
-    return PartitionPlan(tree, "none", (in_tree_order(tree, -1, tokens, tokens[:0]),))
+    whole = Partition(
+        parent=-1,
+        keys=tokens,
+        subtree_end=tree.subtree_end,
+        key_index=tokens,
+        scores=np.ones(len(tree), bool),
+    )
+    return PartitionPlan(tree, "none", (whole,))
