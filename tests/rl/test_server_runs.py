@@ -285,7 +285,7 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        (["rl.async_steps=1"], "rl.async_steps: expected 0, because CachedSampler has no weights of its own"),
+        (["rl.async_steps=1"], "rl.async_steps: expected 0, because the sampler has no weights of its own"),
         (["rl.async_steps=2"], "rl.async_steps: expected a number from 0 to 1"),
         (["rl.server.url=http://h:1"], "rl.server.model: expected the name under which vLLM serves"),
         (["rl.server.url=h:1", "rl.server.api=sglang"], "url: expected a URL such as"),
@@ -300,7 +300,11 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
             [*options("http://h:1"), "model.name=qwen3_moe", "router_bias.rate=0.1"],
             "expected a model without router biases",
         ),
-        (["data.replay=first"], "data.replay: expected 'off' for a model without experts"),
+        (
+            [*options("http://h:1"), "data.replay=first"],
+            "data.replay: expected 'off' for a model without experts",
+        ),
+        (["model.name=qwen3_moe", "data.replay=first"], "data.replay: expected 'off' without a server"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(own: list[str], message: str, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
 from titan_tree.config.rl_tables import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.errors import UserError
+from titan_tree.rl.checks import check_without_weights
+from titan_tree.rl.reference import snapshot_model
 from titan_tree.rl.sampler import Sampler
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.rl.warm_start import WarmStart
@@ -30,7 +32,7 @@ def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:
         Interrupted: a signal ended the run.
         UserError: as ``Trainer``, or the warm start did not reach its reward.
     """
-    trainer = RLTrainer(after_warm_start(config), sampler)
+    trainer = RLTrainer(after_warm_start(config, sampler), sampler)
     trainer.train()
     trainer.close()
 
@@ -57,14 +59,18 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
     )
 
 
-def after_warm_start(config: RLRunConfig) -> RLRunConfig:
+def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLRunConfig:
     """Runs the warm start, if there is one and it is not complete, and returns the configuration after it.
+
+    Args:
+        sampler: of the training that follows, see ``run``.
 
     Raises:
         UserError: see ``run``.
     """
     if not config.warm_start.steps:
         return config
+    check_without_weights(config, sampler)
     warm = warm_start_config(config)
     folder = Path(warm.folder)
     if not (folder / "hf").exists():
@@ -83,5 +89,5 @@ def after_warm_start(config: RLRunConfig) -> RLRunConfig:
         )
     for change in other:
         logger.info("changed since the warm start: %s", change)
-    model = dataclasses.replace(config.model, flavor=None, hf_path=str(folder / "hf"), overrides={})
+    model = snapshot_model(config.model, str(folder / "hf"))
     return dataclasses.replace(config, model=model, warm_start=WarmStartConfig())
