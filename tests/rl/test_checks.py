@@ -9,6 +9,7 @@ import pytest
 from tests.support.rl_runs import tiny
 from titan_tree import build_model, save_pretrained
 from titan_tree.errors import UserError
+from titan_tree.rl.checks import check_without_weights
 from titan_tree.rl.run import run
 from titan_tree.rl.sampler import Completion
 
@@ -55,6 +56,22 @@ def test_wrong_settings_are_refused_before_the_warm_start(
     with pytest.raises(UserError, match=re.escape(message)):
         run(tiny(tmp_path, "warm_start.steps=100", *overrides))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("steps", [0, 100])
+@pytest.mark.parametrize("server", [(), SERVER], ids=["model", "server"])
+def test_contexts_that_the_model_cannot_read_are_refused(
+    tmp_path: Path, server: tuple[str, ...], steps: int
+) -> None:
+    """Also those of a server, because the model trains on them. A sampler of Python code may sample fewer."""
+    overrides = [f"warm_start.steps={steps}", "model.overrides.max_position_embeddings=110", *server]
+    message = "rl.max_rollout_tokens: expected at most the model's 110 positions, got 111; lower it"
+    with pytest.raises(UserError, match=message):
+        run(tiny(tmp_path, *overrides, "rl.max_rollout_tokens=111"))
+    assert not (tmp_path / "warm_start").exists()
+    check_without_weights(tiny(tmp_path, *overrides, "rl.max_rollout_tokens=110"))
+    if not server:
+        check_without_weights(tiny(tmp_path, *overrides, "rl.max_rollout_tokens=111"), Parrot())
 
 
 def test_a_reference_with_another_vocabulary_is_refused_before_the_warm_start(tmp_path: Path) -> None:

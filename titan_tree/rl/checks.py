@@ -33,7 +33,7 @@ def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -
     if updates is not None:
         add_lora(model, updates)
     build_router_bias(config.router_bias, model)
-    check_model(config, model)
+    check_model(config, model, sampler)
     if config.rl.server.url is not None:
         build_server_sampler(config, model, run="")  # sends no request
 
@@ -69,8 +69,18 @@ def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
     check_reference(config, build_loss(config.loss))
 
 
-def check_model(config: RLRunConfig, model: TreeModel) -> None:
-    """Raises UserError if settings do not fit the model, which may be on the meta device."""
+def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None = None) -> None:
+    """Raises UserError if settings do not fit the model, which may be on the meta device.
+
+    Args:
+        sampler: see ``check_settings``. Its contexts may be shorter than ``rl.max_rollout_tokens``.
+    """
+    limit, positions = config.rl.max_rollout_tokens, model.config.max_position_embeddings
+    if sampler is None and limit > positions:
+        raise UserError(
+            f"rl.max_rollout_tokens: expected at most the model's {positions:,} positions, got {limit:,}; "
+            "lower it"
+        )
     if config.data.replay != "off" and model.experts is None:
         raise UserError(
             f"data.replay: expected 'off' for a model without experts, got {config.data.replay!r}"

@@ -156,7 +156,7 @@ class RLTrainer(EpisodeTrainer):
 
     def open_data(self) -> int:
         config = self.config
-        check_model(config, self.model)
+        check_model(config, self.model, self._given_sampler)
         if config.rl.server.url is not None:
             self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
