@@ -26,7 +26,6 @@ from titan_tree.components.lora import LoRA
 from titan_tree.config.rl_tables import RLConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora import add_lora
-from titan_tree.rl.run import warm_start_config
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.served import build_server_sampler
 from titan_tree.rl.server import StoppedError
@@ -286,7 +285,7 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        (["rl.async_steps=1"], "rl.async_steps: expected 0, because CachedSampler has no weights of its own"),
+        (["rl.async_steps=1"], "rl.async_steps: expected 0, because the sampler has no weights of its own"),
         (["rl.async_steps=2"], "rl.async_steps: expected a number from 0 to 1"),
         (["rl.server.url=http://h:1"], "rl.server.model: expected the name under which vLLM serves"),
         (["rl.server.url=h:1", "rl.server.api=sglang"], "url: expected a URL such as"),
@@ -301,19 +300,16 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
             [*options("http://h:1"), "model.name=qwen3_moe", "router_bias.rate=0.1"],
             "expected a model without router biases",
         ),
-        (["data.replay=first"], "data.replay: expected 'off' for a model without experts"),
+        (
+            [*options("http://h:1"), "data.replay=first"],
+            "data.replay: expected 'off' for a model without experts",
+        ),
+        (["model.name=qwen3_moe", "data.replay=first"], "data.replay: expected 'off' without a server"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(own: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         RLTrainer(tiny(tmp_path, *own))
-
-
-def test_the_warm_start_does_not_depend_on_the_server(tmp_path: Path) -> None:
-    plain = warm_start_config(tiny(tmp_path, "warm_start.steps=5"))
-    other = tiny(tmp_path, "warm_start.steps=5", *options("http://h:1"), "rl.async_steps=1", "rl.branches=3")
-    assert warm_start_config(other).rl.server == plain.rl.server
-    assert warm_start_config(other).rl.async_steps == 0
 
 
 def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:

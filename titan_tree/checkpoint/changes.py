@@ -67,8 +67,13 @@ def check_config(
         logger.info("changed since the checkpoint: %s", change)
 
 
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def config_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...] = DECISIVE
+) -> tuple[list[str], list[str]]:
     """Compares two configurations, each as nested dictionaries.
+
+    Args:
+        names: keys whose changes make a curve misleading, written as in ``DECISIVE``.
 
     Returns:
         The changes that make a curve misleading, and all others, each as "key: before -> now".
@@ -82,7 +87,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[l
         if old.get(key) == new.get(key) or key == "data.files" or _matches(key, IRRELEVANT):
             continue
         change = f"{key}: {shorten(old.get(key))} -> {shorten(new.get(key))}"
-        (decisive if _matches(key, DECISIVE) else other).append(change)
+        (decisive if _matches(key, names) else other).append(change)
     return decisive, other
 
 

@@ -88,7 +88,7 @@ def parallelize(
     """
     unsharded: set[nn.Parameter] = set()
     if quantize != "none":
-        _check_quantize(float8, compile)
+        check_quantize(float8, compile)
         unsharded = {linear.get_parameter("weight") for linear in ao.nf4_linears(model).values()}
     if float8 != "none":
         ao.float8_linears(model, float8, mesh.device_type)
@@ -113,7 +113,7 @@ def parallelize(
     return model
 
 
-def _check_quantize(float8: ao.Float8, compile: bool) -> None:
+def check_quantize(float8: ao.Float8, compile: bool) -> None:
     """Raises UserError if quantized weights do not suit the other options."""
     if float8 != "none":
         raise UserError(

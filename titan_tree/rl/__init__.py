@@ -19,6 +19,7 @@ ahead.py             samples from a server one step ahead of training
 rollouts.py          Rollout; Chat, which turns messages into tokens; and play, which samples rollouts
 branching.py         rollouts that continue others
 reference.py         the fixed policy that a loss compares the trained one with
+checks.py            what must hold before a run starts
 trainer.py           RLTrainer, the loop
 warm_start.py        WarmStart, which trains on demonstrations before it
 run.py               a whole run: the warm start, then RL

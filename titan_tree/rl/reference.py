@@ -8,15 +8,20 @@ from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
+import torch
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.config import ModelConfig
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.scoring import path_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.model_setup import build_parallel_model, start_weights
+from titan_tree.model_setup import build_model_without_weights, build_parallel_model, start_weights
 from titan_tree.models.hf.files import fingerprint, fingerprint_files
 from titan_tree.models.lora import adapters_off
 from titan_tree.models.peft import ADAPTER
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -36,17 +41,12 @@ class Reference:
         identity: what determines the weights. A run must resume with the same.
 
     Raises:
-        UserError: the reference cannot be loaded, or has another vocabulary than the trained model.
+        UserError: the reference cannot be loaded.
     """
 
     def __init__(self, config: RLRunConfig, step: TreeStep) -> None:
         folder, lora = config.rl.reference, config.lora
         self.step, self.max_tokens = step, config.data.max_tokens
-        if folder is not None and not Path(folder).is_dir():
-            raise UserError(
-                f"rl.reference: expected the folder of a snapshot, got {folder!r}, which does not exist; "
-                "correct it"
-            )
         self.identity = start_weights(config) if folder is None else f"snapshot {fingerprint(Path(folder))}"
         if folder is None and lora.adapter is not None:
             self.identity += f", adapter {fingerprint_files([Path(lora.adapter) / ADAPTER])}"
@@ -54,19 +54,11 @@ class Reference:
         self.is_base = folder is None and lora.is_on and lora.adapter is None
         if self.is_base:
             return
-        model = config.model
-        if folder is not None:
-            model = dataclasses.replace(model, flavor=None, hf_path=folder, overrides={})
+        model = config.model if folder is None else snapshot_model(config.model, folder)
         mesh = OneRank(step.device.type)
         adapted = lora if folder is None else None
         self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
         self.model.requires_grad_(False)
-        got, expected = self.model.config.vocab_size, step.model.config.vocab_size
-        if got != expected:
-            raise UserError(
-                f"rl.reference: expected a model with the {expected:,} token ids of the trained one, got "
-                f"{got:,}; choose a model with the same tokenizer"
-            )
 
     def check(self, identity: str | None) -> None:
         """Raises UserError unless a checkpoint's ``identity`` is this reference's. None: it had none."""
@@ -85,21 +77,39 @@ class Reference:
             path.ref_logprobs = found
 
 
-def build_reference(config: RLRunConfig, step: TreeStep) -> Reference | None:
-    """Returns the reference if the loss reads ref_logprobs, or else None.
-
-    Raises:
-        UserError: ``rl.reference`` is set, but not needed; it is not set, but needed; or see ``Reference``.
-    """
-    if config.loss.name == "distill" and config.rl.reference is None:
+def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:
+    """Raises UserError if ``rl.reference`` is no folder, or is not needed, or is needed but not set."""
+    folder = config.rl.reference
+    if folder is None and config.loss.name == "distill":
         raise UserError(
             'rl.reference: expected the teacher\'s snapshot, because loss.name = "distill", got none; set it'
         )
-    if step.loss.needs_reference:
-        return Reference(config, step)
-    if config.rl.reference is not None:
+    if folder is not None and not loss.needs_reference:
         raise UserError(
-            "rl.reference: expected none, because the loss reads no ref_logprobs, got "
-            f"{config.rl.reference!r}; remove it, or set loss.kl.coefficient"
+            f"rl.reference: expected none, because the loss reads no ref_logprobs, got {folder!r}; remove "
+            "it, or set loss.kl.coefficient"
         )
-    return None
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(
+            f"rl.reference: expected the folder of a snapshot, got {folder!r}, which does not exist; "
+            "correct it"
+        )
+
+
+def check_vocabulary(config: RLRunConfig, model: TreeModel) -> None:
+    """Raises UserError if ``rl.reference`` is a snapshot with another vocabulary than ``model``."""
+    if config.rl.reference is None:
+        return
+    with torch.device("meta"):
+        reference = build_model_without_weights(snapshot_model(config.model, config.rl.reference))
+    got, expected = reference.config.vocab_size, model.config.vocab_size
+    if got != expected:
+        raise UserError(
+            f"rl.reference: expected a model with the {expected:,} token ids of the trained one, got "
+            f"{got:,}; choose a model with the same tokenizer"
+        )
+
+
+def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:
+    """Returns the table [model] with the snapshot in ``folder`` in place of its model."""
+    return dataclasses.replace(model, flavor=None, hf_path=folder, overrides={})

@@ -20,8 +20,7 @@ from typing import Any
 
 from titan_tree.build import DEFAULT_STEPS
 from titan_tree.config.rl_tables import RLRunConfig
-from titan_tree.config.tables import check_warmup
-from titan_tree.data.advantages import WITHOUT_BRANCHES, advantages, check_options
+from titan_tree.data.advantages import advantages
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.records import StepInput
 from titan_tree.engine.scoring import path_logprobs
@@ -32,9 +31,10 @@ from titan_tree.registry import ENVIRONMENTS
 from titan_tree.rl.ahead import Ahead, InterruptedSampling
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.checks import check_model, check_settings
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import GenerateSampler
-from titan_tree.rl.reference import Reference, build_reference
+from titan_tree.rl.reference import Reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.rl.served import build_server_sampler
@@ -61,13 +61,6 @@ class EpisodeTrainer(Trainer, ABC):
     sampler: Sampler
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
-        rl = config.rl
-        check_options(rl.advantage, rl.advantage_options, "rl")
-        if rl.branches and rl.advantage in WITHOUT_BRANCHES:
-            raise UserError(
-                f"rl.branches: expected 0, because rl.advantage = {rl.advantage!r} would take branches for "
-                f'independent rollouts, got {rl.branches}; set rl.advantage = "spo", or rl.branches = 0'
-            )
         self._given_sampler = sampler
         super().__init__(config)
 
@@ -95,9 +88,7 @@ class EpisodeTrainer(Trainer, ABC):
         self.sampler = self._given_sampler or default_sampler(self.model)
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None
-        steps = config.training.steps or DEFAULT_STEPS
-        check_warmup(config.lr_scheduler.warmup_steps, steps)
-        return steps
+        return config.training.steps or DEFAULT_STEPS
 
     def resume_data(self) -> None:
         """Does nothing: a step depends only on its number."""
@@ -159,27 +150,20 @@ class RLTrainer(EpisodeTrainer):
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
     ahead: Ahead[tuple[list[list[Rollout]], dict[str, float]]] | None = None  # of a RemoteSampler
 
+    def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
+        check_settings(config, sampler)
+        super().__init__(config, sampler)
+
     def open_data(self) -> int:
         config = self.config
+        check_model(config, self.model, self._given_sampler)
         if config.rl.server.url is not None:
-            if self._given_sampler is not None:
-                raise UserError(
-                    "rl.server.url: expected none together with a sampler that Python code gives; remove one"
-                )
             self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
-        self.reference = build_reference(config, self.tree_step)
+        needs_reference = self.tree_step.loss.needs_reference
+        self.reference = Reference(config, self.tree_step) if needs_reference else None
         steps = super().open_data()
-        if config.data.replay != "off" and self.model.experts is None:
-            raise UserError(
-                f"data.replay: expected 'off' for a model without experts, got {config.data.replay!r}"
-            )
         if isinstance(self.sampler, RemoteSampler):
             self.ahead = Ahead(self.sampler, self.rollouts, config.rl.async_steps, steps)
-        elif config.rl.async_steps:
-            raise UserError(
-                f"rl.async_steps: expected 0, because {type(self.sampler).__name__} has no weights of its "
-                "own to sample from while the model trains; set rl.server.url"
-            )
         return steps
 
     def resume_data(self) -> None:
