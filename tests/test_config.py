@@ -57,6 +57,18 @@ def test_arguments_override_the_file_and_the_file_overrides_defaults(file: Path)
     assert load_config(file).data.files == ["demo"]
 
 
+def test_an_empty_table_clears_a_key_and_other_tables_are_merged(file: Path) -> None:
+    assert load_config(file, ["loss.options.clip_high=0.3"]).loss.options == {
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+    }
+    assert load_config(file, ["loss.options={}"]).loss.options == {}
+    assert load_config(file, ["loss.options={}", "loss.options.clip_high=0.3"]).loss.options == {
+        "clip_high": 0.3
+    }
+    assert load_config(file, ["loss={}"]) == load_config(file)
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["data.sample.turns=each", 'model.overrides={"x y": [1, 2.5, true]}']]
 )

@@ -49,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: the TOML file.
         overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
-            ``1e-4``, ``true``, ``null``, ``[a, b]``.
+            ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` clears a key that is a table.
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
@@ -205,8 +205,11 @@ def _check_text(text: str, key: str) -> None:
 
 
 def _merge(config: Any, tables: dict[str, Any]) -> Any:
-    """Returns ``config`` with the values of ``tables``."""
+    """Returns ``config`` with the values of ``tables``. An empty table clears a key of free names."""
     try:
+        for key in _empty(tables):
+            if OmegaConf.get_type(OmegaConf.select(config, key)) is dict:
+                OmegaConf.update(config, key, {}, merge=False)
         return OmegaConf.merge(config, tables)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]:.200}") from None
@@ -253,6 +256,15 @@ def _types(table: Any) -> dict[str, Any]:
     """Returns the types of the fields of a dataclass."""
     hints = get_type_hints(table)
     return {field.name: hints[field.name] for field in dataclasses.fields(table)}
+
+
+def _empty(tables: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the keys whose value is an empty table."""
+    for key, value in tables.items():
+        if value == {}:
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from _empty(value, f"{prefix}{key}.")
 
 
 def _keys(tables: Any, prefix: str = "") -> Iterator[str]:
