@@ -240,6 +240,11 @@ def test_groups_without_differences_have_no_advantages(name):
             assert (values == 0).all()
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_empty_group_has_no_advantages(name):
+    assert advantages(name, [], []) == []
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(UserError, match="unknown advantage estimator 'tree_lr'; did you mean 'tree_rl'"):
         advantages("tree_lr", TREE, REWARDS)

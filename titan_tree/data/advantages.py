@@ -64,6 +64,8 @@ def advantages(
         raise UserError(
             f"rewards: expected {expected} finite numbers, one per rollout, got {shorten(rewards)}"
         )
+    if not paths:
+        return []
     once = options.pop("once", name in ONCE)
     turns = Turns(paths, [float(reward) for reward in rewards], rollouts, inherited)
     values = estimator(turns, **options)
