@@ -107,10 +107,14 @@ class CheckedRLTrainer(RLTrainer):
 
     @torch.no_grad()
     def score(self, trees: list[TokenTree]) -> object:
-        return score_trees(self.model, trees, self.config.data.max_tokens, self.tree_step.partitioner)
+        model = self.reference.model if self.reference else self.model
+        return score_trees(model, trees, self.config.data.max_tokens, self.tree_step.partitioner)
 
     def compare_layouts(self, by_task: list[list[TokenPath]]) -> None:
-        """Prints losses, gradients and seconds of both layouts, packed alike."""
+        """Prints losses, gradients and seconds of both layouts, packed alike.
+
+        If the loss has a reference, its weights score.
+        """
         max_tokens, costs = self.config.data.max_tokens, ModelCosts.of(self.model)
         layouts = {
             "tree": [TokenTree.from_paths(paths) for paths in by_task],

@@ -59,6 +59,9 @@ class Reference:
         adapted = lora if folder is None else None
         self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
         self.model.requires_grad_(False)
+        if dtype := self.model.compute_dtype:
+            for weight in self.model.parameters():  # once, instead of in every step
+                weight.data = weight.data.to(dtype)
 
     def check(self, identity: str | None) -> None:
         """Raises UserError unless a checkpoint's ``identity`` is this reference's. None: it had none."""
