@@ -69,6 +69,14 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(name: str, tied: bool)
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="log-probs: expected numbers, got nan; check that its weights"):
+        CachedSampler(model).sample([[1, 2]], [3], stop=258, seed=0)
+
+
 def test_updates_of_lora_are_sampled_from() -> None:
     model = tiny_model()
     (base,) = CachedSampler(model).sample([[1, 2, 3]], [20], stop=258, seed=0)

@@ -1,7 +1,6 @@
 """CachedSampler: samples from the weights that are trained, without a copy of the model.
 
-B rows, T new tokens of each, S tokens that the cache has room for, L layers, H heads, K key-value heads, D
-head dim, V vocabulary, d hidden size.
+B rows, S tokens of each, L layers, H heads, K key-value heads, D head dim, V vocabulary, d hidden size.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,32 +20,21 @@ from titan_tree.models.attention import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.rl.block_cache import BlockCache, Blocks
 from titan_tree.rl.sampler import Completion, longest_row
 
-# Rows that have ended leave the batch once at most this share of it is live. A GPU then needs a new graph.
-SHRINK = {"cpu": 0.8, "cuda": 0.4}
-LENGTHS = 256  # a step of decoding reads a multiple of this many keys
-CACHE_SHARE = 0.3  # of the GPU's memory that a cache may take; a copy of some rows is made beside it
-# Takes a layer's index, queries [B, T, H, D], and keys and values [B, T, K, D]. Returns [B, T, H, D].
+SHRINK = 0.8  # on a CPU, rows that have ended leave the batch once at most this share of it is live
+CACHE_SHARE = 0.4  # of the GPU's memory that a cache may take
+# Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-class Cache(NamedTuple):
-    """Keys and values, [L, B, S, K, D] each."""
-
-    keys: Tensor
-    values: Tensor
-
-    def select(self, rows: Tensor) -> Cache:
-        """Returns a copy of some rows."""
-        return Cache(self.keys[:, rows], self.values[:, rows])
 
 
 class CachedSampler:
     """Samples all contexts as one batch, a token at a time, with a cache of keys and values.
 
-    On a GPU, several batches share its memory one after the other. Equal contexts of a batch are read once.
-    Log-probs are those of ``tree_logprobs`` up to rounding.
+    On a GPU, several batches share its memory one after the other. Equal contexts of a batch are computed
+    once. Their keys and values are stored, and read for each new token, once for up to 16 rows, as in
+    Hydragen (arXiv:2402.05099). Log-probs are those of ``tree_logprobs`` up to rounding.
 
     Args:
         model: a dense decoder of titan_tree on one device. The sampler uses its current weights.
@@ -74,13 +61,13 @@ class CachedSampler:
         """See ``Sampler``. It is deterministic.
 
         Raises:
-            UserError: a context and its turn may exceed the model's positions.
+            UserError: a context and its turn may exceed the model's positions, or log-probs are NaN.
         """
-        size = longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
+        longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
         generator = torch.Generator(self._device).manual_seed(seed)
         completions: list[Completion] = []
         with cast_weights(self.model):
-            batch = self._rows(size)
+            batch = self._rows(max(map(len, contexts)) + max(max_tokens))
             for start in range(0, len(contexts), batch):
                 rows = slice(start, start + batch)
                 completions += self._sample_batch(contexts[rows], max_tokens[rows], stop, generator)
@@ -94,35 +81,27 @@ class CachedSampler:
         generator: torch.Generator,
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
-        size = max(len(context) + limit for context, limit in zip(contexts, max_tokens, strict=True))
-        cache = self._read(contexts, size)
+        cache = self._read(contexts, max(max_tokens))
         last = self._tensor([context[-1] for context in contexts])
-        position = self._tensor([len(context) - 1 for context in contexts])
-        longest = max(map(len, contexts))  # tokens of the longest row
-        length = 0  # keys that ``step`` reads of each row
-        live = list(range(len(contexts)))  # the context of each row
-        while live:
-            if longest > length:
-                length = min(math.ceil(longest / LENGTHS) * LENGTHS, size)
-                step = graphed(partial(self._extend, cache=cache, length=length), last, position)
-            logprobs = step(last, position).float().log_softmax(-1)
-            last = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
-            position = (position + 1).clamp_max(size - 1)  # rows that have ended run on
-            longest = min(longest + 1, size)
-            chosen = logprobs.gather(1, last[:, None])[:, 0].tolist()
-            going = []
-            for row, (i, token) in enumerate(zip(live, last.tolist(), strict=True)):
-                tokens, values, _ = completions[i]
-                if len(tokens) == max_tokens[i] or (tokens and tokens[-1] == stop):
-                    continue  # this row ended earlier
-                tokens.append(token)
-                values.append(chosen[row])
-                if token != stop and len(tokens) < max_tokens[i]:
-                    going.append(row)
-            if len(going) <= SHRINK[self._device.type] * len(live):
+        slot = self._tensor([0])
+        step = graphed(partial(self._extend, cache=cache), last, slot)
+        live = going = list(range(len(contexts)))  # the context of each row; the rows that go on
+        while going:
+            if self._device.type == "cpu" and len(going) <= SHRINK * len(live):
                 rows = self._tensor(going)
-                last, position, cache = last[rows], position[rows], cache.select(rows)
-                live, length = [live[row] for row in going], 0
+                last, cache, live = last[rows], cache.select(rows), [live[row] for row in going]
+                step = partial(self._extend, cache=cache)
+            last, tokens, logprobs = draw(step(last, slot), generator)
+            slot += 1
+            going = []
+            for row, (i, token, logprob) in enumerate(zip(live, tokens, logprobs, strict=True)):
+                turn, values, _ = completions[i]
+                if len(turn) == max_tokens[i] or (turn and turn[-1] == stop):
+                    continue  # this row ended earlier
+                turn.append(token)
+                values.append(logprob)
+                if token != stop and len(turn) < max_tokens[i]:
+                    going.append(row)
         return completions
 
     @property
@@ -141,60 +120,52 @@ class CachedSampler:
         memory = torch.cuda.get_device_properties(self._device).total_memory
         return max(1, int(CACHE_SHARE * memory) // (row * weight.itemsize))
 
-    def _read(self, contexts: Sequence[Sequence[int]], size: int) -> Cache:
-        """Returns a cache with all but the last token of each context.
+    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> BlockCache:
+        """Returns a cache with all but the last token of each context, and room for ``turn`` tokens.
 
-        Different contexts are padded on the right. Decoding replaces the keys of the padding before it sees
-        them.
+        Contexts are padded on the right. Decoding does not see the keys of the padding.
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
-        different = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
-        shape = (config.num_hidden_layers, len(different), size, config.num_key_value_heads, config.head_dim)
-        cache = Cache(*torch.zeros(2, *shape, dtype=weight.dtype, device=weight.device))
-        length = max(map(len, different)) - 1
+        different: dict[tuple[int, ...], int] = {}
+        index = [different.setdefault(tuple(context), len(different)) for context in contexts]
+        blocks, of_block = Blocks.of(index, weight.device)
+        size = aligned(max(map(len, contexts)))
+
+        def empty(rows: int, size: int) -> Tensor:
+            shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, size, config.head_dim)
+            return weight.new_zeros(shape)
+
+        shared, own = empty(len(of_block), size), empty(len(contexts), aligned(turn))
+        length = self._tensor([len(context) - 1 for context in contexts])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.keys[layer][:, :length], cache.values[layer][:, :length] = k, v
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            shared[layer, 0], shared[layer, 1] = k[of_block], v[of_block]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-        if length:
-            padding = [0] * length
-            tokens = self._tensor([[*context[:-1], *padding][:length] for context in different])
-            self._run(tokens, torch.arange(length, device=tokens.device).expand_as(tokens), attend)
-        return cache.select(self._tensor([different[tuple(context)] for context in contexts]))
+        padding = [0] * size
+        tokens = self._tensor([[*context[:-1], *padding][:size] for context in different])
+        self._run(tokens, torch.arange(size, device=tokens.device).expand_as(tokens), attend)
+        return BlockCache(shared, own, length, blocks)
 
-    def _extend(self, tokens: Tensor, position: Tensor, cache: Cache, length: int) -> Tensor:
-        """Reads a token [B] at position [B] of each row, and writes the cache.
-
-        Args:
-            length: keys to read of each row; more than every position.
+    def _extend(self, tokens: Tensor, slot: Tensor, cache: BlockCache) -> Tensor:
+        """Reads a token [B] of each row, and writes its keys and values to ``slot`` [1] of the turn.
 
         Returns:
             Logits [B, V] after the tokens.
         """
-        row = torch.arange(len(tokens), device=tokens.device)
-        visible = (torch.arange(length, device=tokens.device) <= position[:, None])[:, None, None]
-        num_heads = self.model.config.num_key_value_heads
+        mask = cache.mask(slot)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.keys[layer], cache.values[layer]
-            keys[row, position], values[row, position] = k[:, 0], v[:, 0]
-            out = F.scaled_dot_product_attention(
-                q[:, 0].unflatten(1, (num_heads, -1)),  # the heads that share a key are rows of one query
-                keys[:, :length].transpose(1, 2),
-                values[:, :length].transpose(1, 2),
-                attn_mask=visible,
-            )
-            return out.flatten(1, 2)[:, None]
+        def attend(layer: int, *qkv: Tensor) -> Tensor:
+            return cache.attend(layer, slot, mask, *(part[:, 0] for part in qkv))[:, None]
 
-        x = self._run(tokens[:, None], position[:, None], attend)[:, 0]
+        x = self._run(tokens[:, None], (cache.length + slot)[:, None], attend)[:, 0]
         model = self.model
         head = model.embed_tokens.weight if model.output_weight is None else model.output_weight
         return F.linear(model.norm(x), head)
 
     def _run(self, tokens: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Runs all layers on tokens [B, T] at position [B, T]. Returns hidden states [B, T, d]."""
+        """Runs all layers on tokens [B, S] at position [B, S]. Returns hidden states [B, S, d]."""
         model = self.model
         rope = model.make_rope(position.flatten())
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -211,8 +182,36 @@ class CachedSampler:
         return x
 
 
+def aligned(size: int) -> int:
+    """Returns ``size``, rounded up so that each row of a bf16 matrix starts at a multiple of 16 bytes."""
+    return math.ceil(size / 8) * 8
+
+
+def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[int], list[float]]:
+    """Draws a token from each row of logits [B, V], as ``torch.multinomial`` does, but waits for a GPU once.
+
+    Returns:
+        The tokens [B], the same as a list, and their log-probs.
+
+    Raises:
+        UserError: log-probs are NaN.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    noise = torch.empty_like(logprobs).exponential_(generator=generator)
+    tokens = (logprobs.exp() / noise).argmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    # One copy to the host. fp64 holds ids and log-probs exactly.
+    ids, values = torch.stack((tokens.double(), chosen.double())).tolist()
+    if any(map(math.isnan, values)):
+        raise UserError(
+            "CachedSampler: the model's log-probs: expected numbers, got nan; check that its weights are "
+            "finite, or set training.dtype to float32"
+        )
+    return tokens, list(map(int, ids)), values
+
+
 def graphed(
-    step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, position: Tensor
+    step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, slot: Tensor
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns ``step``; on a GPU as a CUDA graph, because launching its many small kernels takes long.
 
@@ -220,11 +219,11 @@ def graphed(
 
     Args:
         step: writes the same memory if it is called twice with the same inputs.
-        tokens, position: inputs of the first call.
+        tokens, slot: inputs of the first call.
     """
     if not tokens.is_cuda:
         return step
-    inputs = tokens.clone(), position.clone()
+    inputs = tokens.clone(), slot.clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -234,8 +233,8 @@ def graphed(
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
-    def replay(tokens: Tensor, position: Tensor) -> Tensor:
-        for own, new in zip(inputs, (tokens, position), strict=True):
+    def replay(tokens: Tensor, slot: Tensor) -> Tensor:
+        for own, new in zip(inputs, (tokens, slot), strict=True):
             own.copy_(new)
         graph.replay()
         return result
