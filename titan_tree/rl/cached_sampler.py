@@ -25,6 +25,7 @@ from titan_tree.rl.sampler import Completion, longest_row
 
 SHRINK = 0.8  # on a CPU, rows that have ended leave the batch once at most this share of it is live
 CACHE_SHARE = 0.4  # of the GPU's memory that a cache may take
+Step = Callable[[Tensor, Tensor], Tensor]  # see CachedSampler._extend
 # Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -52,7 +53,7 @@ class CachedSampler:
                 "CachedSampler: expected a dense decoder of titan_tree with softmax attention, such as qwen3 "
                 "or llama; choose such a model, or pass RLTrainer another sampler"
             )
-        self.model = model
+        self.model, self._graphs = model, Graphs()
 
     @torch.no_grad()
     def sample(
@@ -84,7 +85,7 @@ class CachedSampler:
         cache = self._read(contexts, max(max_tokens))
         last = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
-        step = graphed(partial(self._extend, cache=cache), last, slot)
+        step = self._graphs.capture(partial(self._extend, cache=cache), last, slot)
         live = going = list(range(len(contexts)))  # the context of each row; the rows that go on
         while going:
             if self._device.type == "cpu" and len(going) <= SHRINK * len(live):
@@ -210,33 +211,44 @@ def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[int],
     return tokens, list(map(int, ids)), values
 
 
-def graphed(
-    step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, slot: Tensor
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns ``step``; on a GPU as a CUDA graph, because launching its many small kernels takes long.
+class Graphs:
+    """CUDA graphs that share memory, because only the newest one is used.
 
-    What the graph returns is overwritten by the next call.
-
-    Args:
-        step: writes the same memory if it is called twice with the same inputs.
-        tokens, slot: inputs of the first call.
+    The allocator keeps the memory of a graph that is gone until it runs out of other memory. The driver may
+    fail before that.
     """
-    if not tokens.is_cuda:
-        return step
-    inputs = tokens.clone(), slot.clone()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(*inputs)  # libraries allocate their workspaces before the capture
-        graph.capture_begin(capture_error_mode="thread_local")
-        result = step(*inputs)
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
 
-    def replay(tokens: Tensor, slot: Tensor) -> Tensor:
-        for own, new in zip(inputs, (tokens, slot), strict=True):
-            own.copy_(new)
-        graph.replay()
-        return result
+    def __init__(self) -> None:
+        self._newest: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None  # a single one, because each stream has its own memory
 
-    return replay
+    def capture(self, step: Step, tokens: Tensor, slot: Tensor) -> Step:
+        """Returns ``step``; on a GPU as a graph, because launching its many small kernels takes long.
+
+        What the graph returns is overwritten by the next call. After a later capture, do not call it again.
+
+        Args:
+            step: writes the same memory if it is called twice with the same inputs.
+            tokens, slot: inputs of the first call.
+        """
+        if not tokens.is_cuda:
+            return step
+        inputs = tokens.clone(), slot.clone()
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        graph, pool = torch.cuda.CUDAGraph(), self._newest.pool() if self._newest else None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(*inputs)  # libraries allocate their workspaces before the capture
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            result = step(*inputs)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._newest = graph
+
+        def replay(tokens: Tensor, slot: Tensor) -> Tensor:
+            for own, new in zip(inputs, (tokens, slot), strict=True):
+                own.copy_(new)
+            graph.replay()
+            return result
+
+        return replay
