@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -176,18 +176,22 @@ def draw_tau(rows: Rows) -> Figure:
 FLAT_TOKENS_PER_S = 76_584  # measured with data.layout=flat on the same data, see docs/performance.md
 
 
-def draw_rl(rows: Rows, setting: str, seconds: str) -> Figure:
-    """Draws the reward of reinforcement learning against time, a line per seed; rows of ``rl.py``."""
+def draw_rl(rows: Rows, labels: Mapping[str, str], seconds: str) -> Figure:
+    """Draws the reward of reinforcement learning against time; rows of ``rl.py``.
+
+    Each seed of a setting in ``labels`` is a line. Its label may have the field ``seed``.
+    """
     figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    runs = [row for row in rows if row["setting"] == setting]
-    for color, seed in enumerate(sorted({row["seed"] for row in runs})):
+    runs = dict.fromkeys((row["setting"], row["seed"]) for row in rows if row["setting"] in labels)
+    for color, (setting, seed) in enumerate(runs):
         for phase, style in (("warm_start", ":"), ("rl", "-")):
-            chosen = [row for row in runs if (row["seed"], row["phase"]) == (seed, phase)]
+            key = (setting, seed, phase)
+            chosen = [row for row in rows if (row["setting"], row["seed"], row["phase"]) == key]
             reward = [float(row["reward"]) for row in chosen]
             if phase == "rl":  # the mean of the last ten steps
                 parts = [reward[max(0, i - 9) : i + 1] for i in range(len(reward))]
                 reward = [sum(part) / len(part) for part in parts]
-            label = f"seed {seed}" if phase == "rl" else None
+            label = labels[setting].format(seed=seed) if phase == "rl" else None
             panel.plot([float(row["s"]) for row in chosen], reward, style, color=f"C{color}", label=label)
     panel.axhline(0.9, color="0.8", zorder=0)
     panel.set(xlabel=f"{seconds} (dotted: warm start)", ylabel="mean reward on new tasks", ylim=(0, 1))
@@ -195,13 +199,14 @@ def draw_rl(rows: Rows, setting: str, seconds: str) -> Figure:
     return figure
 
 
+SEARCH_RUNS = {"search, 19a2ab1": "first run", "search": "second run, faster sampler"}
 PICTURES: dict[str, tuple[str, Callable[[Rows], Figure]]] = {
     "attention": ("attention_sweep.csv", draw_attention),
     "gdn": ("gdn.csv", draw_gdn),
     "step": ("step.csv", draw_step),
     "partitions": ("partitions.csv", draw_partitions),
-    "rl": ("rl.csv", partial(draw_rl, setting="demo", seconds="CPU seconds")),
-    "rl_search": ("rl_search.csv", partial(draw_rl, setting="search", seconds="seconds on one GPU")),
+    "rl": ("rl.csv", partial(draw_rl, labels={"demo": "seed {seed}"}, seconds="CPU seconds")),
+    "rl_search": ("rl_search.csv", partial(draw_rl, labels=SEARCH_RUNS, seconds="seconds on one GPU")),
     "tau_0.6b": ("tau_0.6b_tree.csv", draw_tau),
 }
 
