@@ -11,6 +11,7 @@ from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora import add_lora
+from titan_tree.rl import cached_sampler
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.desk import Desk
@@ -49,8 +50,11 @@ class Scripted:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_logprobs_of_the_sampler_are_those_of_the_trainer(name: str, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "slots"), [(True, 256), (False, 8)])
+def test_logprobs_of_the_sampler_are_those_of_the_trainer(
+    name: str, tied: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_sampler, "SLOTS", slots)
     model = tiny_model(name, tie_word_embeddings=tied)
     draw = random.Random(0)
     contexts = [[draw.randrange(256) for _ in range(length)] for length in (1, 30, 7, 30)]

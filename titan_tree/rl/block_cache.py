@@ -87,6 +87,10 @@ class BlockCache(NamedTuple):
         blocks, kept = Blocks.of(self.blocks.block[rows].tolist(), rows.device)
         return BlockCache(self.context[:, :, kept], self.turn[:, :, rows], self.length[rows], blocks)
 
+    def begin(self, slots: int) -> BlockCache:
+        """Returns the same cache with at most the first ``slots`` of each turn. It shares the memory."""
+        return self._replace(turn=self.turn[..., :slots, :])
+
     def mask(self, slot: Tensor) -> Tensor:
         """Returns [B, 1, 1, P + T] fp32: 0 for what a row sees at ``slot`` [1] of its turn, else -inf."""
         position = torch.arange(max(self.size), device=slot.device)

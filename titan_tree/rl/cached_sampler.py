@@ -24,6 +24,7 @@ from titan_tree.rl.block_cache import BlockCache, Blocks
 from titan_tree.rl.sampler import Completion, longest_row
 
 SHRINK = 0.8  # on a CPU, rows that have ended leave the batch once at most this share of it is live
+SLOTS = 256  # a step reads up to this many empty slots of a turn; fewer need more CUDA graphs
 CACHE_SHARE = 0.4  # of the GPU's memory that a cache may take
 Step = Callable[[Tensor, Tensor], Tensor]  # see CachedSampler._extend
 # Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
@@ -85,13 +86,18 @@ class CachedSampler:
         cache = self._read(contexts, max(max_tokens))
         last = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
-        step = self._graphs.capture(partial(self._extend, cache=cache), last, slot)
         live = going = list(range(len(contexts)))  # the context of each row; the rows that go on
-        while going:
+        slots = 0  # of a turn, which ``step`` reads
+        for number in range(max(max_tokens)):
+            if not going:
+                break
             if self._device.type == "cpu" and len(going) <= SHRINK * len(live):
                 rows = self._tensor(going)
                 last, cache, live = last[rows], cache.select(rows), [live[row] for row in going]
-                step = partial(self._extend, cache=cache)
+                slots = 0
+            if number >= slots:
+                slots = number + SLOTS
+                step = self._graphs.capture(partial(self._extend, cache=cache.begin(slots)), last, slot)
             last, tokens, logprobs = draw(step(last, slot), generator)
             slot += 1
             going = []
