@@ -1,8 +1,9 @@
 """Backend "hopper": the gated delta rule for Hopper GPUs, with its most expensive kernels in Gluon.
 
 The Gluon kernels use TMA, asynchronous tensor core products and specialized warps. ``passes.py`` runs along
-chains and back; ``inputs.py`` computes the gradients of q, k, v, g and beta. The Triton kernels of
-``triton_kernels/`` do the rest: they prepare all chunks at once, which is little work.
+chains and back, on chunks that ``tiles.py`` fetches. ``inputs.py`` computes the gradients of q, k, v, g and
+beta. The Triton kernels of ``triton_kernels/`` do the rest: they prepare all chunks at once, which is little
+work.
 """
 
 from __future__ import annotations

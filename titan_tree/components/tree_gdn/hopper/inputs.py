@@ -42,7 +42,7 @@ from titan_tree.components.rings import (
     wait_full,
 )
 from titan_tree.components.tree_gdn.buffers import Factors, Saved
-from titan_tree.components.tree_gdn.hopper.passes import rows_of, store_tokens
+from titan_tree.components.tree_gdn.hopper.tiles import rows_of, store_tokens
 from titan_tree.tree.chunks import CHUNK, Chunks
 
 C = gl.constexpr(CHUNK)

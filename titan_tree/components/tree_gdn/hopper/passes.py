@@ -12,13 +12,10 @@ backward pass the same kernel runs a second time and writes them instead of the 
 TMA always fetches 64 tokens from a chunk's start, so a short chunk also gets tokens of other chunks. They
 contribute nothing, because T, P and the factor of q are zero there.
 
-The kernels are long because each loop interleaves copies, products and waits by hand. Both directions are in
-this file because they share the producer and the layout of shared memory.
+The kernels are long because each loop interleaves copies, products and waits by hand.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,126 +23,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_tree.components.rings import Ring, make_ring, matrix, release, vector, wait_empty, wait_full
-from titan_tree.components.tree_gdn.buffers import Factors, Run, Saved, run_rounds
+from titan_tree.components.rings import make_ring, matrix, release, vector, wait_full
+from titan_tree.components.tree_gdn.buffers import Run, Saved, run_rounds
+from titan_tree.components.tree_gdn.hopper.tiles import (
+    BLOCK_V,
+    C,
+    Memory,
+    decay_of,
+    factor,
+    producer,
+    rows_of,
+    store_tokens,
+    tile_of,
+    work_of,
+)
 from titan_tree.errors import UserError
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import CHUNK, Chunks
-
-BLOCK_V = gl.constexpr(64)  # columns of V for a program: the rows of the tensor cores' products
-C = gl.constexpr(CHUNK)
-READ, WRITE, QUERY = (gl.constexpr(Factors._fields.index(name)) for name in ("read", "write", "query"))
-
-
-class Work(NamedTuple):
-    """The work of one program: a chain, for one head and BLOCK_V columns of V."""
-
-    chain: gl.tensor
-    first: gl.tensor  # its first chunk
-    count: gl.tensor  # its number of chunks
-    head: gl.tensor
-    column: gl.tensor
-
-
-class Memory(NamedTuple):
-    """The shared memory of a program: slots for a chunk's tiles, which share one ring, and tiles to write."""
-
-    ring: Ring  # its slots hold k: [STAGES, C, K]
-    q: gl.shared_memory_descriptor  # [STAGES, C, K]
-    v: gl.shared_memory_descriptor  # [STAGES, C, BLOCK_V]; in the backward pass do
-    inverse: gl.shared_memory_descriptor  # [STAGES, C, C]
-    p: gl.shared_memory_descriptor  # [STAGES, C, C]
-    factors: gl.shared_memory_descriptor  # [3 * STAGES, C] fp32: read, write and query of ``Factors``
-    state: gl.shared_memory_descriptor  # [BLOCK_V, K]
-    out: gl.shared_memory_descriptor  # o [C, BLOCK_V]; n^T or X^T [BLOCK_V, C]
-
-
-@gluon.jit
-def _work(first_ptr, end_ptr, first_chain, G: gl.constexpr, V: gl.constexpr):
-    V_BLOCKS: gl.constexpr = V // BLOCK_V
-    index = gl.program_id(0)
-    chain = first_chain + index // (G * V_BLOCKS)
-    first = gl.load(first_ptr + chain)
-    count = gl.load(end_ptr + chain) - first
-    return Work(chain, first, count, index // V_BLOCKS % G, index % V_BLOCKS * BLOCK_V)
-
-
-@gluon.jit
-def _producer(
-    q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
-    GROUP: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-    BACKWARDS: gl.constexpr, WITH_Q: gl.constexpr,
-):  # fmt: skip
-    """Fetches the tiles of each chunk, from the chain's start or BACKWARDS. WITH_Q: also q and P."""
-    tile_bytes: gl.constexpr = (
-        (1 + WITH_Q) * (k_rows.block_type.nbytes + inverse_rows.block_type.nbytes)
-        + v_rows.block_type.nbytes
-        + (2 + WITH_Q) * C * 4
-    )
-    key_column = work.head // GROUP * K
-    for i in range(work.count):
-        if BACKWARDS:
-            chunk = work.first + work.count - 1 - i
-        else:
-            chunk = work.first + i
-        start = gl.load(start_ptr + chunk)
-        row = (chunk * G + work.head) * C
-        s = i % STAGES
-        wait_empty(memory.ring, i, STAGES)
-        full = memory.ring.full.index(s)
-        mbarrier.expect(full, tile_bytes)
-        tma.async_copy_global_to_shared(k_rows, [start, key_column], full, memory.ring.slots.index(s))
-        tma.async_copy_global_to_shared(v_rows, [start, work.head * V + work.column], full, memory.v.index(s))
-        tma.async_copy_global_to_shared(inverse_rows, [row, 0], full, memory.inverse.index(s))
-        tma.async_copy_global_to_shared(number_row, [READ * plane + row], full, memory.factors.index(3 * s))
-        tma.async_copy_global_to_shared(
-            number_row, [WRITE * plane + row], full, memory.factors.index(3 * s + 1)
-        )
-        if WITH_Q:
-            tma.async_copy_global_to_shared(q_rows, [start, key_column], full, memory.q.index(s))
-            tma.async_copy_global_to_shared(p_rows, [row, 0], full, memory.p.index(s))
-            tma.async_copy_global_to_shared(
-                number_row, [QUERY * plane + row], full, memory.factors.index(3 * s + 2)
-            )
-
-
-@gluon.jit
-def _decay_of(number_ptr, chunk, work, G: gl.constexpr):
-    """The logarithm of the decay over a chunk, in base 2."""
-    return gl.load(number_ptr + ((chunk * G + work.head) * C + C - 1))
-
-
-@gluon.jit
-def _factor(memory, i, LAYOUT: gl.constexpr):
-    """One factor per token, for tiles whose columns are tokens."""
-    return gl.expand_dims(memory.factors.index(i).load(gl.SliceLayout(0, LAYOUT)), 0)
-
-
-@gluon.jit
-def _tile_of(slot, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets of the program's part of a state in [.., G, V, K]."""
-    rows = work.column + gl.arange(0, BLOCK_V, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
-    tile = gl.expand_dims(rows, 1) * K + gl.expand_dims(columns, 0)
-    return (slot.to(gl.int64) * G + work.head) * (K * V) + tile
-
-
-@gluon.jit
-def store_tokens(ptr, tile, start_ptr, chunk, column, WIDTH: gl.constexpr, D: gl.constexpr):
-    """Stores a chunk's tokens [C, D] from shared memory into a matrix [N, WIDTH], beginning at a column."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    start, end = gl.load(start_ptr + chunk), gl.load(start_ptr + (chunk + 1))
-    token = start + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    place = gl.expand_dims(token.to(gl.int64) * WIDTH, 1) + gl.expand_dims(columns, 0)
-    gl.store(ptr + place, tile.load(LAYOUT), mask=gl.expand_dims(token < end, 1))
 
 
 @gluon.jit
@@ -163,9 +63,9 @@ def _chain_consumer(
     state = gl.zeros([BLOCK_V, K], gl.float32, STATE)
     source = gl.load(source_ptr + work.chain)
     if source >= 0:
-        state = gl.load(slots_ptr + _tile_of(source, work, G, K, V, STATE))
+        state = gl.load(slots_ptr + tile_of(source, work, G, K, V, STATE))
     chunk = work.first
-    last = _decay_of(number_ptr, chunk, work, G)
+    last = decay_of(number_ptr, chunk, work, G)
     slot = gl.load(slot_ptr + chunk)
     for i in range(work.count):
         chunk = work.first + i
@@ -173,7 +73,7 @@ def _chain_consumer(
         k, inverse = memory.ring.slots.index(s), memory.inverse.index(s)
         # Loaded one step ahead.
         next_chunk = work.first + gl.minimum(i + 1, work.count - 1)
-        next_last = _decay_of(number_ptr, next_chunk, work, G)
+        next_last = decay_of(number_ptr, next_chunk, work, G)
         next_slot = gl.load(slot_ptr + next_chunk)
 
         rounded = state.to(k.dtype)
@@ -194,14 +94,14 @@ def _chain_consumer(
             row = (chunk * G + work.head) * V + work.column
             tma.async_copy_shared_to_global(state_rows, [row, 0], memory.state)
         new, ks, operand = warpgroup_mma_wait(0, [new, ks, operand])
-        ks = gl.convert_layout((ks * _factor(memory, 3 * s, TOKENS)).to(k.dtype), TOKENS_OPERAND)
+        ks = gl.convert_layout((ks * factor(memory, 3 * s, TOKENS)).to(k.dtype), TOKENS_OPERAND)
         new = warpgroup_mma(ks, inverse.permute((1, 0)), new, is_async=True)
         if FORWARD:
             o = warpgroup_mma(operand, memory.q.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
             new, ks = warpgroup_mma_wait(1, [new, ks])
         else:
             new, ks = warpgroup_mma_wait(0, [new, ks])
-        written = gl.convert_layout((new * _factor(memory, 3 * s + 1, TOKENS)).to(k.dtype), STATE_OPERAND)
+        written = gl.convert_layout((new * factor(memory, 3 * s + 1, TOKENS)).to(k.dtype), STATE_OPERAND)
         state = warpgroup_mma(written, k, state, is_async=True)
         new = new.to(k.dtype)
         if FORWARD:
@@ -210,12 +110,12 @@ def _chain_consumer(
             o = warpgroup_mma(
                 new,
                 memory.p.index(s).permute((1, 0)),
-                o * _factor(memory, 3 * s + 2, TOKENS),
+                o * factor(memory, 3 * s + 2, TOKENS),
                 is_async=True,
             )
             state, written = warpgroup_mma_wait(1, [state, written])
             if slot >= 0:
-                gl.store(slots_ptr + _tile_of(slot, work, G, K, V, STATE), state)
+                gl.store(slots_ptr + tile_of(slot, work, G, K, V, STATE), state)
             o, new = warpgroup_mma_wait(0, [o, new])
             release(memory.ring, i, STAGES)
             memory.out.permute((1, 0)).store(o.to(k.dtype))
@@ -263,14 +163,14 @@ def _chain_kernel(
         gl.allocate_shared_memory(dtype, [BLOCK_V, C], out_layout),
     )
     fence_async_shared()
-    work = _work(first_ptr, end_ptr, first_chain, G, V)
+    work = work_of(first_ptr, end_ptr, first_chain, G, V)
     gl.warp_specialize(
         [
             (_chain_consumer, (
                 state_rows, new_rows, o_ptr, slots_ptr, number_ptr, source_ptr, slot_ptr, start_ptr, memory,
                 work, G, K, V, STAGES, FORWARD,
             )),
-            (_producer, (
+            (producer, (
                 q_rows, k_rows, v_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
                 GROUP, G, K, V, STAGES, False, FORWARD,
             )),
@@ -293,7 +193,7 @@ def _gradient_consumer(
     zero = gl.zeros([BLOCK_V, C], gl.float32, TOKENS)
     dstate = gl.zeros([BLOCK_V, K], gl.float32, STATE)
     chunk = work.first + work.count - 1
-    last = _decay_of(number_ptr, chunk, work, G)
+    last = decay_of(number_ptr, chunk, work, G)
     slot = gl.load(slot_ptr + chunk)
     for i in range(work.count):
         s = i % STAGES
@@ -302,11 +202,11 @@ def _gradient_consumer(
         row = (chunk * G + work.head) * V + work.column
         # Loaded one step ahead: the next step computes the previous chunk.
         chunk = gl.maximum(chunk - 1, work.first)
-        next_last = _decay_of(number_ptr, chunk, work, G)
+        next_last = decay_of(number_ptr, chunk, work, G)
         next_slot = gl.load(slot_ptr + chunk)
 
         if slot >= 0:
-            dstate += gl.load(slot_gradient_ptr + _tile_of(slot, work, G, K, V, STATE))
+            dstate += gl.load(slot_gradient_ptr + tile_of(slot, work, G, K, V, STATE))
         rounded = dstate.to(k.dtype)
         operand = gl.convert_layout(rounded, TOKENS_OPERAND)
         dstate *= gl.exp2(last)  # not during a product: ptxas would wait for it
@@ -317,15 +217,15 @@ def _gradient_consumer(
         memory.state.store(rounded)
         fence_async_shared()
         tma.async_copy_shared_to_global(dstate_rows, [row, 0], memory.state)
-        scaled = do.load(TOKENS).to(gl.float32) * _factor(memory, 3 * s + 2, TOKENS)
+        scaled = do.load(TOKENS).to(gl.float32) * factor(memory, 3 * s + 2, TOKENS)
         scaled = gl.convert_layout(scaled.to(k.dtype), STATE_OPERAND)
         local, dnew, operand = warpgroup_mma_wait(0, [local, dnew, operand])
-        dnew = (dnew * _factor(memory, 3 * s + 1, TOKENS) + local).to(k.dtype)
+        dnew = (dnew * factor(memory, 3 * s + 1, TOKENS) + local).to(k.dtype)
         dnew = gl.convert_layout(dnew, TOKENS_OPERAND)
         x = warpgroup_mma(dnew, memory.inverse.index(s), zero, use_acc=False, is_async=True)
         dstate = warpgroup_mma(scaled, q, dstate, is_async=True)
         x, dnew = warpgroup_mma_wait(1, [x, dnew])
-        read = gl.convert_layout((x * _factor(memory, 3 * s, TOKENS)).to(k.dtype), STATE_OPERAND)
+        read = gl.convert_layout((x * factor(memory, 3 * s, TOKENS)).to(k.dtype), STATE_OPERAND)
         dstate, scaled = warpgroup_mma_wait(0, [dstate, scaled])
         dstate = warpgroup_mma(read, k, dstate, is_async=True)
         tma.store_wait(1)
@@ -336,7 +236,7 @@ def _gradient_consumer(
         release(memory.ring, i, STAGES)
         last, slot = next_last, next_slot
     if gl.load(source_ptr + work.chain) >= 0:
-        gl.store(start_gradient_ptr + _tile_of(work.chain, work, G, K, V, STATE), dstate)
+        gl.store(start_gradient_ptr + tile_of(work.chain, work, G, K, V, STATE), dstate)
     tma.store_wait(0)
 
 
@@ -361,14 +261,14 @@ def _gradient_kernel(
         gl.allocate_shared_memory(dtype, [BLOCK_V, C], x_rows.layout),
     )
     fence_async_shared()
-    work = _work(first_ptr, end_ptr, first_chain, G, V)
+    work = work_of(first_ptr, end_ptr, first_chain, G, V)
     gl.warp_specialize(
         [
             (_gradient_consumer, (
                 dstate_rows, x_rows, slot_gradient_ptr, start_gradient_ptr, number_ptr, source_ptr, slot_ptr,
                 memory, work, G, K, V, STAGES,
             )),
-            (_producer, (
+            (producer, (
                 q_rows, k_rows, do_rows, inverse_rows, p_rows, number_row, plane, start_ptr, memory, work,
                 GROUP, G, K, V, STAGES, True, True,
             )),
@@ -436,11 +336,6 @@ def _tiles(
 def _parts(*tensors: Tensor) -> list[TensorDescriptor]:
     """Returns descriptors of the tensors that a program writes for each chunk."""
     return [rows_of(x, BLOCK_V.value) for x in tensors]
-
-
-def rows_of(x: Tensor, rows: int) -> TensorDescriptor:
-    """Returns a descriptor of x [.., D] in tiles of ``rows`` rows."""
-    return matrix(x.view(-1, 1, x.shape[-1]), rows, x.shape[-1])
 
 
 def _where(saved: Saved, chunks: Chunks, chains: Chains) -> list[Tensor | int]:
