@@ -108,7 +108,7 @@ def _scored(
 ) -> Iterator[tuple[TreeBatch, Scores]]:
     """Yields batches on which the loss can run, with the scores of their edges."""
     if unpartitioned is not None:
-        yield unpartitioned, collect_scores(outputs, unpartitioned, group)
+        yield unpartitioned, collect_scores(outputs, unpartitioned.edge_token, group)
         return
     for batch, out in outputs:
         if not batch.is_dummy and len(batch.edge_label):

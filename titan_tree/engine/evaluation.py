@@ -63,7 +63,7 @@ def score(
                     pass
                 continue
             whole = (step.unpartitioned[i] or step.micro_batches[i][0]).to(device)
-            scored.append((whole, collect_scores(outputs, whole, model.sequence_group)))
+            scored.append((whole, collect_scores(outputs, whole.edge_token, model.sequence_group)))
     return scored
 
 

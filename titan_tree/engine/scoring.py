@@ -148,9 +148,8 @@ def score_trees(
     if is_shared:
         forwards = _in_lockstep(model, own(lambda: list(forwards)))
     if not torch.is_grad_enabled():
-        GradientSync(model, reshard_after_forward=True).hold(
-            False
-        )  # a partitioned step keeps weights gathered
+        # A partitioned step keeps weights gathered.
+        GradientSync(model, reshard_after_forward=True).hold(False)
     found: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
         for forward in forwards:
@@ -204,10 +203,10 @@ def _forwards(
 def _in_lockstep(model: TreeModel, forwards: Sequence[_Forward]) -> list[_Forward]:
     """Adds the dummies that the communication of other ranks needs. Collective."""
     assert dist.group.WORLD is not None
-    schedule = in_lockstep([own.partitions for own in forwards], 0, dist.group.WORLD, model.share)
+    schedule = in_lockstep([forward.partitions for forward in forwards], 0, dist.group.WORLD, model.share)
     dummies = [_Forward([], None, [], [])] * (len(schedule) - len(forwards))
-    every = zip([*forwards, *dummies], schedule, strict=True)
-    return [forward._replace(partitions=partitions) for forward, partitions in every]
+    scheduled = zip([*forwards, *dummies], schedule, strict=True)
+    return [forward._replace(partitions=partitions) for forward, partitions in scheduled]
 
 
 def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: bool) -> None:
@@ -271,16 +270,15 @@ class _Experts:
 def _path_scores(
     model: TreeModel,
     tree: TokenTree,
-    partitions: Sequence[TreeBatch],
+    batches: Sequence[TreeBatch],
     outputs: Outputs,
     experts: _Experts | None,
 ) -> Iterator[PathScores]:
     """Yields the scores of each path of a forest. The host does not wait for a GPU."""
     device = next(model.parameters()).device
-    whole = partitions[0] if len(partitions) == 1 else TreeBatch.from_trees([tree], edges="loss")
-    whole = _to(device, whole)
+    edge_token = _to(device, torch.cat([batch.edge_token for batch in batches]).sort().values)
     kept = outputs if experts is None else experts.keep(outputs)
-    scores = collect_scores(kept, whole, model.sequence_group)
+    scores = collect_scores(kept, edge_token, model.sequence_group)
     index = torch.from_numpy(tree.path_index)
     is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
     is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
@@ -288,7 +286,7 @@ def _path_scores(
     lengths = list(map(len, tree.paths))
 
     def by_path(values: Tensor) -> Sequence[Tensor]:
-        of_tokens = values.new_full((len(tree),), torch.nan).index_put((whole.edge_token,), values)
+        of_tokens = values.new_full((len(tree),), torch.nan).index_put((edge_token,), values)
         return torch.where(counted, of_tokens[of_path], torch.nan).split(lengths)
 
     columns = {name: by_path(values) for name, values in scores.items()}

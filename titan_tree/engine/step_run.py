@@ -131,7 +131,7 @@ class StepRun:
         if whole is None and not root.is_dummy:
             whole = root
         if whole is not None:
-            scores = collect_scores(outputs, whole, self.model.sequence_group)
+            scores = collect_scores(outputs, whole.edge_token, self.model.sequence_group)
             if self.model.share.rank == 0:  # other ranks that share the tokens have the same scores
                 self._measured += loss.measure(scores["logprobs"], whole).double().cpu()
         if is_last:
@@ -147,7 +147,7 @@ class StepRun:
             for _ in outputs:
                 pass
             return
-        scores = collect_scores(outputs, whole, self.model.sequence_group)
+        scores = collect_scores(outputs, whole.edge_token, self.model.sequence_group)
         self._whole_path_losses[i] = WholePathLoss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
@@ -209,7 +209,7 @@ class StepRun:
         if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
             return whole_path_loss(batch, out)
         if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
-            scores = collect_scores([(batch, out)], whole, self.model.sequence_group)
+            scores = collect_scores([(batch, out)], whole.edge_token, self.model.sequence_group)
             return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives

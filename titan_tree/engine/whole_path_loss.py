@@ -24,23 +24,23 @@ Scores = dict[str, Tensor]  # fields of ModelOutput, "logprobs" and on request "
 
 def collect_scores(
     outputs: Iterable[tuple[TreeBatch, ModelOutput]],
-    whole: TreeBatch,
+    edge_token: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Scores:
     """Joins the scores of all partitions of a micro-batch, and of all ranks that share its tokens.
 
     Args:
-        whole: the micro-batch as a single batch, on the same device.
+        edge_token: [E] of the micro-batch as a single batch, on the same device, see ``TreeBatch``.
         group: the ranks that share the tokens. Collective.
     Returns:
-        [E] each, in nats, for the edges of ``whole``. Differentiable, see ``join``.
+        [E] each, in nats, in the order of ``edge_token``. Differentiable, see ``join``.
     """
     # Without exports, which would keep the keys of all partitions in memory.
     scored = [(batch.edge_token, out._replace(exports=None)) for batch, out in outputs if not batch.is_dummy]
-    index = torch.searchsorted(whole.edge_token, torch.cat([tokens for tokens, _ in scored]))
+    index = torch.searchsorted(edge_token, torch.cat([tokens for tokens, _ in scored]))
     columns = {name: [getattr(out, name) for _, out in scored] for name in ("logprobs", "entropy")}
     return {
-        name: join(torch.cat(values), index, len(whole.edge_token), group)
+        name: join(torch.cat(values), index, len(edge_token), group)
         for name, values in columns.items()
         if values[0] is not None
     }
