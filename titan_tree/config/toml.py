@@ -49,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: the TOML file.
         overrides: ``table.key=value`` arguments; leading dashes are ignored. Values follow YAML: ``3``,
-            ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` clears a key that is a table.
+            ``1e-4``, ``true``, ``null``, ``[a, b]``. ``model.overrides={}`` removes the file's overrides.
     Raises:
         UserError: the file cannot be read, or it or an override contains a wrong key or value.
     """
@@ -65,7 +65,7 @@ def load_tables(tables: type[C], path: str | Path, overrides: Sequence[str] = ()
             _check_tables(table, tables)
             config = _merge(config, table)
         if source != str(path):
-            sources |= dict.fromkeys(_keys(table), source)
+            sources |= {key: source for key, _ in _items(table)}
     _require_all(config, path)
     try:
         return cast(C, OmegaConf.to_object(config))  # runs the checks of every table
@@ -205,10 +205,10 @@ def _check_text(text: str, key: str) -> None:
 
 
 def _merge(config: Any, tables: dict[str, Any]) -> Any:
-    """Returns ``config`` with the values of ``tables``. An empty table clears a key of free names."""
+    """Returns ``config`` with the values of ``tables``. An empty table empties a table of free keys."""
     try:
-        for key in _empty(tables):
-            if OmegaConf.get_type(OmegaConf.select(config, key)) is dict:
+        for key, value in _items(tables):
+            if value == {} and OmegaConf.get_type(OmegaConf.select(config, key)) is dict:
                 OmegaConf.update(config, key, {}, merge=False)
         return OmegaConf.merge(config, tables)
     except OmegaConfBaseException as error:
@@ -258,17 +258,9 @@ def _types(table: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(table)}
 
 
-def _empty(tables: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the keys whose value is an empty table."""
+def _items(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields all keys, those of nested tables with dots, and their values."""
     for key, value in tables.items():
-        if value == {}:
-            yield prefix + key
-        elif isinstance(value, dict):
-            yield from _empty(value, f"{prefix}{key}.")
-
-
-def _keys(tables: Any, prefix: str = "") -> Iterator[str]:
-    for key, value in tables.items():
-        yield prefix + key
+        yield prefix + key, value
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from _items(value, f"{prefix}{key}.")
