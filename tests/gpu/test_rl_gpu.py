@@ -1,4 +1,4 @@
-"""Sampling on a GPU: CUDA graphs, several blocks of a context, several batches."""
+"""Sampling on a GPU: CUDA graphs, several bundles of a context, several batches."""
 
 import random
 
@@ -7,8 +7,8 @@ import torch
 
 from titan_tree import build_model, tree_logprobs
 from titan_tree.rl import cached_sampler
-from titan_tree.rl.block_cache import product
 from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.context_cache import product
 
 pytestmark = pytest.mark.gpu
 STOP = 7
@@ -24,7 +24,7 @@ def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     model = build_model("qwen3", "debug", vocab_size=64, attention="reference").cuda().to(dtype)
     draw = random.Random(0)
     contexts = [[draw.randrange(64) for _ in range(draw.choice([1, 20, 90]))] for _ in range(12)]
-    contexts += [contexts[0]] * 20 + [contexts[1]] * 3  # more rows than a block has places
+    contexts += [contexts[0]] * 20 + [contexts[1]] * 3  # more rows than a bundle has places
     limits = [draw.randrange(1, 100) for _ in contexts]
     turns = CachedSampler(model).sample(contexts, limits, STOP, seed=3)
     assert turns == CachedSampler(model).sample(contexts, limits, STOP, seed=3)

@@ -20,7 +20,7 @@ from titan_tree.models.attention import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.block_cache import BlockCache, Blocks
+from titan_tree.rl.context_cache import Bundles, ContextCache
 from titan_tree.rl.sampler import Completion, longest_row
 
 SHRINK = 0.8  # on a CPU, rows that have ended leave the batch once at most this share of it is live
@@ -127,7 +127,7 @@ class CachedSampler:
         memory = torch.cuda.get_device_properties(self._device).total_memory
         return max(1, int(CACHE_SHARE * memory) // (row * weight.itemsize))
 
-    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> BlockCache:
+    def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> ContextCache:
         """Returns a cache with all but the last token of each context, and room for ``turn`` tokens.
 
         Contexts are padded on the right. Decoding does not see the keys of the padding.
@@ -135,27 +135,27 @@ class CachedSampler:
         config, weight = self.model.config, self.model.embed_tokens.weight
         different: dict[tuple[int, ...], int] = {}
         index = [different.setdefault(tuple(context), len(different)) for context in contexts]
-        blocks, of_block = Blocks.of(index, weight.device)
+        bundles, of_bundle = Bundles.of(index, weight.device)
         size = aligned(max(map(len, contexts)))
 
         def empty(rows: int, size: int) -> Tensor:
             shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, size, config.head_dim)
             return weight.new_zeros(shape)
 
-        shared, own = empty(len(of_block), size), empty(len(contexts), aligned(turn))
+        shared, own = empty(len(of_bundle), size), empty(len(contexts), aligned(turn))
         length = self._tensor([len(context) - 1 for context in contexts])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            shared[layer, 0], shared[layer, 1] = k[of_block], v[of_block]
+            shared[layer, 0], shared[layer, 1] = k[of_bundle], v[of_bundle]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         padding = [0] * size
         tokens = self._tensor([[*context[:-1], *padding][:size] for context in different])
         self._run(tokens, torch.arange(size, device=tokens.device).expand_as(tokens), attend)
-        return BlockCache(shared, own, length, blocks)
+        return ContextCache(shared, own, length, bundles)
 
-    def _extend(self, tokens: Tensor, slot: Tensor, cache: BlockCache) -> Tensor:
+    def _extend(self, tokens: Tensor, slot: Tensor, cache: ContextCache) -> Tensor:
         """Reads a token [B] of each row, and writes its keys and values to ``slot`` [1] of the turn.
 
         Returns:

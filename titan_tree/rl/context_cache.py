@@ -1,7 +1,7 @@
-"""BlockCache: keys and values for sampling, where rows with an equal context read them together.
+"""ContextCache: keys and values for sampling, where rows with an equal context read them together.
 
 B rows are sampled at once. Each has a context of up to P tokens and a turn of up to T new ones. Rows with an
-equal context are in one of U blocks, which has G places. L layers, K key-value heads, R query heads for each
+equal context are in one of U bundles, which has G places. L layers, K key-value heads, R query heads for each
 of them, H = K * R, D head dim.
 """
 
@@ -18,42 +18,42 @@ from torch import Tensor
 
 from titan_tree.models.layers import at_least_fp32
 
-BLOCK = 16  # rows that read a context together; more rows with this context read a copy
+BUNDLE = 16  # rows that read a context together; more rows with this context read a copy
 
 
-class Blocks(NamedTuple):
-    """Where rows are.
+class Bundles(NamedTuple):
+    """Rows with an equal context, up to 16 together, and where each row is.
 
     Attributes:
-        block, place: [B], of each row.
+        bundle, place: [B], of each row.
         rows: [U, G], the row at each place; any row at a place that is empty.
     """
 
-    block: Tensor
+    bundle: Tensor
     place: Tensor
     rows: Tensor
 
     @staticmethod
-    def of(contexts: Sequence[int], device: torch.device) -> tuple[Blocks, Tensor]:
-        """Puts rows with an equal context into blocks of at most ``BLOCK``.
+    def of(contexts: Sequence[int], device: torch.device) -> tuple[Bundles, Tensor]:
+        """Puts rows with an equal context into bundles of at most ``BUNDLE``.
 
         Args:
             contexts: number of the context of each row.
 
         Returns:
-            The blocks, and the context of each block [U].
+            The bundles, and the context of each bundle [U].
         """
         numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
-        blocks: dict[tuple[int, int], int] = {}
+        bundles: dict[tuple[int, int], int] = {}
         places = []
         for context in contexts:
-            part, at = divmod(next(numbers[context]), BLOCK)
-            places.append((blocks.setdefault((context, part), len(blocks)), at))
-        block, place = torch.tensor(places).unbind(1)
-        rows = torch.zeros(len(blocks), int(place.max()) + 1, dtype=torch.long)
-        rows[block, place] = torch.arange(len(places))
-        of_block = torch.tensor([context for context, _ in blocks])
-        return Blocks(block.to(device), place.to(device), rows.to(device)), of_block.to(device)
+            part, at = divmod(next(numbers[context]), BUNDLE)
+            places.append((bundles.setdefault((context, part), len(bundles)), at))
+        bundle, place = torch.tensor(places).unbind(1)
+        rows = torch.zeros(len(bundles), int(place.max()) + 1, dtype=torch.long)
+        rows[bundle, place] = torch.arange(len(places))
+        of_bundle = torch.tensor([context for context, _ in bundles])
+        return Bundles(bundle.to(device), place.to(device), rows.to(device)), of_bundle.to(device)
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns x [B, K, R, n] as [U, K, G * R, n]: what shares a key is in one matrix."""
@@ -62,17 +62,17 @@ class Blocks(NamedTuple):
 
     def scatter(self, x: Tensor) -> Tensor:
         """Returns x [U, K, G * R, n] as [B, K, R, n]."""
-        return x.unflatten(2, (self.rows.shape[1], -1))[self.block, :, self.place]
+        return x.unflatten(2, (self.rows.shape[1], -1))[self.bundle, :, self.place]
 
 
-class BlockCache(NamedTuple):
+class ContextCache(NamedTuple):
     """Keys and values of a batch.
 
-    A context is stored once for each block, and read once for all rows of it, as in Hydragen
+    A context is stored once for each bundle, and read once for all rows of it, as in Hydragen
     (arXiv:2402.05099).
 
     Attributes:
-        context: [L, 2, U, K, P, D], of each block: all but the last token of its context.
+        context: [L, 2, U, K, P, D], of each bundle: all but the last token of its context.
         turn: [L, 2, B, K, T, D], of each row: the last token of its context, and its turn.
         length: [B] tokens of each row in ``context``.
     """
@@ -80,14 +80,14 @@ class BlockCache(NamedTuple):
     context: Tensor
     turn: Tensor
     length: Tensor
-    blocks: Blocks
+    bundles: Bundles
 
-    def select(self, rows: Tensor) -> BlockCache:
-        """Returns a copy of some rows. Blocks without rows leave."""
-        blocks, kept = Blocks.of(self.blocks.block[rows].tolist(), rows.device)
-        return BlockCache(self.context[:, :, kept], self.turn[:, :, rows], self.length[rows], blocks)
+    def select(self, rows: Tensor) -> ContextCache:
+        """Returns a copy of some rows. Bundles without rows leave."""
+        bundles, kept = Bundles.of(self.bundles.bundle[rows].tolist(), rows.device)
+        return ContextCache(self.context[:, :, kept], self.turn[:, :, rows], self.length[rows], bundles)
 
-    def begin(self, slots: int) -> BlockCache:
+    def begin(self, slots: int) -> ContextCache:
         """Returns the same cache with at most the first ``slots`` of each turn. It shares the memory."""
         return self._replace(turn=self.turn[..., :slots, :])
 
@@ -113,12 +113,12 @@ class BlockCache(NamedTuple):
         (keys, values), (own_keys, own_values) = self.context[layer], self.turn[layer]
         own_keys.index_copy_(2, slot, k[:, :, None])
         own_values.index_copy_(2, slot, v[:, :, None])
-        blocks, heads = self.blocks, q.unflatten(1, (k.shape[1], -1))
-        shared = blocks.scatter(product(blocks.gather(heads), keys.mT))
+        bundles, heads = self.bundles, q.unflatten(1, (k.shape[1], -1))
+        shared = bundles.scatter(product(bundles.gather(heads), keys.mT))
         scores = torch.cat((shared, product(heads, own_keys.mT)), -1)
         weights = torch.add(mask, scores, alpha=q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
         of_context, of_turn = weights.split(self.size, -1)
-        out = blocks.scatter(product(blocks.gather(of_context), values)) + product(of_turn, own_values)
+        out = bundles.scatter(product(bundles.gather(of_context), values)) + product(of_turn, own_values)
         return out.to(q.dtype).flatten(1, 2)
 
     @property

@@ -6,8 +6,8 @@ import torch
 
 from tests.rl.test_sampling import tiny_model
 from titan_tree import tree_logprobs
-from titan_tree.rl.block_cache import product
 from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.context_cache import product
 
 
 def groups_of_rows() -> tuple[list[list[int]], list[int]]:
@@ -21,7 +21,7 @@ def groups_of_rows() -> tuple[list[list[int]], list[int]]:
     return [contexts[i] for i in order], [limits[i] for i in order]
 
 
-def test_rows_of_many_blocks_have_the_trainers_logprobs() -> None:
+def test_rows_of_many_bundles_have_the_trainers_logprobs() -> None:
     model = tiny_model()
     contexts, limits = groups_of_rows()
     turns = CachedSampler(model).sample(contexts, limits, stop=101, seed=0)
@@ -40,11 +40,11 @@ def test_up_to_16_rows_share_the_keys_of_their_context() -> None:
         cache = sampler._read(contexts, turn=30)
     config = model.config
     sizes = config.num_key_value_heads, config.head_dim
-    # 37 rows need 3 blocks, 17 need 2, and the others one each. Tokens are padded to multiples of 8.
+    # 37 rows need 3 bundles, 17 need 2, and the others one each. Tokens are padded to multiples of 8.
     assert cache.context.shape == (config.num_hidden_layers, 2, 8, sizes[0], 80, sizes[1])
     assert cache.turn.shape == (config.num_hidden_layers, 2, 73, sizes[0], 32, sizes[1])
     small = cache.select(torch.tensor([i for i, context in enumerate(contexts) if len(context) in (21, 80)]))
-    assert (small.context.shape[2], small.turn.shape[2], small.blocks.rows.shape) == (2, 3, (2, 2))
+    assert (small.context.shape[2], small.turn.shape[2], small.bundles.rows.shape) == (2, 3, (2, 2))
 
 
 def test_logprobs_in_bf16_are_as_exact_as_the_trainers() -> None:
