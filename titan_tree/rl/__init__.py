@@ -6,6 +6,7 @@ search.py            a bundled environment: questions that need several searches
 sampler.py           what samples turns: the protocol Sampler, and Completion
 cached_sampler.py    samples from the weights of a dense model that is trained
 context_cache.py     its keys and values, shared by rows with an equal context
+graphs.py            its CUDA graphs
 generate_sampler.py  samples from those of any other model, through transformers
 server_sampler.py    samples from a server, such as vLLM or SGLang
 server.py            sends requests to it
