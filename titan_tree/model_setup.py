@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ def build_lora(config: LoRAConfig, model: TreeModel) -> tuple[LoRA | None, dict[
     if not config.is_on:
         return None, None
     return LoRA(rank=config.rank, alpha=config.alpha, targets=targets, rslora=config.rslora), None
+
+
+def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:
+    """Returns the table [model] with the snapshot in ``folder`` in place of its model."""
+    return dataclasses.replace(model, flavor=None, hf_path=folder, overrides={})
 
 
 def build_model_without_weights(model: ModelConfig) -> TreeModel:

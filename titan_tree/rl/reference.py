@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -11,13 +10,17 @@ from pathlib import Path
 import torch
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config import ModelConfig
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.scoring import path_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.model_setup import build_model_without_weights, build_parallel_model, start_weights
+from titan_tree.model_setup import (
+    build_model_without_weights,
+    build_parallel_model,
+    snapshot_model,
+    start_weights,
+)
 from titan_tree.models.hf.files import fingerprint, fingerprint_files
 from titan_tree.models.lora import adapters_off
 from titan_tree.models.peft import ADAPTER
@@ -111,8 +114,3 @@ def check_vocabulary(config: RLRunConfig, model: TreeModel) -> None:
             f"rl.reference: expected a model with the {expected:,} token ids of the trained one, got "
             f"{got:,}; choose a model with the same tokenizer"
         )
-
-
-def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:
-    """Returns the table [model] with the snapshot in ``folder`` in place of its model."""
-    return dataclasses.replace(model, flavor=None, hf_path=folder, overrides={})
