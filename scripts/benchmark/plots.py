@@ -182,7 +182,8 @@ def draw_rl(rows: Rows, labels: Mapping[str, str], seconds: str) -> Figure:
     Each seed of a setting in ``labels`` is a line. Its label may have the field ``seed``.
     """
     figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    runs = dict.fromkeys((row["setting"], row["seed"]) for row in rows if row["setting"] in labels)
+    found = {(row["setting"], row["seed"]) for row in rows}
+    runs = [run for setting in labels for run in sorted(found) if run[0] == setting]
     for color, (setting, seed) in enumerate(runs):
         for phase, style in (("warm_start", ":"), ("rl", "-")):
             key = (setting, seed, phase)
