@@ -39,7 +39,7 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
             # Tokens that the loss does not count may lack a log-prob (NaN).
             fields[name] = np.where(fields["loss_mask"] > 0, values[chosen], values.dtype.type(0))
     per_path = np.diff(np.searchsorted(chosen, tree.path_offsets))
-    loss_tokens = np.add.reduceat(mask, starts, dtype=np.float64)
+    loss_tokens = np.add.reduceat(mask, starts, dtype=np.float64)  # ``TokenPath.loss_tokens`` of each path
     rollout_tokens = [
         own if path.rollout_tokens is None else path.rollout_tokens
         for path, own in zip(paths, loss_tokens, strict=True)
