@@ -170,6 +170,14 @@ def test_a_loss_of_your_own_gets_the_reference(tmp_path: Path) -> None:
     assert abs(float(rows(tmp_path)[0]["loss"])) < 1e-9
 
 
+def test_the_weights_of_a_reference_have_the_dtype_of_the_computation(tmp_path: Path) -> None:
+    trainer = make(tmp_path, *KL, "training.dtype=bfloat16")
+    assert trainer.reference is not None
+    assert {weight.dtype for weight in trainer.reference.model.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    trainer.close()
+
+
 def test_wrong_references_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rl.reference: expected none, because the loss reads no ref_logpr"):
         make(tmp_path / "unneeded", "rl.reference=/models/nothing")
