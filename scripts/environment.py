@@ -169,7 +169,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def imports_titan_tree() -> bool:
     """Returns whether the trainer, and everything that it imports, can be imported here."""
-    command = [sys.executable, "-c", "import titan_tree.trainer"]
+    command = [sys.executable, "-c", "import titan_tree.run.trainer"]
     return not subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
 
 

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from titan_tree.data.dataset import TreeDataset as TreeDataset
     from titan_tree.distributed.mesh import OneRank as OneRank
     from titan_tree.distributed.optimizers import clip_and_step as clip_and_step
-    from titan_tree.engine.scoring import tree_logprobs as tree_logprobs
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError
-    from titan_tree.models.lora import adapters_off as adapters_off
-    from titan_tree.models.peft import load_adapter as load_adapter
-    from titan_tree.models.peft import save_adapter as save_adapter
+    from titan_tree.models.lora.adapters import adapters_off as adapters_off
+    from titan_tree.models.lora.peft import load_adapter as load_adapter
+    from titan_tree.models.lora.peft import save_adapter as save_adapter
     from titan_tree.models.pretrained import load_pretrained as load_pretrained
     from titan_tree.models.pretrained import save_pretrained as save_pretrained
     from titan_tree.models.registry import build_model as build_model
-    from titan_tree.trainer import Trainer as Trainer
+    from titan_tree.run.trainer import Trainer as Trainer
+    from titan_tree.scoring.score_trees import tree_logprobs as tree_logprobs
     from titan_tree.tree.batch import PathPairs as PathPairs
     from titan_tree.tree.batch import TreeBatch as TreeBatch
     from titan_tree.tree.layout import TreeLayout as TreeLayout

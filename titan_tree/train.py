@@ -65,7 +65,7 @@ def _train(path: str, overrides: Sequence[str]) -> None:
     config = load_config(path, overrides)
     # These imports take seconds, so check the configuration first.
     from titan_tree.distributed.faults import failures_named
-    from titan_tree.trainer import Trainer
+    from titan_tree.run.trainer import Trainer
 
     with failures_named(lambda: "the start or the end of the run", lambda: "run the same command again"):
         trainer = Trainer(config)

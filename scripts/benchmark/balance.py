@@ -5,10 +5,10 @@
 
 The table is computed, not measured: the costs of trees are those with which a run of the model starts. Steps
 are drawn at random from the trees of all files. Ranks run freely if trees are partitioned, and otherwise in
-step (data/balance.py). Both are shown for the same trees. The columns are shares of the ranks' time in which
-they wait: "as read" without balance, "whole" if no tree is split, and "in pieces" if large trees are
-(data/splitting.py). "x faster" is the ratio of the seconds as read and in pieces, and "repeated" the share of
-tokens that pieces repeat.
+step (balance/assignment.py). Both are shown for the same trees. The columns are shares of the ranks' time in
+which they wait: "as read" without balance, "whole" if no tree is split, and "in pieces" if large trees are
+(balance/splitting.py). "x faster" is the ratio of the seconds as read and in pieces, and "repeated" the share
+of tokens that pieces repeat.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from common import append_csv, argument_parser, default_device, environment, pri
 from partition_table import read_trees
 
 from titan_tree import build_model
-from titan_tree.data.balance import Assignment, idle_share, planned_work
+from titan_tree.balance.assignment import Assignment, idle_share, planned_work
+from titan_tree.balance.balancing import start_costs
+from titan_tree.balance.splitting import StepPlanner
+from titan_tree.balance.tree_costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.data.packing import first_fit
-from titan_tree.data.splitting import StepPlanner
-from titan_tree.data.tree_costs import TreeCosts, leaf_sizes, tree_sizes
-from titan_tree.engine.balancing import start_costs
 
 
 def main() -> None:

@@ -33,12 +33,12 @@ from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.records import StepInput
+from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.model_setup import build_parallel_model
-from titan_tree.models.lora import init_lora
+from titan_tree.models.lora.adapters import init_lora
 from titan_tree.models.registry import build_model
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.model_setup import build_parallel_model
 
 VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
 OPTIMIZER = OptimizerConfig()  # the optimizer of all timed training steps

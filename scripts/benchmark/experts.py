@@ -43,7 +43,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from titan_tree.components.moe import Experts, MoE
-from titan_tree.distributed.sharded_experts import ShardedExperts
+from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 
 TIMES = ["forward_ms", "forward_backward_ms", "tflops", "exposed_ms"]
 COLUMNS = ["what", "routing", *TIMES, "rows_sent", "difference"]

@@ -30,12 +30,12 @@ from titan_tree import TreeBatch, tree_logprobs
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
-from titan_tree.engine.scoring import score_trees
 from titan_tree.metrics import Logger
 from titan_tree.models.costs import ModelCosts
 from titan_tree.registry import LOGGERS
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.trainer import RLTrainer
+from titan_tree.scoring.score_trees import score_trees
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

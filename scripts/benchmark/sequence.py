@@ -37,8 +37,8 @@ from trees import SHAPES, random_tree
 from titan_tree import TreeBatch
 from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.collectives import all_reduce_max
-from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.costs import ModelCosts
+from titan_tree.run.model_setup import build_parallel_model
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
 from titan_tree.models.costs import ModelCosts
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
 Step = Callable[[], object]

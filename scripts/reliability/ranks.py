@@ -63,7 +63,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
 
 def _raise_at(step: int) -> None:
     """Makes this process raise an exception in a step, as a bug or a lack of memory would."""
-    from titan_tree.trainer import Trainer
+    from titan_tree.run.trainer import Trainer
 
     train_step = Trainer.train_step
 

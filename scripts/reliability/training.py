@@ -53,8 +53,6 @@ def check(condition: object, problem: str) -> None:
 
 def preload() -> None:
     """Imports everything that a training run needs. It starts no thread, so that this process can fork."""
-    import titan_tree.train
-    import titan_tree.trainer  # noqa: F401
 
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"expected one thread before a fork, got {threads}"

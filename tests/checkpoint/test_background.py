@@ -13,7 +13,7 @@ from titan_tree.checkpoint import background
 from titan_tree.checkpoint.background import BackgroundWriter
 from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.errors import UserError
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 ASYNC: dict[str, Any] = {"checkpoint__async_save": "true"}
 

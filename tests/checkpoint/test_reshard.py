@@ -21,7 +21,7 @@ from titan_tree.config import (
     TrainingConfig,
 )
 from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
-from titan_tree.model_setup import build_parallel_model
+from titan_tree.run.model_setup import build_parallel_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("reshard")]
 

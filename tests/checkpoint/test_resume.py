@@ -25,7 +25,7 @@ from titan_tree.checkpoint.changes import config_changes
 from titan_tree.checkpoint.lock import FolderLock
 from titan_tree.config import LossConfig
 from titan_tree.errors import UserError
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree import build
+from titan_tree.balance.assignment import assign_freely
+from titan_tree.balance.balancing import start_costs
+from titan_tree.balance.tree_costs import tree_sizes
 from titan_tree.cli import main
 from titan_tree.cli.plan import activations, hardware
 from titan_tree.cli.plan.activations import Kept
@@ -16,13 +18,11 @@ from titan_tree.cli.plan.hardware import GIB, GPUS, Gpu
 from titan_tree.cli.plan.planner import Planner, changed
 from titan_tree.cli.plan.timing import total
 from titan_tree.config.toml import load_config
-from titan_tree.data.balance import assign_freely
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.tree_costs import tree_sizes
-from titan_tree.engine.balancing import start_costs
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.models.costs import ModelCosts
-from titan_tree.tree.shares import Share
+from titan_tree.run import build
+from titan_tree.tree.token_shards import Share
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 DEMO, DEMO_MOE = str(CONFIGS / "demo.toml"), str(CONFIGS / "demo_qwen3_moe.toml")

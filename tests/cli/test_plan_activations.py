@@ -29,7 +29,7 @@ from titan_tree.models.tree_model import ModelOutput
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 from titan_tree.tree.token_tree import TokenTree
 
 # Allocates what the kernels of attention write, and computes nothing.

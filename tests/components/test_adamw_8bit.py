@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_tree.components import adamw_8bit
-from titan_tree.components.adamw_8bit import Moment, adamw_
+from titan_tree.components import adamw_kernel as adamw_8bit
+from titan_tree.components.adamw_kernel import Moment, adamw_
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[torchao]'")
 from torchao.optim.adam import single_param_adam

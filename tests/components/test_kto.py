@@ -12,10 +12,10 @@ from tests.support.datasets import sample_reader
 from tests.support.oracle import hf_model, hybrid_model, path_logprobs, relative_error, tree_model
 from tests.support.partitions import RandomCuts
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.data.scored_records import path_record
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.scoring.scored_records import path_record
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

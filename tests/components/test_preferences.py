@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from tests.support.oracle import hf_model, hybrid_model, relative_error, tree_model
 from tests.support.partitions import RandomCuts
+from titan_tree.balance.splitting import may_split
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.data.splitting import may_split
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError

@@ -6,7 +6,7 @@ from functools import cache
 from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
-from titan_tree.data.report import ENDS, OTHER_TEXT, branch_points
+from titan_tree.data.divergence import ENDS, OTHER_TEXT, branch_points
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.support.datasets import REAL_DATA, sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.data.report import (
+from titan_tree.data.divergence import (
     DROPPED_THOUGHT,
     ENDS,
     OTHER_TEXT,

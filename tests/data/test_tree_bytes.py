@@ -8,7 +8,7 @@ import pytest
 from tests.data.test_token_store import assert_same_tree
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Replay
+from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
 
 

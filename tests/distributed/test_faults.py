@@ -21,9 +21,10 @@ import titan_tree.train
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
 from titan_tree.checkpoint import lock
-from titan_tree.distributed import exchange, faults, mesh
+from titan_tree.distributed import faults, mesh
+from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,7 +207,7 @@ def test_all_machines_need_the_same_folder(tmp_path: Path) -> None:
 KILL_ONCE = """
 import os, signal, sys
 import titan_tree.train
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 train_step = Trainer.train_step
 

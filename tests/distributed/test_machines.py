@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"optimizer__eps": 1e-3, "training__steps": 5, "checkp
 SCRIPT = """
 import os, signal, sys, time
 import titan_tree.train
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 fault, is_last_machine = os.environ["FAULT"], os.environ["MACHINE"] == "1"
 train_step = Trainer.train_step

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components import adamw_8bit
+from titan_tree.components import adamw_kernel as adamw_8bit
 from titan_tree.distributed import ao
 from titan_tree.distributed.adamw_8bit import AdamW8bit
 from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
 from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 NAMES = list(OPTIMIZERS)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from titan_tree.engine.lockstep import in_lockstep, positions
+from titan_tree.engine.schedule import in_lockstep, positions
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -29,9 +29,9 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(
-        "titan_tree.engine.lockstep.dataclasses.replace", lambda batch, parent: (batch, parent)
+        "titan_tree.engine.schedule.dataclasses.replace", lambda batch, parent: (batch, parent)
     )
-    monkeypatch.setattr("titan_tree.engine.lockstep.dummy_batch", lambda share: "dummy")
+    monkeypatch.setattr("titan_tree.engine.schedule.dummy_batch", lambda share: "dummy")
     group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
     for batches in own:
         schedule = in_lockstep(batches, 3, group)

@@ -16,7 +16,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.records import StepInput
+from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import UserError

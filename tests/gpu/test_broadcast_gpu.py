@@ -11,10 +11,10 @@ from tests.rl.test_weight_push import other_weights
 from tests.support.rollout_server import server_process
 from titan_tree import UserError
 from titan_tree.models.pretrained import snapshot_tensors
-from titan_tree.rl.broadcast import BroadcastTransfer
-from titan_tree.rl.engines import SGLang
-from titan_tree.rl.server import Server
-from titan_tree.rl.weight_push import ModelPush
+from titan_tree.rl.server.broadcast import BroadcastTransfer
+from titan_tree.rl.server.client import Server
+from titan_tree.rl.server.engines import SGLang
+from titan_tree.rl.server.weight_push import ModelPush
 
 pytestmark = [
     pytest.mark.distributed,

@@ -19,8 +19,8 @@ from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components.moe import MoE
 from titan_tree.config import Config
+from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.mesh import init_distributed
-from titan_tree.distributed.sharded_experts import ShardedExperts
 
 ON_CPU = os.environ.get("TITAN_TREE_EP_ON_CPU") == "1"
 pytestmark = pytest.mark.distributed if ON_CPU else [pytest.mark.distributed, pytest.mark.gpu]

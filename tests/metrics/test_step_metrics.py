@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_tree.distributed import titan
-from titan_tree.engine.records import StepCounts, StepResult
+from titan_tree.engine.step_io import StepCounts, StepResult
 from titan_tree.errors import UserError
 from titan_tree.metrics import StepReport, step_values
 from titan_tree.registry import METRICS

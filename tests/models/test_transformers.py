@@ -21,13 +21,13 @@ from titan_tree.config import LoRAConfig, ModelConfig, ParallelConfig, TrainingC
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.model_setup import build_parallel_model
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.models.transformers.support import REASONS, SUPPORTED, check_supported
+from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -13,11 +13,11 @@ from tests.rl.test_weight_push import other_weights
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import UserError, build_model, save_pretrained
 from titan_tree.models.decoder import Decoder
-from titan_tree.rl.broadcast import BroadcastTransfer
-from titan_tree.rl.engines import VLLM, SGLang
-from titan_tree.rl.server import Server
-from titan_tree.rl.vllm_transfer import VLLMTransfer
-from titan_tree.rl.weight_push import ModelPush
+from titan_tree.rl.server.broadcast import BroadcastTransfer
+from titan_tree.rl.server.client import Server
+from titan_tree.rl.server.engines import VLLM, SGLang
+from titan_tree.rl.server.vllm_transfer import VLLMTransfer
+from titan_tree.rl.server.weight_push import ModelPush
 
 
 def small(name: str) -> Decoder:

@@ -20,7 +20,7 @@ from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.llama import Llama
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.transformers import TransformersModel, generating
 from titan_tree.models.transformers.support import SUPPORTED
 from titan_tree.models.tree_model import TreeModel

@@ -10,7 +10,7 @@ import torch
 from titan_tree import TreeTokenizer, UserError, build_model, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler

@@ -25,10 +25,10 @@ from titan_tree.checkpoint.changes import config_changes
 from titan_tree.components.lora import LoRA
 from titan_tree.config.rl_tables import RLConfig
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.sampler import Completion
-from titan_tree.rl.served import build_server_sampler
-from titan_tree.rl.server import StoppedError
+from titan_tree.rl.server.client import StoppedError
+from titan_tree.rl.server.served import build_server_sampler
 from titan_tree.rl.trainer import RLTrainer
 
 LETTERS = ("rl.environment=letters", "rl.branches=2")

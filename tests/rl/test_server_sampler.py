@@ -18,8 +18,8 @@ from titan_tree.errors import UserError
 from titan_tree.rl.background import in_daemon
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.rollouts import Limits, play
-from titan_tree.rl.server import StoppedError
-from titan_tree.rl.server_sampler import ServerSampler
+from titan_tree.rl.server.client import StoppedError
+from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.tree.paths import ExpertSizes
 
 STOP = 7

@@ -11,11 +11,11 @@ from tests.support.rollout_server import RolloutServer, rollout_server
 from titan_tree import UserError, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.lora import add_lora
-from titan_tree.rl.engines import VLLM, SGLang
-from titan_tree.rl.server import Server
-from titan_tree.rl.server_sampler import ServerSampler
-from titan_tree.rl.weight_push import AdapterPush, FolderTransfer, ModelPush, Served
+from titan_tree.models.lora.adapters import add_lora
+from titan_tree.rl.server.client import Server
+from titan_tree.rl.server.engines import VLLM, SGLang
+from titan_tree.rl.server.server_sampler import ServerSampler
+from titan_tree.rl.server.weight_push import AdapterPush, FolderTransfer, ModelPush, Served
 
 ENGINES = {"vllm": VLLM, "sglang": SGLang}
 LOADED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.tiny_run import MEASURED, read_metrics
 from titan_tree.config import Config
-from titan_tree.lightning import TreeDataModule, TreeLightningModule
+from titan_tree.integrations.lightning import TreeDataModule, TreeLightningModule
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

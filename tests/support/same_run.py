@@ -8,7 +8,7 @@ import torch
 
 from tests.support.tiny_run import read_metrics, train
 from titan_tree.config import Config, ParallelConfig
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 # A model with experts, and all losses of its routers.
 EXPERTS: dict[str, Any] = {

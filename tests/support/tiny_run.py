@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan_tree.config import Config
 from titan_tree.config.toml import load_config
-from titan_tree.trainer import Trainer
+from titan_tree.run.trainer import Trainer
 
 VOCAB = 64
 # Options for each model. The hybrid models have one layer of either kind instead of three and one.

@@ -42,11 +42,11 @@ from titan_tree.checkpoint.storage import (
     unreadable,
 )
 from titan_tree.config import CheckpointConfig
-from titan_tree.distributed.collectives import agreed, on_rank_0
+from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0
 from titan_tree.distributed.faults import is_lost_rank
 from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
-from titan_tree.models.lora import frozen_names
+from titan_tree.models.lora.adapters import frozen_names
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Checkpoints:
         """
         if self.config.interval == 0:
             return
-        steps = on_rank_0(partial(clean, self.folder, self.lock.run))
+        steps = call_on_rank_0(partial(clean, self.folder, self.lock.run))
         if steps and not self.config.resume:
             raise UserError(
                 f"{self.folder}: contains checkpoints up to step {steps[-1]}, but checkpoint.resume is "
@@ -122,7 +122,7 @@ class Checkpoints:
             try:
                 self._load(step)
             except DamagedCheckpointError as damage:
-                moved = on_rank_0(partial(set_aside, self._path(step), "damaged"))
+                moved = call_on_rank_0(partial(set_aside, self._path(step), "damaged"))
                 logger.warning("damaged checkpoint: %s; moved to %s", damage, moved)
             else:
                 logger.info("resumed from %s", self._path(step))
@@ -148,7 +148,7 @@ class Checkpoints:
         unfinished = self._unfinished(step)
         self.writing = step, unfinished
         with self._removed_on_failure():
-            on_rank_0(partial(unfinished.mkdir, exist_ok=True))
+            call_on_rank_0(partial(unfinished.mkdir, exist_ok=True))
             content = {
                 "run": self.lock.run,
                 "step": step,
@@ -209,7 +209,9 @@ class Checkpoints:
         """
         path = self._path(step)
         with _damaged(path):
-            content = agreed(partial(read_verified, path, step, dist.get_rank(), dist.get_world_size()))
+            content = call_on_all_ranks_keep_rank0(
+                partial(read_verified, path, step, dist.get_rank(), dist.get_world_size())
+            )
             architecture, config, data = content["architecture"], content["config"], content["data"]
             data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])

@@ -17,7 +17,7 @@ from titan_tree.checkpoint.lock import set_aside
 from titan_tree.components.lora import is_factor
 from titan_tree.config import Config
 from titan_tree.distributed.collectives import rank, world_size
-from titan_tree.models.peft import save_adapter
+from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 

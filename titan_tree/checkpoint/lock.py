@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from titan_tree.distributed.collectives import agreed, on_rank_0
+from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._file: TextIO | None = None  # on rank 0
-        self.run = on_rank_0(partial(self._acquire, folder))
+        self.run = call_on_rank_0(partial(self._acquire, folder))
 
     def _acquire(self, folder: Path) -> str:
         """Locks the folder and returns the id."""
@@ -87,7 +87,7 @@ class FolderLock:
         Raises:
             UserError: a rank, probably on another machine, sees another folder or none under this path.
         """
-        agreed(partial(self._check_visible, folder))
+        call_on_all_ranks_keep_rank0(partial(self._check_visible, folder))
 
     def _check_visible(self, folder: Path) -> None:
         deadline = time.monotonic() + VISIBLE_S

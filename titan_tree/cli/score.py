@@ -21,7 +21,7 @@ from titan_tree.cli.data_arguments import progress_bar
 from titan_tree.errors import AgreedError, UserError, printable
 
 if TYPE_CHECKING:
-    from titan_tree.score import ScoreTotals
+    from titan_tree.scoring.score_files import ScoreTotals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int | None:
     # These import torch, which --help does not need.
     from titan_tree.config.toml import load_config
     from titan_tree.data.readers import open_binary
-    from titan_tree.score import score_files
+    from titan_tree.scoring.score_files import score_files
 
     if not (args.model or args.config):
         raise UserError("--model or --config: missing; give the folder of a model, or a configuration")

@@ -1,20 +1,23 @@
 """Data files -> groups of samples -> token trees -> micro-batches, one list per optimizer step.
 
 readers/          one file per data format: file -> records
-groups.py         the record schema: records -> groups -> samples
+schema.py         the fields of a record, and their checks
+groups.py         records -> groups -> samples
+data_files.py     the files of a run: readers, weights, sizes, checksums
 sample_reader.py  samples -> TokenPaths, by way of the tokenizer
-advantages.py     rewards of a group -> advantages
 turns.py          the turns of a group, as nodes of a tree
+advantages.py     rewards of a group -> advantages
 packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches
-tree_costs.py     how long a tree takes to train, from its sizes
-balance.py        which rank trains on which tree
-sharing.py        ranks read different groups and send each tree to its owner
-tree_bytes.py     a tree as bytes, in token stores and between ranks
 dataset.py        TreeDataset: the endless, resumable stream of all of the above
-scored_records.py   paths -> records of token ids, for `titan-tree score`
-resumable_file.py   a file that is written in rounds, and survives a kill
+loader.py         StepLoader: makes the inputs of steps ahead of training, in worker processes
+serialization.py  the input of a step as bytes, between processes
+tree_bytes.py     a tree as bytes, in token stores and between ranks
+token_store.py    files of tokenized trees
+ungrouped.py      finds lines that share prefixes but have no group id
+divergence.py     where and why the paths of a tree diverge, for `titan-tree inspect --report`
+show.py           a sample as text, with its trained tokens marked
 demo.py           the embedded sample
-report.py         where and why the paths of a tree diverge, for `titan-tree inspect --report`
 
-This package works with files and NumPy. It imports neither torch nor omegaconf.
+This package works with files and NumPy. Only loader.py and serialization.py import torch. No file imports
+omegaconf.
 """

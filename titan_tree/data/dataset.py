@@ -11,18 +11,17 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from titan_tree.data.files import DataSizes
+from titan_tree.data.data_files import DataSizes
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.data.sharing import TreeSharing
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import has_records
+from titan_tree.tree.routed_experts import has_records
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -32,6 +31,25 @@ logger = logging.getLogger(__name__)
 
 ONCE = {"warning": "replay"}  # StepLoader shows it once, though each worker names another path
 ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
+
+
+class Sharing(Protocol):
+    """Distributes the trees of each step over ranks. ``balance/sharing.py`` implements it."""
+
+    def join(self, worker: int) -> None:
+        """Joins the workers with this number on all ranks. Waits until all have joined."""
+
+    def leave(self) -> None:
+        """Leaves the group. Workers of other ranks that still wait for this one get an error."""
+
+    def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
+        """Returns this rank's micro-batches of a step, of which each rank reads some trees with ``read``."""
+
+    def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
+        """Returns the paths of all groups of a step, of which each rank reads some with ``read``."""
+
+    def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
+        """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
 
 
 class TreeDataset:
@@ -47,7 +65,7 @@ class TreeDataset:
     - "group": one tree per group.
     - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
 
-    A ``TreeSharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
+    A ``Sharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
     group j of a global batch goes to rank j % world_size, or every rank builds all trees of a merged batch,
     which are balanced by tokens.
 
@@ -88,7 +106,7 @@ class TreeDataset:
         return self.steps()
 
     def steps(
-        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: TreeSharing | None = None
+        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: Sharing | None = None
     ) -> Iterator[MicroBatches]:
         """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
 
@@ -176,7 +194,7 @@ class TreeDataset:
         self._check_path_sizes(paths)
         return balanced(self._merged(paths), self.world_size)[self.rank]
 
-    def _shared(self, step: int, batch: Sequence[Group], sharing: TreeSharing) -> MicroBatches:
+    def _shared(self, step: int, batch: Sequence[Group], sharing: Sharing) -> MicroBatches:
         """Returns this rank's micro-batches of a global batch. It reads every world_size-th group."""
 
         def own_paths() -> list[list[TokenPath]]:

@@ -25,10 +25,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.dataset import Sharing, TreeDataset
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.serialization import Packed, from_bytes, to_bytes
-from titan_tree.data.sharing import TreeSharing
 from titan_tree.errors import UserError
 from titan_tree.signals import SIGNALS
 
@@ -71,7 +70,7 @@ class StepLoader(Generic[T]):
         num_steps: int,
         workers: int = 0,
         pin: bool = False,
-        sharing: TreeSharing | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.dataset, self.prepare, self.sharing = dataset, prepare, sharing
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
@@ -142,7 +141,7 @@ class _WorkerSteps(IterableDataset):
     """
 
     def __init__(
-        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: TreeSharing | None = None
+        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: Sharing | None = None
     ) -> None:
         pickled = bytearray(pickle.dumps((dataset, prepare, num_steps, sharing)))
         self.pickled = torch.frombuffer(pickled, dtype=torch.uint8).share_memory_()

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Replay, has_records, split_keys
+from titan_tree.tree.routed_experts import Replay, has_records, split_keys
 from titan_tree.tree.token_tree import TokenTree
 from titan_tree.tree.trie import common_prefix, lexicographic_order
 

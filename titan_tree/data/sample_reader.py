@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
-from titan_tree.data.files import DataFiles
+from titan_tree.data.data_files import DataFiles
 from titan_tree.data.groups import Group, Sample, group_samples
 from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
@@ -35,7 +35,7 @@ from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
-from titan_tree.tree.replay import Replay, has_records
+from titan_tree.tree.routed_experts import Replay, has_records
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Records
+from titan_tree.tree.routed_experts import Records
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (

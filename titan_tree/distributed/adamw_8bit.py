@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_tree.components.adamw_8bit import BLOCK, Moment, adamw_
+from titan_tree.components.adamw_kernel import BLOCK, Moment, adamw_
 from titan_tree.distributed import ao
 from titan_tree.distributed.optimizers import OptimizerSpec
 

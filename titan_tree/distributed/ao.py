@@ -19,7 +19,7 @@ from torch import nn
 from titan_tree.errors import UserError
 from titan_tree.models.block import Mixer
 from titan_tree.models.layers import Linear
-from titan_tree.models.lora import quantizable
+from titan_tree.models.lora.adapters import quantizable
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Quantize = Literal["none", "nf4"]

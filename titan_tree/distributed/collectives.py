@@ -76,7 +76,7 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
     return total[0], dict(zip(names, total[1:], strict=True))
 
 
-def agreed(function: Callable[[], T]) -> T:
+def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
     """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
     mine: tuple[Any, Exception | None]
     try:
@@ -94,7 +94,7 @@ def agreed(function: Callable[[], T]) -> T:
     return cast(T, of_ranks[0][0])
 
 
-def own(function: Callable[[], T]) -> T:
+def call_on_all_ranks(function: Callable[[], T]) -> T:
     """Calls a function on every rank and returns this rank's result.
 
     Raises:
@@ -102,12 +102,12 @@ def own(function: Callable[[], T]) -> T:
     """
     results: list[T] = []
     try:
-        agreed(lambda: results.append(function()))
+        call_on_all_ranks_keep_rank0(lambda: results.append(function()))
     except UserError as error:
         raise AgreedError(str(error)) from None
     return results[0]
 
 
-def on_rank_0(function: Callable[[], T]) -> T:
+def call_on_rank_0(function: Callable[[], T]) -> T:
     """Calls a function on rank 0 only. All ranks return its result, or raise its error."""
-    return agreed(function if rank() == 0 else lambda: cast(T, None))
+    return call_on_all_ranks_keep_rank0(function if rank() == 0 else lambda: cast(T, None))

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao, titan
-from titan_tree.distributed.expert_parallel import check_experts, fully_shard_experts, shard_experts
+from titan_tree.distributed.experts.expert_parallel import check_experts, fully_shard_experts, shard_experts
 from titan_tree.distributed.mesh import Meshes, OneRank, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
 
 ActivationCheckpoint = Literal["none", "selective", "full"]

@@ -1,10 +1,10 @@
 """Tree sequence parallelism: the P ranks of a group run the same trees, and each one 1/P of every layer.
 
-Embedding, norms, projections, MLPs, routers and the loss treat tokens one by one. There, rank r has the
-r-th share of the tokens (tree/shares.py). Attention, the convolution and Gated DeltaNet mix tokens, but treat
-heads one by one. Around them, an all-to-all gives each rank all N tokens of 1/P of the heads, and another one
-takes the outputs back (DeepSpeed-Ulysses, arXiv:2309.14509). The load is therefore even, whatever the shape
-of a tree, and the kernels see the layout, plan, chunks and gateway rows of the whole batch.
+Embedding, norms, projections, MLPs, routers and the loss treat tokens one by one. There, rank r has the r-th
+share of the tokens (tree/token_shards.py). Attention, the convolution and Gated DeltaNet mix tokens, but
+treat heads one by one. Around them, an all-to-all gives each rank all N tokens of 1/P of the heads, and
+another one takes the outputs back (DeepSpeed-Ulysses, arXiv:2309.14509). The load is therefore even, whatever
+the shape of a tree, and the kernels see the layout, plan, chunks and gateway rows of the whole batch.
 
 Gradients need no collective of their own: each rank's gradient of a weight is that of its tokens or of its
 heads, and FSDP2 sums it over all ranks. If there are fewer key heads than ranks, several ranks hold a copy of
@@ -28,7 +28,7 @@ from torch import Tensor
 from titan_tree.distributed.collectives import named_group
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 
 
 def check_heads(model: Decoder, num_ranks: int) -> None:

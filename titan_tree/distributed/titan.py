@@ -21,7 +21,8 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_tree.components import tree_attention  # noqa: F401  # registers titan_tree::tree_attention
-from titan_tree.distributed import exchange, sequence_parallel  # noqa: F401  # register operators
+from titan_tree.distributed import sequence_parallel  # noqa: F401  # registers operators
+from titan_tree.distributed.experts import exchange  # noqa: F401  # registers operators
 
 __all__ = [
     "FullAC",

@@ -18,7 +18,7 @@ from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.evaluation import equal_schedule
 from titan_tree.engine.partitions import PartitionRunner
-from titan_tree.engine.records import StepInput
+from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.errors import AgreedError
 from titan_tree.models.tree_model import ModelOutput, TreeModel

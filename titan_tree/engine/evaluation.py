@@ -10,13 +10,13 @@ from torch import Tensor
 
 from titan_tree.distributed.collectives import all_reduce_sum, world_size
 from titan_tree.distributed.gradient_sync import cast_weights
-from titan_tree.engine.lockstep import in_lockstep
 from titan_tree.engine.partitions import PartitionRunner
-from titan_tree.engine.records import StepInput, all_reduce_counts
+from titan_tree.engine.schedule import in_lockstep
+from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 
 
 def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:

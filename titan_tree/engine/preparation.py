@@ -10,13 +10,12 @@ import numpy as np
 
 from titan_tree.components.tree_loss import Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.records import NO_COUNTS, StepCounts, StepInput
+from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.pieces import counted_tokens
-from titan_tree.tree.shares import WHOLE, Share
+from titan_tree.tree.token_shards import WHOLE, Share
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -50,7 +49,7 @@ class StepPreparer:
         recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
         trees = [tree for trees in micro_batches for tree in trees]
         tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if not tree.is_rest)
-        distinct_tokens = sum(map(counted_tokens, trees))
+        distinct_tokens = sum(tree.counted_tokens for tree in trees)
         counts = StepCounts(
             normalizer=normalizer(self.reduction, paths),
             loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),

@@ -23,8 +23,8 @@ from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.partitions import PartitionRunner
-from titan_tree.engine.records import GlobalSizes, StepResult
 from titan_tree.engine.router_loss import StepRouting
+from titan_tree.engine.step_io import GlobalSizes, StepResult
 from titan_tree.engine.whole_path_loss import Scores, WholePathLoss, collect_scores
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch

@@ -24,10 +24,10 @@ from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
 from titan_tree.engine.evaluation import evaluate, score
-from titan_tree.engine.lockstep import dummy_batch, in_lockstep
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.engine.records import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.router_loss import StepRouting
+from titan_tree.engine.schedule import dummy_batch, in_lockstep
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.engine.whole_path_loss import Scores

@@ -11,7 +11,7 @@ import torch
 from titan_tree.components.moe import RouterBias
 from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
-from titan_tree.engine.records import GlobalSizes, StepInput, StepResult
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
 
 

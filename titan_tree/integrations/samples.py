@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.scoring import PathScores, score_trees
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.scoring.score_trees import PathScores, score_trees
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

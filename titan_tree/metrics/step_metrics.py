@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from titan_tree.distributed import titan
-from titan_tree.metrics.report import StepReport
+from titan_tree.metrics.step_report import StepReport
 
 
 def rollout_metrics(report: StepReport) -> dict[str, float]:

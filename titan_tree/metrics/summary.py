@@ -7,8 +7,8 @@ import math
 import torch
 
 from titan_tree.config import Config
-from titan_tree.data.files import DataSizes
-from titan_tree.engine.records import StepCounts
+from titan_tree.data.data_files import DataSizes
+from titan_tree.engine.step_io import StepCounts
 from titan_tree.models.tree_model import TreeModel
 
 

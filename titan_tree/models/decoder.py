@@ -21,7 +21,7 @@ from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.models.experts import ExpertInfo
+from titan_tree.models.expert_blocks import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm
 from titan_tree.models.random_weights import ElementDraws, draw_weights
 from titan_tree.models.rope import Rope

@@ -23,11 +23,11 @@ from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.models.experts import ExpertInfo
+from titan_tree.models.expert_blocks import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 
 
 class ModelOutput(NamedTuple):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from titan_tree.build import DEFAULT_STEPS, build_loss, build_router_bias
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.distributed.parallelize import check_quantize
 from titan_tree.errors import UserError
-from titan_tree.model_setup import build_lora, build_model_without_weights
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.reference import check_reference, check_vocabulary
+from titan_tree.rl.reference_policy import check_reference, check_vocabulary
 from titan_tree.rl.sampler import RemoteSampler, Sampler
-from titan_tree.rl.served import build_server_sampler
+from titan_tree.rl.server.served import build_server_sampler
+from titan_tree.run.build import DEFAULT_STEPS, build_loss, build_router_bias
+from titan_tree.run.model_setup import build_lora, build_model_without_weights
 
 
 def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -> None:

@@ -11,11 +11,11 @@ from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
 from titan_tree.config.rl_tables import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.errors import UserError
-from titan_tree.model_setup import snapshot_model
 from titan_tree.rl.checks import check_without_weights
 from titan_tree.rl.sampler import Sampler
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.rl.warm_start import WarmStart
+from titan_tree.run.model_setup import snapshot_model
 
 logger = logging.getLogger(__name__)
 

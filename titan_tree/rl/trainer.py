@@ -18,27 +18,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
-from titan_tree.build import DEFAULT_STEPS
 from titan_tree.config.rl_tables import RLRunConfig
 from titan_tree.data.advantages import advantages
 from titan_tree.data.packing import flat_trees, pack
-from titan_tree.engine.records import StepInput
-from titan_tree.engine.scoring import path_logprobs
+from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
-from titan_tree.leaving import AgreedInput
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.ahead import Ahead, InterruptedSampling
 from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.checks import check_model, check_settings
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import GenerateSampler
-from titan_tree.rl.reference import Reference
+from titan_tree.rl.reference_policy import Reference
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
 from titan_tree.rl.sampler import RemoteSampler, Sampler
-from titan_tree.rl.served import build_server_sampler
-from titan_tree.trainer import Trainer
+from titan_tree.rl.server.ahead import Ahead, InterruptedSampling
+from titan_tree.rl.server.served import build_server_sampler
+from titan_tree.run.build import DEFAULT_STEPS
+from titan_tree.run.stopping import AgreedInput
+from titan_tree.run.trainer import Trainer
+from titan_tree.scoring.score_trees import path_logprobs
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan_tree.errors import UserError, require_list
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Records, Replay, merged_records, split_keys
+from titan_tree.tree.routed_experts import Records, Replay, merged_records, split_keys
 from titan_tree.tree.trie import lexicographic_trie
 
 
@@ -34,7 +34,7 @@ class TreeStats:
     n_branch_children: int  # children of these nodes
     max_depth: int  # nodes on the deepest path
     longest_path: int  # in tokens
-    n_rows: int = 0  # recorded rows of experts (tree/replay.py)
+    n_rows: int = 0  # recorded rows of experts (tree/routed_experts.py)
     n_disagreeing: int = 0  # recorded rows on which paths disagree
 
     @property
@@ -105,13 +105,17 @@ class TokenTree:
     node_parent: np.ndarray  # [K] int32, -1 for a root. Parents come before their children.
     node_depth: np.ndarray  # [K] int32: position of the node's first token on its paths
     node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree, in tokens
-    node_paths: np.ndarray  # [K] int32: number of paths through the node; see tree/pieces.py for pieces
+    node_paths: (
+        np.ndarray
+    )  # [K] int32: number of paths through the node; see balance/tree_splits.py for pieces
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
-    records: Records | None = None  # the experts that the tokens must use, see tree/replay.py
-    is_rest: bool = False  # of a tree in pieces: whether another piece counts as the tree (tree/pieces.py)
+    records: Records | None = None  # the experts that the tokens must use, see tree/routed_experts.py
+    is_rest: bool = (
+        False  # of a tree in pieces: whether another piece counts as the tree (balance/tree_splits.py)
+    )
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
@@ -120,7 +124,7 @@ class TokenTree:
         Equal paths, and paths that are prefixes of others, all remain in ``TokenTree.paths``.
 
         Args:
-            replay: what the tree does with the experts that paths recorded, see tree/replay.py.
+            replay: what the tree does with the experts that paths recorded, see tree/routed_experts.py.
 
         Raises:
             UserError: ``paths`` is not a list of paths or is empty, the paths hold 2**31 tokens or more in
@@ -212,6 +216,11 @@ class TokenTree:
             path_index=join([t.path_index for t in trees], tokens),
             records=_forest_records(trees),
         )
+
+    @property
+    def counted_tokens(self) -> int:
+        """The number of tokens that no earlier piece of the same tree counts; all if the tree is whole."""
+        return int(self.node_length[self.node_paths > 0].sum())
 
     def __len__(self) -> int:
         return len(self.tokens)

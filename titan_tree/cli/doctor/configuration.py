@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from titan_tree import build
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
 from titan_tree.cli.doctor.numerics import training_device
@@ -21,15 +20,16 @@ from titan_tree.components.backends import resolve
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.config.toml import load_config
-from titan_tree.data.files import DataFiles
+from titan_tree.data.data_files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.model_setup import build_lora, build_model_without_weights
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
-from titan_tree.models.lora import add_lora
+from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.shards import whole_weights
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
+from titan_tree.run import build
+from titan_tree.run.model_setup import build_lora, build_model_without_weights
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

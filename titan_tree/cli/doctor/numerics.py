@@ -15,13 +15,13 @@ from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
 from titan_tree.components.backends import AUTO, resolve
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.engine.scoring import tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.registry import build_model
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, Registry
+from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.replay import Replay
+from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
 
 CPU = torch.device("cpu")

@@ -31,14 +31,14 @@ from titan_tree.components.tree_attention.backend import PLAIN, Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.distributed import titan
+from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import HeadExchange
-from titan_tree.distributed.sharded_experts import ShardedExperts
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_tree import build
+from titan_tree.balance.balancing import start_costs
 from titan_tree.cli.plan.activations import LayerMemory
 from titan_tree.cli.plan.hardware import NODE_GPUS, PEAK_FLOPS, Gpu
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, Load, MemoryPlan, Parts
@@ -21,10 +21,10 @@ from titan_tree.cli.plan.timing import Seconds, Timing, add, total
 from titan_tree.cli.plan.workload import Sample, Step, sample_steps
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import check_parallel
-from titan_tree.engine.balancing import start_costs
 from titan_tree.errors import UserError
-from titan_tree.model_setup import build_model_without_weights
 from titan_tree.models.decoder import Decoder
+from titan_tree.run import build
+from titan_tree.run.model_setup import build_model_without_weights
 
 Settings = Mapping[str, Any]  # values by key of the configuration, such as "data.max_tokens"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from titan_tree.config import ParallelConfig
-from titan_tree.distributed.expert_parallel import experts_of
+from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Mixer
 from titan_tree.models.gated_delta_net import GatedDeltaNet

@@ -12,17 +12,17 @@ from itertools import zip_longest
 
 import numpy as np
 
-from titan_tree.build import build_loss
+from titan_tree.balance.assignment import idle_share
 from titan_tree.cli.plan import hardware
 from titan_tree.cli.plan.hardware import Gpu, attention_seconds, bandwidth
 from titan_tree.cli.plan.sharding import Sharding, exchanged, ranks_of_token
 from titan_tree.cli.plan.workload import Pass, Step
 from titan_tree.config import Config
-from titan_tree.data.balance import idle_share
 from titan_tree.models.block import Block
 from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
+from titan_tree.run.build import build_loss
 
 Seconds = dict[str, float]  # by part of a step
 
@@ -98,7 +98,7 @@ class Timing:
         }
 
     def idle_share(self, step: Step) -> float:
-        """Returns the share of the GPUs' time in which they wait for others, see data/balance.py."""
+        """Returns the share of the GPUs' time in which they wait for others, see balance/assignment.py."""
         rows = zip_longest(*self._owners(step), fillvalue={})
         work = np.array([[total(seconds) for seconds in row] for row in rows]).T
         return idle_share(work.sum(1, keepdims=True) if self._run_freely(step) else work)

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from titan_tree.balance.sharing import TreeSharing
+from titan_tree.balance.tree_costs import TreeCosts
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import shuffled
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.data.sharing import TreeSharing
-from titan_tree.data.tree_costs import TreeCosts
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.engine.records import StepInput
+from titan_tree.engine.step_io import StepInput
 from titan_tree.models.costs import num_pairs
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.shares import Share
+from titan_tree.tree.token_shards import Share
 from titan_tree.tree.token_tree import TokenTree
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.lora import factors
-from titan_tree.components.moe.balance import RouterLoss, Routing, router_metrics
+from titan_tree.components.moe.balance_loss import RouterLoss, Routing, router_metrics
 from titan_tree.components.moe.bias import RouterBias
 from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
 

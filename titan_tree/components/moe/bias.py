@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from titan_tree.components.moe.balance import Routing
+from titan_tree.components.moe.balance_loss import Routing
 from titan_tree.errors import UserError
 
 Counts = Literal["paths", "tokens"]

@@ -58,7 +58,7 @@ class ExpertWeight(NamedTuple):
 class Dispatcher(Protocol):
     """Computes experts that are sharded over ranks. All ranks make the same calls in the same order.
 
-    distributed/sharded_experts.py implements it, so that this package does not depend on ranks.
+    distributed/experts/sharded_experts.py implements it, so that this package does not depend on ranks.
     """
 
     def count(self, is_chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from titan_tree.config.checks import finite
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf.files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
 from titan_tree.models.hf.names import (
     NOT_LOADED,
     Correspondence,
@@ -23,6 +22,7 @@ from titan_tree.models.hf.names import (
     hf_name,
     model_name,
 )
+from titan_tree.models.hf.snapshot_files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
 from titan_tree.models.shards import WeightShard, WeightShards
 from titan_tree.registry import MODELS
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.hf.files import (
+from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, pack, split_experts
+from titan_tree.models.hf.snapshot_files import (
     CONFIG,
     INDEX,
     ROUTER_BIASES,
@@ -28,7 +29,6 @@ from titan_tree.models.hf.files import (
     weight_files,
     write_json,
 )
-from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, pack, split_experts
 
 logger = logging.getLogger(__name__)
 

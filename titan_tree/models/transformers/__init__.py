@@ -15,7 +15,7 @@ TreeAttention there, and gives layers the depth of each token in the tree as its
 a layer treats tokens one by one.
 """
 
-from titan_tree.models.transformers.attention import TreeInputs
+from titan_tree.models.transformers.attention_function import TreeInputs
 from titan_tree.models.transformers.generation import generating
 from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.model import TransformersModel

@@ -18,7 +18,7 @@ from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.layers import at_least_fp32
-from titan_tree.models.transformers.attention import (
+from titan_tree.models.transformers.attention_function import (
     KEYWORD,
     Call,
     PartitionCache,

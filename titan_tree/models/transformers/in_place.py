@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from titan_tree.components.edge_statistics import Statistic
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention import (
+from titan_tree.models.transformers.attention_function import (
     KEYWORD,
     NAMES,
     PartitionCache,

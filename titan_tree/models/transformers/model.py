@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
-from titan_tree.models.transformers.attention import NAME, arguments
+from titan_tree.models.transformers.attention_function import NAME, arguments
 from titan_tree.models.transformers.blocks import (
     LayerCalls,
     LayerSizes,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.tree_gdn import tree_causal_conv1d
 from titan_tree.models.layers import at_least_fp32
-from titan_tree.models.transformers.attention import PartitionCache, TreeInputs
+from titan_tree.models.transformers.attention_function import PartitionCache, TreeInputs
 
 RECURRENT_CACHE = "cache_params"  # the argument of the mixer
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError, shorten
-from titan_tree.models.hf.files import CONFIG, read_json, weight_files
+from titan_tree.models.hf.snapshot_files import CONFIG, read_json, weight_files
 from titan_tree.models.shards import WeightShards
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.support import check_supported

@@ -1,0 +1,246 @@
+"""A run with Lightning equals one of the trainer bit for bit; it resumes exactly, and refuses misuse."""
+
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.multiprocessing import ProcessExitedException
+
+from tests.support.hf_families import hf_family
+from tests.support.lightning_run import expected, fit, lightning_trainer, logged, weights_of
+from tests.support.processes import run_ranks
+from tests.support.tiny_run import tiny_config, train, write_groups
+from titan_tree.config import Config, ModelConfig
+from titan_tree.distributed.optimizers import OptimizerSpec
+from titan_tree.errors import UserError
+from titan_tree.integrations.lightning import TreeDataModule, TreeLightningModule
+from titan_tree.registry import OPTIMIZERS
+
+pytestmark = pytest.mark.xdist_group("lightning")
+
+MOE = {
+    "model__name": "qwen3_moe",
+    "router_bias__rate": 0.01,
+    "router_loss__balance": 0.1,
+    "training__dtype": "bfloat16",
+}
+EPOCHS = {"training__steps": "null", "training__epochs": 2, "data__global_batch_groups": 4}
+# Group 4 has no loss. Its step is bad before the optimizer, of which "sgd" is not fused, sees it.
+BAD_STEP = {"data__global_batch_groups": 1, "training__steps": 9, "optimizer__name": "sgd"}
+# The loss is not finite from the second step on, which the fused kernel of AdamW skips.
+NOT_FINITE = {"optimizer__lr": 1e30, "training__max_bad_steps": 4}
+
+
+def partitions(folder: Path, **options: Any) -> Config:
+    """Returns the configuration of 20 steps with partitions and validation."""
+    folder.mkdir(exist_ok=True)
+    held_out = folder / "held_out.jsonl"
+    if not held_out.exists():
+        write_groups(held_out, num_groups=3, seed=1)
+    validation = {"validation__files": held_out, "validation__interval": 6}
+    fixed = {"training__steps": 20, "data__max_tokens": 24, "optimizer__lr": 4e-3}
+    return tiny_config(folder, **fixed | validation | options)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, torch.Tensor]]:
+    """Returns the configuration and the weights of a run of the trainer with partitions."""
+    config = partitions(tmp_path_factory.mktemp("runs") / "native")
+    return config, weights_of(train(config).model)
+
+
+def assert_equal_weights(module: TreeLightningModule, theirs: dict[str, torch.Tensor]) -> None:
+    assert module.model is not None
+    for name, ours in weights_of(module.model).items():
+        assert torch.equal(ours, theirs[name]), name
+
+
+def test_lightning_equals_the_trainer(tmp_path: Path, native: tuple[Config, dict[str, torch.Tensor]]) -> None:
+    """All logged values and the weights are the same."""
+    config, weights = native
+    trainer = lightning_trainer(tmp_path)
+    module = fit(config, trainer)
+    assert trainer.global_step == 20
+    want, got = expected(config), logged(tmp_path)
+    assert len(want) == 20
+    assert [step for step in want if "validation_loss" in want[step]] == [6, 12, 18, 20]
+    for step in want:
+        assert got[step] == want[step], step
+    assert trainer.callback_metrics["validation_loss"] == want[20]["validation_loss"]
+    assert_equal_weights(module, weights)
+
+
+class KillAfter(L.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(rank: int, ports: list[int], folder: Path, config: Config) -> None:
+    fit(config, lightning_trainer(folder, KillAfter(11)))
+
+
+def test_a_killed_run_resumes_exactly(tmp_path: Path, native: tuple[Config, dict[str, torch.Tensor]]) -> None:
+    config, weights = native
+    with pytest.raises(ProcessExitedException, match="signal SIGKILL"):
+        run_ranks(train_until_killed, 1, tmp_path / "a", config)
+    checkpoint = tmp_path / "a" / "checkpoints" / "step=9.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)["titan_tree"]
+    assert json.loads(json.dumps(saved)) == saved  # plain types
+    module = fit(config, lightning_trainer(tmp_path / "b"), checkpoint)
+    want, got = expected(config), logged(tmp_path / "b")
+    assert list(got) == list(range(10, 21))
+    assert all(got[step] == want[step] for step in got)
+    assert_equal_weights(module, weights)
+
+    # After the last step, nothing is left. The files of another run are refused.
+    last = tmp_path / "c.ckpt"
+    module.trainer.save_checkpoint(last)
+    again = lightning_trainer(tmp_path / "d")
+    assert_equal_weights(fit(config, again, last), weights)
+    assert again.global_step == 20
+    with pytest.raises(UserError, match=r"data\.seed: the checkpoint was written with 0, but it is now 1"):
+        fit(partitions(tmp_path / "e", data__seed=1), lightning_trainer(tmp_path / "e"), checkpoint)
+
+
+@pytest.mark.parametrize("options", [MOE, EPOCHS, BAD_STEP, NOT_FINITE], ids=lambda o: next(iter(o)))
+def test_other_runs_equal_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Router biases, epochs, and both kinds of bad steps, which count as steps."""
+    OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
+    config = tiny_config(tmp_path, checkpoint__export_hf=options is EPOCHS, **options)
+    theirs = train(config)
+    want = expected(config)
+    assert any("bad_steps" in values for values in want.values()) == (options in (BAD_STEP, NOT_FINITE))
+    export = Path(config.folder) / "hf" / "model.safetensors"
+    exported = export.read_bytes() if options is EPOCHS else b""
+    trainer = lightning_trainer(tmp_path)
+    module = fit(config, trainer)
+    assert trainer.global_step == theirs.num_steps
+    got = logged(tmp_path)
+    for values in got.values():
+        if "loss" in values:  # Lightning repeats the number of bad steps
+            values.pop("bad_steps", None)
+    assert got == want
+    assert_equal_weights(module, theirs.model.state_dict())
+    assert options is not EPOCHS or export.read_bytes() == exported
+
+
+def test_steps_continue_in_the_next_epoch_of_lightning(tmp_path: Path) -> None:
+    """Lightning asks for a new iterator over the data every 3 steps, having fetched one step more."""
+    config = tiny_config(tmp_path, training__steps=7)
+    train(config)
+    fit(config, lightning_trainer(tmp_path, limit_train_batches=3))
+    want, got = expected(config), logged(tmp_path)
+    assert [got[step]["loss"] for step in want] == [want[step]["loss"] for step in want]
+
+
+def test_too_many_bad_steps_end_the_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, optimizer__lr=1e30, training__max_bad_steps=2)
+    with pytest.raises(UserError, match=r"step 3: .* is nan.* after 2 bad steps in a row"):
+        fit(config, lightning_trainer(tmp_path))
+
+
+def test_a_model_of_transformers_equals_the_trainer(tmp_path: Path) -> None:
+    hf_family("qwen3", pad_token_id=None).save_pretrained(tmp_path / "snapshot")
+    config = tiny_config(tmp_path, data__max_tokens=70)
+    config.model = ModelConfig(hf_path=str(tmp_path / "snapshot"), implementation="transformers")
+    theirs = train(config)
+    module = fit(config, lightning_trainer(tmp_path))
+    assert logged(tmp_path) == expected(config)
+    assert len(logged(tmp_path)) == 4
+    assert_equal_weights(module, theirs.model.state_dict())
+
+
+def test_with_lora_checkpoints_hold_only_the_adapter(tmp_path: Path) -> None:
+    """The run, its adapter and a resume equal the trainer's. Another base model is refused."""
+    lora = {"lora__rank": 4, "lora__targets": "[q_proj,experts.down_proj]", "lora__alpha": 7}
+    lora |= {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "training__activation_checkpoint": "full"}
+    config = tiny_config(tmp_path, training__steps=6, optimizer__lr=0.01, **lora)
+    theirs = weights_of(train(config).model)
+    adapter = Path(config.folder) / "adapter"
+    files = {file.name: file.read_bytes() for file in adapter.iterdir()}
+    trainer = lightning_trainer(tmp_path / "a")
+    assert_equal_weights(fit(config, trainer), theirs)
+    assert logged(tmp_path / "a") == expected(config)
+    assert adapter.with_name("adapter.earlier").is_dir()
+    assert {file.name: file.read_bytes() for file in adapter.iterdir()} == files
+    checkpoint = tmp_path / "a" / "checkpoints" / "step=3.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    names = saved["state_dict"].keys()
+    assert all("_lora_" in name or name.endswith("e_score_correction_bias") for name in names)
+    assert len(names) == 2 * (2 * 2 + 1)
+    assert len(saved["optimizer_states"][0]["state"]) == 2 * 2 * 2
+
+    assert_equal_weights(fit(config, lightning_trainer(tmp_path / "b"), checkpoint), theirs)
+    assert list(logged(tmp_path / "b")) == [4, 5, 6]
+    other = tiny_config(tmp_path, training__steps=6, training__seed=1, **lora)
+    with pytest.raises(
+        UserError, match=r"base = random weights, training\.seed 0 \(now .*seed 1\)"
+    ) as caught:
+        fit(other, lightning_trainer(tmp_path / "c"), checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_clip_val": 1.0}, r"gradient_clip_val: expected None, got 1\.0; set optimizer\.max_grad_norm"),
+    ({"accumulate_grad_batches": 4}, r"accumulate_grad_batches: .* got 4; set data\.global_batch_groups"),
+    ({"precision": "bf16-mixed"}, r"precision: expected '32-true', got 'bf16-mixed'; set training\.dtype"),
+    ({"devices": 2, "strategy": DDPStrategy}, r"strategy: expected ModelParallelStrategy .* 'DDPStrategy'"),
+    ({"strategy": ModelParallelStrategy}, r"strategy: expected 'auto' on one rank, .* remove it"),
+    ({"val_check_interval": 5}, r"val_check_interval: .* or 6, got 5; set validation\.interval"),
+    ({}, r"deterministic: expected True, got False; set it"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:20])
+def test_settings_that_contradict_the_configuration_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    # As if torchrun had started this process. Lightning would otherwise start the second one, from the
+    # command line of the tests, and kill this process as soon as the other one failed.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    if strategy := options.get("strategy"):
+        options = options | {"strategy": strategy()}
+    config = partitions(tmp_path, training__deterministic=not options)
+    with pytest.raises(UserError, match=rf"lightning\.Trainer: {message}") as caught:
+        fit(config, lightning_trainer(tmp_path, **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_16_mixed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning itself refuses it on a CPU."""
+    trainer = lightning_trainer(tmp_path)
+    monkeypatch.setattr(trainer.precision_plugin, "precision", "16-mixed", raising=False)
+    with pytest.raises(UserError, match="precision: expected '32-true', got '16-mixed'"):
+        fit(tiny_config(tmp_path), trainer)
+
+
+def test_module_and_data_module_belong_together(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    module, data = TreeLightningModule(config), TreeDataModule(config)
+    with pytest.raises(UserError, match="expected a TreeDataModule, got NoneType; pass"):
+        lightning_trainer(tmp_path).fit(module, [0])
+    with pytest.raises(UserError, match="expected a TreeLightningModule, got BoringModel; pass"):
+        lightning_trainer(tmp_path).fit(
+            import_module("lightning.pytorch.demos.boring_classes").BoringModel(), data
+        )
+
+
+def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "titan_tree.integrations.lightning")
+    with pytest.raises(
+        UserError, match=r"needs the package lightning .*run pip install 'titan_tree\[lightning\]'"
+    ):
+        import_module("titan_tree.integrations.lightning")

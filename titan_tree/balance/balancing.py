@@ -1,0 +1,185 @@
+"""Balancing: the costs that distribute trees over ranks, first estimated and then fitted to measured times.
+
+    steps 1 to 64      measured: sizes and seconds of every rank's passes -> CostFit -> fitted costs
+    steps 1 to 128     use the estimated costs
+    steps 129 and on   use the fitted costs, on all ranks
+
+Inputs are made ahead of training, so fitted costs are used only FIT_STEPS steps after they are known. A
+checkpoint contains the costs, and a resumed run makes the same assignments with any number of workers. The
+costs are fitted once, because times vary from run to run, and the order of sums varies with the assignments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_tree.balance.assignment import idle_share
+from titan_tree.balance.data_group import DataAddress
+from titan_tree.balance.sharing import TreeSharing
+from titan_tree.balance.tree_costs import CostFit, TreeCosts, finite_array
+from titan_tree.balance.work_timer import WorkTimer
+from titan_tree.distributed.collectives import call_on_rank_0
+from titan_tree.engine.step_io import GlobalSizes, StepInput
+from titan_tree.models.costs import ModelCosts
+from titan_tree.models.tree_model import TreeModel
+
+# Operations per second of one H200 (docs/performance.md): matrix products, those of experts, attention.
+DENSE, EXPERTS, ATTENTION = 560e12, 330e12, 430e12
+CHUNK_S = 3.5e-3 / 512  # of a DeltaNet layer, whose forward and backward pass take 3.5 ms for 512 chunks
+FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of training
+LAYER_S = 4e-3  # to launch the kernels of a layer's forward and backward pass
+
+
+def start_costs(model: TreeModel) -> TreeCosts:
+    """Returns estimated costs of a model, from its sizes and the rates of one H200."""
+    costs = ModelCosts.of(model)
+    return TreeCosts(
+        token=costs.flops_per_token / (EXPERTS if model.experts else DENSE),
+        pair=costs.flops_per_pair / ATTENTION,
+        edge=costs.flops_per_edge / DENSE,
+        chunk=costs.num_recurrent_layers * CHUNK_S,
+        forward=costs.num_layers * LAYER_S,
+    )
+
+
+class Balancing:
+    """Measures the steps of a run on several ranks, and shares their trees. Collective.
+
+    Args:
+        model: parallelized.
+        device: where it is.
+        max_tokens: of a micro-batch.
+        sequence_parallel: number of adjacent ranks that share the tokens of each tree.
+        expert_parallel: whether ranks exchange tokens in every pass. Their work cannot be measured alone.
+        fixed: keep the estimated costs, so that equal runs get equal results.
+        splits: whether the paths of a tree may be divided among ranks.
+    """
+
+    def __init__(
+        self,
+        model: TreeModel,
+        device: torch.device,
+        max_tokens: int,
+        *,
+        sequence_parallel: int,
+        expert_parallel: bool,
+        fixed: bool,
+        splits: bool,
+    ) -> None:
+        self.sequence_parallel = sequence_parallel
+        self.max_tokens, self.expert_parallel, self.splits = max_tokens, expert_parallel, splits
+        self.timer = None if expert_parallel else WorkTimer(model, device)
+        self.is_fixed = fixed or expert_parallel
+        costs = start_costs(model)
+        self.costs = [costs]  # estimated, and fitted if known
+        self.fit = CostFit(costs)
+        self.fit_step: int | None = None  # the last measured step, if steps are measured
+        self._address: DataAddress | None = None
+        self._is_first_step = True
+
+    def sharing(self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int) -> TreeSharing:
+        """Returns what shares the trees of the steps after ``step`` steps.
+
+        Args:
+            start_timeout_s, timeout_s, start_steps: see ``DataAddress``.
+        """
+        self._address = DataAddress.new(start_timeout_s, timeout_s, start_steps)
+        self._is_first_step = True
+        if not self.is_fixed and len(self.costs) == 1 and (self.fit_step or 0) <= step:
+            self.fit_step = step + FIT_STEPS
+        for version, costs in enumerate(self.costs):
+            self._publish(version, costs)
+        return TreeSharing(
+            self._address,
+            dist.get_rank(),
+            dist.get_world_size(),
+            self.max_tokens,
+            always_in_step=self.expert_parallel,
+            fitted_from=None if self.fit_step is None else self.fit_step + FIT_STEPS - step,
+            ranks_per_owner=self.sequence_parallel,
+            splits=self.splits,
+        )
+
+    def start_step(self) -> None:
+        """Starts to measure a step."""
+        if self.timer:
+            self.timer.start()
+
+    def finish_step(
+        self, step: int, step_input: StepInput, sizes: GlobalSizes, is_good: bool
+    ) -> dict[str, float]:
+        """Measures a step, and fits the costs if it is time to. The device must have finished the step.
+
+        Args:
+            step: number of the step, from 1.
+            is_good: whether the step has changed the weights. Otherwise it is not measured.
+        Returns:
+            The idle shares of the step: as planned, and as measured.
+        """
+        values = {}
+        if self.timer:
+            self.timer.stop()
+        if is_good:
+            work = self._gather(step_input, sizes)  # [ranks, rows, 6]
+            is_fitted = self.fit_step is not None and step > self.fit_step + FIT_STEPS
+            values["planned_idle_share"] = idle_share(self.costs[is_fitted].seconds(work[..., 1:]))
+            if self.timer:
+                values["idle_share"] = idle_share(work[..., 0])
+            if not self._is_first_step:  # which compiles and allocates
+                self._add(work)
+            self._is_first_step = False
+        if step == self.fit_step:
+            fitted = self.fit.solve()
+            self.costs.append(TreeCosts(*call_on_rank_0(lambda: fitted)))
+            self._publish(1, self.costs[1])
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the costs and the measurements as JSON values."""
+        costs = [list(costs) for costs in self.costs]
+        return {"costs": costs, "fit_step": self.fit_step, "fit": self.fit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
+        given, fit_step = state.get("costs"), state.get("fit_step")
+        shape = (2 if isinstance(given, list) and len(given) == 2 else 1, len(self.costs[0]))
+        costs = [TreeCosts(*row) for row in finite_array("costs", given, shape).tolist()]
+        if self.is_fixed or fit_step is None:
+            self.costs = costs[-1:]
+            return
+        self.costs, self.fit_step = costs, int(finite_array("fit_step", fit_step, ()))
+        self.fit.load_state_dict(state.get("fit") or {})
+
+    def _gather(self, step_input: StepInput, sizes: GlobalSizes) -> np.ndarray:
+        """Returns [ranks, rows, 6]: seconds of work, four sizes and the number of passes of each row.
+
+        A row is a micro-batch. If ranks run freely, the whole step is one row.
+        """
+        is_free = sizes.is_partitioned and not self.expert_parallel
+        work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
+        for i, own in enumerate(step_input.sizes):
+            work[0 if is_free else i, 1:] += torch.tensor(own)
+        # The count passes of all micro-batches may come before the train passes.
+        for i, seconds in enumerate(self.timer.seconds() if self.timer else []):
+            work[i % len(work), 0] += seconds
+        by_rank = [torch.empty_like(work) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, work)
+        return torch.stack(by_rank).numpy()
+
+    def _add(self, work: np.ndarray) -> None:
+        """Adds the measurements of a step, see ``_gather``, until the costs are fitted."""
+        if self.fit_step is None or len(self.costs) > 1:
+            return
+        for seconds, *sizes in work.reshape(-1, work.shape[-1]):
+            if sizes[-1]:  # the rank had trees
+                self.fit.add(np.array(sizes), seconds)
+
+    def _publish(self, version: int, costs: TreeCosts) -> None:
+        assert self._address is not None
+        if dist.get_rank() == 0:
+            self._address.publish_costs(version, costs)

@@ -1,0 +1,98 @@
+r"""Lockstep: equal schedules for ranks that communicate inside forward and backward passes.
+
+Expert-parallel ranks exchange tokens in every pass, so all of them must run the same sequence of passes. The
+sequence follows from the shape of each micro-batch's tree of partitions. The ranks therefore overlay their
+trees of partitions: root on root, and children in order of decreasing subtree size. Each rank runs the union
+of these trees. Where it has no partition of its own, it runs a dummy batch.
+
+    rank 0     rank 1     both run
+      a          c        (a, c)
+     / \          \        /    \
+    b   b'         d     (b, d)  (b', dummy)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_shards import WHOLE, Share
+from titan_tree.tree.token_tree import TokenTree
+
+Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
+
+
+def in_lockstep(
+    micro_batches: Sequence[Sequence[TreeBatch]],
+    num_micro_batches: int,
+    group: dist.ProcessGroup,
+    share: Share = WHOLE,
+) -> list[list[TreeBatch]]:
+    """Adds dummy batches so that all ranks of ``group`` run trees of partitions of the same shape.
+
+    Args:
+        micro_batches: the micro-batches of this rank, each with its partitions in the plan's order.
+        num_micro_batches: the minimum number to return; more if a rank of the group has more.
+        group: the ranks that need equal schedules. They exchange shapes on the host, without the device.
+        share: which tokens of each forward pass this rank computes.
+    Returns:
+        Micro-batches whose partitions are in depth-first order, parents first, with ``TreeBatch.parent``
+        updated.
+    """
+    own = [dict(zip(positions(batches), batches, strict=True)) for batches in micro_batches]
+    shapes_by_rank: list[list[list[Position]]] = [[]] * group.size()
+    dist.all_gather_object(shapes_by_rank, [list(tree) for tree in own], group=group)
+    schedule = []
+    for i in range(max(num_micro_batches, *map(len, shapes_by_rank))):
+        shapes = [trees[i] for trees in shapes_by_rank if i < len(trees)]
+        # Parents come before their children.
+        union = sorted({(0,), *(position for shape in shapes for position in shape)})
+        number = {position: n for n, position in enumerate(union)}
+        batch_at = own[i] if i < len(own) else {}
+        schedule.append(
+            [
+                dataclasses.replace(
+                    batch_at[position] if position in batch_at else dummy_batch(share),
+                    parent=number.get(position[:-1], -1),
+                )
+                for position in union
+            ]
+        )
+    return schedule
+
+
+def positions(batches: Sequence[TreeBatch]) -> list[Position]:
+    """Returns each partition's position; siblings are ordered by the number of partitions below them."""
+    size = [1] * len(batches)
+    for i in range(len(batches) - 1, -1, -1):  # parents come before their children
+        if (parent := batches[i].parent) >= 0:
+            size[parent] += size[i]
+    children: dict[int, list[int]] = {}
+    for i, batch in enumerate(batches):
+        children.setdefault(batch.parent, []).append(i)
+    child_index: dict[int, int] = {}
+    for siblings in children.values():
+        siblings.sort(key=lambda i: -size[i])
+        child_index |= {i: n for n, i in enumerate(siblings)}
+    result: list[Position] = []
+    for i, batch in enumerate(batches):
+        parent_position = result[batch.parent] if batch.parent >= 0 else ()
+        result.append((*parent_position, child_index[i]))
+    return result
+
+
+def dummy_batch(share: Share = WHOLE) -> TreeBatch:
+    """Returns a rank's share of a batch of two tokens per rank. None of its edges counts for a path.
+
+    Its loss is 0, and it reads no gateway.
+    """
+    tree = TokenTree.from_paths([TokenPath(np.zeros(2 * share.num_ranks, np.int32))])
+    batch = TreeBatch.from_trees([tree])
+    layout = dataclasses.replace(batch.layout, num_paths=torch.zeros(len(batch)))
+    return share.of(dataclasses.replace(batch, n_logical=0, is_dummy=True, layout=layout))

@@ -1,0 +1,348 @@
+"""Training with Lightning: a LightningModule and a LightningDataModule for the configuration of a run.
+
+    TreeDataModule -> (StepInput, position) -> TreeLightningModule.training_step -> logs, checkpoints
+
+Lightning runs the loop, the loggers, the callbacks and the checkpoints, and starts the processes. A step is
+the one of ``Trainer``. No other file imports lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_tree.balance.balancing import Balancing
+from titan_tree.checkpoint import export_results
+from titan_tree.checkpoint.changes import check_architecture
+from titan_tree.components.moe import RouterBias
+from titan_tree.config import Config
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.loader import Position, refuse_in_worker
+from titan_tree.distributed.mesh import all_ranks
+from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
+from titan_tree.engine.bad_steps import BadStepError, BadSteps
+from titan_tree.engine.step_io import StepInput, all_reduce_counts
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.engine.update import update_weights
+from titan_tree.errors import UserError
+from titan_tree.metrics import StepReport, step_values, validation_values
+from titan_tree.models.lora.adapters import leave_out_frozen
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.build import (
+    build_balancing,
+    build_dataset,
+    build_loss,
+    build_reader,
+    build_router_bias,
+    build_step_loader,
+    build_tokenizer,
+    build_tree_step,
+    build_validation,
+    num_steps,
+    warm_up,
+)
+from titan_tree.run.model_setup import build_parallel_model, describe_architecture
+from titan_tree.run.trainer import resume_data, validate
+
+try:
+    import lightning.pytorch as L
+    from lightning.pytorch.strategies import ModelParallelStrategy
+except ImportError as error:
+    raise UserError(
+        f"titan_tree.integrations.lightning needs the package lightning ({error}); "
+        "run pip install 'titan_tree[lightning]'"
+    ) from None
+
+STATE = "titan_tree"  # key of Lightning's checkpoints
+
+
+class TreeLightningModule(L.LightningModule):
+    """Trains the model that ``config`` describes, on the data of a ``TreeDataModule``.
+
+    The steps equal those of ``Trainer``. Training ends after ``training.steps`` or ``training.epochs``, or
+    earlier, if Lightning's Trainer says so. The tables [checkpoint], except ``allow_changes`` and
+    ``export_hf``, [metrics] and [profiler] have no effect, because Lightning does this work. With LoRA,
+    checkpoints hold only the adapter, and a finished run exports it.
+
+    Attributes:
+        model: the TreeModel, as soon as Lightning has called ``configure_model``.
+
+    Raises:
+        UserError: Lightning's Trainer has a setting that contradicts the configuration.
+    """
+
+    model: TreeModel | None
+    tree_step: TreeStep
+    router_bias: RouterBias | None
+    balancing: Balancing | None
+    num_steps: int  # of the whole run
+    bad_steps: BadSteps  # of this process
+    position: dict[str, Any] | None  # of the dataset, after the last step that was trained
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        refuse_in_worker()
+        self.automatic_optimization = False
+        self.config, self.model, self.position = config, None, None
+        self._logged: set[str] = set()  # names of the values of steps
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Checks the settings of Lightning's Trainer, which calls this before anything else."""
+        _check_trainer(self.trainer, self.config)
+        if self.config.validation.files is None:
+            self.trainer.limit_val_batches = 0
+        else:
+            self.trainer.val_check_interval = self.config.validation.interval
+            self.trainer.check_val_every_n_epoch = None  # counts the steps of all epochs
+        return []
+
+    def configure_model(self) -> None:
+        """Builds the model, sharded by FSDP2 on several ranks."""
+        if self.model is not None:  # Lightning calls this once per fit, validate, ...
+            return
+        config, device = self.config, self.trainer.strategy.root_device
+        loss = build_loss(config.loss)
+        self.mesh = all_ranks(device.type)
+        _check_backend(self.mesh.size())
+        self.model = build_parallel_model(
+            config.model, config.training, config.parallel, self.mesh, config.lora
+        )
+        leave_out_frozen(self)  # of checkpoints
+        self.router_bias = build_router_bias(config.router_bias, self.model)
+        self.tree_step = build_tree_step(config, self.model, loss, device)
+        self.balancing = build_balancing(config, self.model, loss, self.mesh, device)
+
+    def configure_optimizers(self) -> Any:
+        """Returns the optimizer and its scheduler, which ``training_step`` steps."""
+        config = self.config
+        assert self.model is not None
+        dataset = _data_of(self.trainer).open_dataset()
+        sizes = dataset.reader.sizes() if config.training.epochs is not None else None
+        self.num_steps = num_steps(config, dataset, sizes)
+        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
+        optimizers = build_optimizers(config.optimizer, self.model)
+        (optimizer,) = optimizers
+        (scheduler,) = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps).schedulers
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def on_train_start(self) -> None:
+        self.trainer.should_stop = self.global_step >= self.num_steps  # nothing is left after a resume
+        if self.config.training.compile and not self.trainer.should_stop:
+            warm_up(self.config, self.tree_step)
+
+    def training_step(self, batch: tuple[StepInput, Position], batch_idx: int) -> None:
+        """Runs one optimizer step, and logs its values under the names of metrics.csv."""
+        started = time.perf_counter()
+        step_input, position = batch
+        optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
+        scheduler: Any = self.lr_schedulers()
+        step = self.global_step + 1
+        torch.manual_seed(hash((self.config.training.seed, step, self.global_rank)))
+        sizes = all_reduce_counts(step_input)
+        update, balance = None, {}
+        if self.balancing:
+            self.balancing.start_step()
+        try:
+            max_grad_norm = self.config.optimizer.max_grad_norm
+            update = update_weights(
+                self.tree_step, [optimizer], self.router_bias, max_grad_norm, step_input, sizes
+            )
+            self.bad_steps.in_a_row = 0
+        except BadStepError as reason:
+            self.bad_steps.add(step, reason)
+            if self.global_step < step:
+                optimizer.step()  # without gradients, it only counts the step
+        lr = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        if self.balancing:
+            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
+        self.position = dict(position)
+        self.trainer.should_stop |= step >= self.num_steps
+        if update is None:
+            # Lightning would log the values of the step before again.
+            self._log(dict.fromkeys(self._logged, math.nan) | {"bad_steps": self.bad_steps.total})
+            return
+        result, loss, grad_norm = update
+        seconds, device = time.perf_counter() - started, self.tree_step.device
+        report = StepReport(
+            result, seconds, self.mesh.size(), device, loss, grad_norm, lr, position["epoch"], {}, balance
+        )
+        values = step_values(report)
+        self._logged |= values.keys()
+        self._log(values)
+
+    def validation_step(self, inputs: list[StepInput], batch_idx: int) -> None:
+        """Scores all validation files."""
+        self._log(validation_values(validate(self.tree_step, inputs)))
+
+    def on_train_end(self) -> None:
+        """Exports the adapter of a finished run, and its weights if the configuration says so."""
+        if self.global_step >= self.num_steps:
+            assert self.model is not None
+            export_results(self.model, self.config, secrets.token_hex(4))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the position in the data, the balance and the architecture, as plain types."""
+        if self.position is not None:
+            dataset = _data_of(self.trainer).dataset
+            data = self.position if dataset is None else dataset.state_dict() | self.position
+            balance = self.balancing.state_dict() if self.balancing else None
+            checkpoint[STATE] = {"data": data, "balance": balance, "architecture": self._architecture()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(STATE, {})
+        if before := state.get("architecture"):
+            check_architecture(Path(str(self.trainer.ckpt_path)), before, self._architecture())
+        self.position = state.get("data")
+        if self.balancing and state.get("balance"):
+            self.balancing.load_state_dict(state["balance"])
+
+    def _architecture(self) -> dict[str, Any]:
+        """Returns what a run must share with the checkpoints that it resumes from, as JSON values."""
+        assert self.model is not None
+        return json.loads(json.dumps(describe_architecture(self.config, self.model, self.mesh)))
+
+    def _log(self, values: dict[str, float]) -> None:
+        """Logs values that are the same on all ranks. The progress bar shows loss and norm."""
+        shown = {name: value for name, value in values.items() if name in ("loss", "grad_norm")}
+        self.log_dict(shown, prog_bar=True, batch_size=1)
+        self.log_dict({name: values[name] for name in values.keys() - shown.keys()}, batch_size=1)
+
+
+class TreeDataModule(L.LightningDataModule):
+    """The data of ``config`` for a ``TreeLightningModule``: this rank's inputs of each optimizer step.
+
+    Raises:
+        UserError: bad data, or the data have changed since the checkpoint.
+    """
+
+    dataset: TreeDataset | None  # ahead of training
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.dataset = config, None
+
+    def open_dataset(self) -> TreeDataset:
+        """Returns the stream of training data, at its start. ``train_dataloader`` reads it."""
+        module, config = _module_of(self.trainer), self.config
+        tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        reader = build_reader(config.data, tokenizer, module.model)
+        is_balanced = module.balancing is not None
+        self.dataset = build_dataset(
+            reader, config, config.training.epochs, module.mesh, is_balanced=is_balanced
+        )
+        return self.dataset
+
+    def train_dataloader(self) -> Iterable[tuple[StepInput, Position]]:
+        """Returns the remaining steps: (input, position after the step)."""
+        return _Loader(self._inputs)
+
+    def val_dataloader(self) -> Iterable[list[StepInput]]:
+        """Returns all validation inputs as one batch, or nothing without validation files."""
+        module, config = _module_of(self.trainer), self.config
+        if config.validation.files is None:
+            return []
+        tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        held_out = build_validation(config, tokenizer, module.model, module.mesh)
+        assert held_out is not None
+        inputs = list(map(module.tree_step.preparer(), held_out))
+        return _Loader(lambda: iter([inputs]))
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Returns the batch as it is: TreeStep copies each micro-batch when it needs it."""
+        return batch
+
+    def _inputs(self) -> Iterator[tuple[StepInput, Position]]:
+        """Yields the steps after the last one that was trained. The dataset itself may be ahead of it.
+
+        It starts with the first item, because Lightning makes iterators that it does not use.
+        """
+        module, config = _module_of(self.trainer), self.config
+        done = module.global_step
+        assert self.dataset is not None
+        if module.position is not None:
+            resume_data(
+                self.dataset, self.dataset.state_dict() | module.position, config.checkpoint.allow_changes
+            )
+        left = max(module.num_steps - done, 0)
+        yield from build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+
+
+@dataclass
+class _Loader:
+    """An iterable whose iterators a function makes. Lightning would take a list for several loaders."""
+
+    make: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.make()
+
+
+def _module_of(trainer: L.Trainer | None) -> Any:
+    module = None if trainer is None else trainer.lightning_module
+    if not isinstance(module, TreeLightningModule):
+        raise UserError(
+            f"TreeDataModule: expected a TreeLightningModule, got {type(module).__name__}; pass "
+            "Trainer.fit(TreeLightningModule(config), TreeDataModule(config))"
+        )
+    return module
+
+
+def _data_of(trainer: L.Trainer) -> TreeDataModule:
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, TreeDataModule):
+        raise UserError(
+            f"TreeLightningModule: expected a TreeDataModule, got {type(data).__name__}; pass "
+            "Trainer.fit(TreeLightningModule(config), TreeDataModule(config))"
+        )
+    return data
+
+
+def _check_trainer(trainer: L.Trainer, config: Config) -> None:
+    """Raises UserError if a setting of Lightning's Trainer contradicts the configuration."""
+
+    def refuse(setting: str, expected: str, got: object, fix: str) -> None:
+        raise UserError(f"lightning.Trainer: {setting}: expected {expected}, got {got!r}; {fix}")
+
+    if trainer.gradient_clip_val is not None:
+        fix = "set optimizer.max_grad_norm in the configuration"
+        refuse("gradient_clip_val", "None", trainer.gradient_clip_val, fix)
+    if trainer.accumulate_grad_batches != 1:
+        fix = (
+            "set data.global_batch_groups in the configuration: a step has as many micro-batches as it needs"
+        )
+        refuse("accumulate_grad_batches", "1", trainer.accumulate_grad_batches, fix)
+    if trainer.precision != "32-true":
+        fix = "set training.dtype in the configuration, the dtype of the computation"
+        refuse("precision", "'32-true'", trainer.precision, fix)
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ModelParallelStrategy):
+        fix = "pass lightning.pytorch.strategies.ModelParallelStrategy(), which leaves FSDP2 to the model"
+        refuse("strategy", "ModelParallelStrategy on several ranks", type(trainer.strategy).__name__, fix)
+    if trainer.world_size == 1 and isinstance(trainer.strategy, ModelParallelStrategy):
+        refuse(
+            "strategy", "'auto' on one rank", "ModelParallelStrategy", "remove it: there is nothing to shard"
+        )
+    interval = config.validation.interval
+    if config.validation.files is not None and trainer.val_check_interval not in (1.0, interval):
+        fix = "set validation.interval in the configuration"
+        refuse("val_check_interval", f"None or {interval}", trainer.val_check_interval, fix)
+    if config.training.deterministic and not torch.are_deterministic_algorithms_enabled():
+        refuse("deterministic", "True", False, "set it, as the configuration sets training.deterministic")
+
+
+def _check_backend(num_ranks: int) -> None:
+    """Raises UserError if ranks cannot exchange numbers of the host."""
+    if num_ranks > 1 and "cpu:" not in (backends := dist.get_backend_config()):
+        raise UserError(
+            "ModelParallelStrategy: process_group_backend: expected 'cpu:gloo,cuda:nccl', got "
+            f"{backends!r}; ranks exchange counts through gloo"
+        )

@@ -1,0 +1,116 @@
+"""Reference: the fixed policy that a loss compares the trained one with. It scores rollouts for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.distributed.mesh import OneRank
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import UserError
+from titan_tree.models.hf.snapshot_files import fingerprint, fingerprint_files
+from titan_tree.models.lora.adapters import adapters_off
+from titan_tree.models.lora.peft import ADAPTER
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.model_setup import (
+    build_model_without_weights,
+    build_parallel_model,
+    snapshot_model,
+    start_weights,
+)
+from titan_tree.scoring.score_trees import path_logprobs
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+class Reference:
+    """Scores paths with the weights of ``rl.reference``, by default those at the start of the run.
+
+    The weights at the start follow from the configuration, so a resumed run has the same reference. If they
+    are the frozen base of LoRA, the trained model scores without its updates. Otherwise, the reference is a
+    model of its own.
+
+    Args:
+        config: of the run.
+        step: trains the model; its model, device and partitioner are used.
+
+    Attributes:
+        identity: what determines the weights. A run must resume with the same.
+
+    Raises:
+        UserError: the reference cannot be loaded.
+    """
+
+    def __init__(self, config: RLRunConfig, step: TreeStep) -> None:
+        folder, lora = config.rl.reference, config.lora
+        self.step, self.max_tokens = step, config.data.max_tokens
+        self.identity = start_weights(config) if folder is None else f"snapshot {fingerprint(Path(folder))}"
+        if folder is None and lora.adapter is not None:
+            self.identity += f", adapter {fingerprint_files([Path(lora.adapter) / ADAPTER])}"
+        self.model = step.model
+        self.is_base = folder is None and lora.is_on and lora.adapter is None
+        if self.is_base:
+            return
+        model = config.model if folder is None else snapshot_model(config.model, folder)
+        mesh = OneRank(step.device.type)
+        adapted = lora if folder is None else None
+        self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
+        self.model.requires_grad_(False)
+        if dtype := self.model.compute_dtype:
+            for weight in self.model.parameters():  # once, instead of in every step
+                weight.data = weight.data.to(dtype)
+
+    def check(self, identity: str | None) -> None:
+        """Raises UserError unless a checkpoint's ``identity`` is this reference's. None: it had none."""
+        if identity not in (None, self.identity):
+            raise UserError(
+                f"rl.reference: expected the reference of the run so far, {identity}, got {self.identity}; "
+                "restore it, or set checkpoint.allow_changes = true"
+            )
+
+    def score(self, groups: Sequence[Sequence[TokenPath]]) -> None:
+        """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
+        trees = [TokenTree.from_paths(paths) for paths in groups]
+        with adapters_off(self.model) if self.is_base else nullcontext():
+            logprobs = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
+        for path, found in zip(chain.from_iterable(groups), logprobs, strict=True):
+            path.ref_logprobs = found
+
+
+def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:
+    """Raises UserError if ``rl.reference`` is no folder, or is not needed, or is needed but not set."""
+    folder = config.rl.reference
+    if folder is None and config.loss.name == "distill":
+        raise UserError(
+            'rl.reference: expected the teacher\'s snapshot, because loss.name = "distill", got none; set it'
+        )
+    if folder is not None and not loss.needs_reference:
+        raise UserError(
+            f"rl.reference: expected none, because the loss reads no ref_logprobs, got {folder!r}; remove "
+            "it, or set loss.kl.coefficient"
+        )
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(
+            f"rl.reference: expected the folder of a snapshot, got {folder!r}, which does not exist; "
+            "correct it"
+        )
+
+
+def check_vocabulary(config: RLRunConfig, model: TreeModel) -> None:
+    """Raises UserError if ``rl.reference`` is a snapshot with another vocabulary than ``model``."""
+    if config.rl.reference is None:
+        return
+    with torch.device("meta"):
+        reference = build_model_without_weights(snapshot_model(config.model, config.rl.reference))
+    got, expected = reference.config.vocab_size, model.config.vocab_size
+    if got != expected:
+        raise UserError(
+            f"rl.reference: expected a model with the {expected:,} token ids of the trained one, got "
+            f"{got:,}; choose a model with the same tokenizer"
+        )

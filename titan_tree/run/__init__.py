@@ -1,0 +1,8 @@
+"""One training run: from a configuration to a finished folder.
+
+build.py          makes the components that the tables of the configuration describe
+model_setup.py    makes the model on all ranks, with its weights
+trainer.py        Trainer: the training loop
+folder.py         the run's folder, its lock and its loggers
+stopping.py       when a run ends early: signals, wrong data, other ranks
+"""

@@ -1,0 +1,146 @@
+"""Builds the model of a configuration: its architecture, its weights, LoRA, and the ranks that share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_tree.components.lora import LoRA
+from titan_tree.config import (
+    Config,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from titan_tree.distributed import ao
+from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0
+from titan_tree.distributed.mesh import OneRank
+from titan_tree.distributed.parallelize import parallelize
+from titan_tree.distributed.shards import weight_shards
+from titan_tree.errors import UserError
+from titan_tree.models.decoder import Decoder
+from titan_tree.models.hf.snapshot_files import fingerprint
+from titan_tree.models.lora.adapters import init_lora
+from titan_tree.models.lora.peft import fill_lora, read_adapter
+from titan_tree.models.pretrained import load_weights, model_from_config
+from titan_tree.models.registry import build_model
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import OPTIMIZERS
+
+
+def build_parallel_model(
+    model: ModelConfig,
+    training: TrainingConfig,
+    parallel: ParallelConfig,
+    mesh: DeviceMesh | OneRank,
+    lora: LoRAConfig | None = None,
+) -> TreeModel:
+    """Returns the model, parallelized over ``mesh``, with fp32 weights from a snapshot or random ones.
+
+    With LoRA, the weights are frozen and have the dtype of the computation. Only the factors are fp32. If the
+    base is quantized, each rank first loads its weights into its host's memory.
+
+    Otherwise, no rank ever holds the whole model. The model is created on the meta device and sharded; then
+    each rank reads or draws its own shards. Random weights are the same for any number of ranks.
+    """
+    with torch.device("meta"):
+        built = build_model_without_weights(model)
+    lora = lora or LoRAConfig()
+    updates, weights = build_lora(lora, built)
+    device = mesh.device_type if lora.quantize == "none" else "cpu"
+    parallelize(
+        built,
+        mesh,
+        dtype=getattr(torch, training.dtype),
+        float8=training.float8,
+        lora=updates,
+        quantize=lora.quantize,
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+        reshard_after_forward=parallel.reshard_after_forward,
+        replicate=parallel.replicate,
+        sequence_parallel=parallel.sequence_parallel,
+        expert_parallel=parallel.expert_parallel,
+    )
+    if model.hf_path:
+        # Each rank checks only the values that it reads, so it must tell the others about an error.
+        call_on_all_ranks_keep_rank0(partial(load_weights, built, model.hf_path, device, weight_shards))
+    else:
+        assert isinstance(built, Decoder)
+        built.to_empty(device=device)
+        built.init_weights(training.seed, weight_shards(built))
+    if lora.quantize == "nf4":
+        ao.store_as_nf4(built, mesh.device_type)
+    if weights is None:
+        init_lora(weight_shards(built), training.seed)
+    else:
+        fill_lora(weight_shards(built), weights)
+    return built
+
+
+def build_lora(config: LoRAConfig, model: TreeModel) -> tuple[LoRA | None, dict[str, Tensor] | None]:
+    """Returns the updates for ``model``, and their factors if they come from a PEFT adapter."""
+    if config.adapter is not None:
+        return read_adapter(model, config.adapter)
+    targets = tuple(config.targets)
+    if not config.is_on:
+        return None, None
+    return LoRA(rank=config.rank, alpha=config.alpha, targets=targets, rslora=config.rslora), None
+
+
+def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:
+    """Returns the table [model] with the snapshot in ``folder`` in place of its model."""
+    return dataclasses.replace(model, flavor=None, hf_path=folder, overrides={})
+
+
+def build_model_without_weights(model: ModelConfig) -> TreeModel:
+    if not model.hf_path:
+        if model.implementation == "transformers":
+            raise UserError(
+                'model.implementation: expected "auto" or "native" with model.flavor, got "transformers"; '
+                "set model.hf_path to a snapshot"
+            )
+        assert model.flavor is not None
+        return build_model(model.name, model.flavor, model.attention, model.gdn, **model.overrides)
+    if model.overrides:
+        raise UserError(
+            "model.overrides: expected none with model.hf_path, because the snapshot sets all sizes; "
+            "remove them, or set model.flavor instead of model.hf_path"
+        )
+    return model_from_config(model.hf_path, torch.float32, model.attention, model.gdn, model.implementation)
+
+
+def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, Any]:
+    """Returns the properties that a run must share with the checkpoints that it resumes from."""
+    described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
+    if model.lora is not None:
+        described |= {"lora": vars(model.lora), "base": _base(config)}
+    if model.experts is not None and model.experts.router_biases():
+        described["router_bias"] = True
+    # The ranks that share an expert shard its rows, which are the second dimension of its weights. If the
+    # optimizer's states cannot be redistributed along that dimension, this number of ranks must not change.
+    replica = mesh.size() // config.parallel.replicate
+    sharing = replica // config.parallel.expert_parallel
+    if not OPTIMIZERS[config.optimizer.name].reshards_any_dim and 1 < sharing < replica:
+        described["ranks_that_share_an_expert"] = sharing
+    return described
+
+
+def start_weights(config: Config) -> str:
+    """Returns what determines the weights at the start of a run, without LoRA's updates."""
+    if config.model.hf_path:
+        return f"snapshot {fingerprint(Path(config.model.hf_path))}"
+    return f"random weights, training.seed {config.training.seed}"
+
+
+def _base(config: Config) -> str:
+    """Returns what determines the frozen weights, which checkpoints do not hold."""
+    quantized = "" if config.lora.quantize == "none" else f", in {config.lora.quantize}"
+    return f"{start_weights(config)}{quantized}"

@@ -1,0 +1,190 @@
+"""Leaving: ends a run early on all ranks, between the same two steps and after a checkpoint.
+
+Before each step, ranks reduce their counts. The reduction also carries a *notice* of each rank, and all ranks
+follow the largest:
+
+    NONE          run the step
+    CHECKPOINT    write a checkpoint first, because checkpoint.minutes have passed
+    SIGNAL + n    signal number n arrived: write a checkpoint and end the run
+    REFUSED       a rank has no input for the step, because its data are wrong: write a checkpoint and end
+                  the run with an error
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from signal import Signals as SignalName
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import nn
+
+from titan_tree.checkpoint import Checkpoints, Progress
+from titan_tree.config import Config
+from titan_tree.distributed.collectives import world_size
+from titan_tree.distributed.faults import check_equal, failures_named, set_timeout, start_timeout
+from titan_tree.engine.step_io import GlobalSizes, StepInput, all_reduce_counts
+from titan_tree.errors import AgreedError, LostRankError, UserError
+from titan_tree.signals import Interrupted, Signals
+
+logger = logging.getLogger(__name__)
+
+NONE, CHECKPOINT, SIGNAL, REFUSED = 0, 1, 100, 1000
+SHOWN_PATHS = 4  # in a message
+AgreedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
+
+
+class Leaving:
+    """Decides, together with all ranks, when a run writes checkpoints and when it ends early.
+
+    Args:
+        progress: the progress of the run, after a resume.
+        num_steps: the number of steps of the whole run.
+    """
+
+    def __init__(
+        self, config: Config, model: nn.Module, checkpoints: Checkpoints, progress: Progress, num_steps: int
+    ) -> None:
+        self.config, self.model, self.num_steps = config, model, num_steps
+        self.checkpoints, self.progress = checkpoints, progress
+        self.signals = Signals()
+        self._first_step = progress.step
+        self._saved_at = time.monotonic()
+        self._running: StepInput | None = None
+        self._own_error: UserError | None = None
+
+    def agree(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> Iterator[AgreedInput]:
+        """Yields (input, position, sizes of all ranks) as soon as all ranks are ready to run the next step.
+
+        Raises:
+            Interrupted: a rank received a signal.
+            AgreedError: the data of a rank are wrong.
+        """
+        while True:
+            error = self._own_error
+            try:
+                if (item := next(inputs, None)) is None:
+                    return
+            except UserError as refused:
+                item, error = (StepInput.nothing(), {}), refused
+            step_input, position = item
+            self._running = step_input
+            sizes = all_reduce_counts(step_input, self._notice(error))
+            if sizes.notice == REFUSED:
+                raise AgreedError(_first_message(error))
+            if sizes.notice >= SIGNAL:
+                self._leave(sizes.notice - SIGNAL)
+            if sizes.notice == CHECKPOINT:
+                self.save(due=True)
+            yield step_input, position, sizes
+
+    def save(self, due: bool = False) -> None:
+        """Writes a checkpoint of the current step if the interval says so, or if it is ``due``."""
+        if self.checkpoints.save(due):
+            self._saved_at = time.monotonic()
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Keeps an error that only rank 0 gets while it logs, until ``agree`` tells all ranks."""
+        try:
+            yield
+        except OSError as error:
+            self._own_error = UserError(
+                f"step {self.progress.step}: its metrics cannot be written: {error}; if the disk is full, "
+                "free some space"
+            )
+
+    @contextmanager
+    def guard_step(self) -> Iterator[None]:
+        """Runs one training step in its block. Names failures, and saves a checkpoint if one is due."""
+        parallel = self.config.parallel
+        is_first = self.progress.step == self._first_step
+        timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
+        with failures_named(self._describe(self.progress.step + 1), self._what_next, timeout_s):
+            if is_first:
+                set_timeout(timeout_s)  # of the groups that sharding has created
+            with self._checkpoint_before_error():
+                yield
+            step, interval = self.progress.step, parallel.check_interval
+            if interval and world_size() > 1 and (is_first or step % interval == 0):
+                check_equal(self.model, self._schedule(), step, interval)
+            self.save(due=step == self.num_steps)
+            if self._own_error and step == self.num_steps:  # no later step tells the other ranks
+                self.checkpoints.wait()
+                raise self._own_error
+            if is_first:
+                set_timeout(parallel.timeout_s)
+
+    def _describe(self, step: int) -> Callable[[], str]:
+        """Returns a function that returns the step, with the first paths of this rank's trees."""
+
+        def describe() -> str:
+            ids = list(chain.from_iterable(self._running.path_ids)) if self._running else []
+            more = f" and {len(ids) - SHOWN_PATHS} more" if len(ids) > SHOWN_PATHS else ""
+            return f"step {step} (paths {', '.join(ids[:SHOWN_PATHS]) or 'none'}{more})"
+
+        return describe
+
+    def _schedule(self) -> tuple[Any, ...]:
+        """Returns what determines the next steps. It must be the same on all ranks."""
+        tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
+        settings = [getattr(self.config, table) for table in tables]
+        return self.num_steps, self.progress.step, self.progress.data, settings
+
+    @contextmanager
+    def _checkpoint_before_error(self) -> Iterator[None]:
+        """Writes a checkpoint if a step raises a UserError, unless other ranks may still run the step."""
+        try:
+            yield
+        except UserError as error:
+            if self.progress.step == 0 or not (world_size() == 1 or isinstance(error, AgreedError)):
+                raise
+            self.save(due=True)
+            self.checkpoints.close()
+            raise type(error)(f"{error}; {self._what_next()}") from None
+
+    def _notice(self, error: UserError | None) -> int:
+        """Returns this rank's notice."""
+        if error is not None:
+            return REFUSED
+        if self.signals.received:
+            return SIGNAL + self.signals.received
+        minutes = self.config.checkpoint.minutes
+        waited = time.monotonic() - self._saved_at
+        is_due = minutes is not None and waited >= 60 * minutes
+        return CHECKPOINT if is_due and dist.get_rank() == 0 else NONE
+
+    def _leave(self, number: int) -> NoReturn:
+        self.save(due=True)
+        self.checkpoints.close()
+        if dist.get_rank() == 0:
+            logger.warning("%s: %s", SignalName(number).name, self._what_next())
+        dist.barrier()  # torchrun ends all ranks as soon as one has ended
+        raise Interrupted(number)
+
+    def _what_next(self) -> str:
+        """Returns a sentence on how to continue the run. No checkpoint may be in progress."""
+        ended = f"the run ended after step {self.progress.step}"
+        if self.config.checkpoint.interval == 0:
+            return f"{ended} without a checkpoint (checkpoint.interval = 0); the same command starts over"
+        if (newest := self.checkpoints.newest()) is None:
+            return f"{ended}; there is no checkpoint; the same command starts over"
+        more = "" if self.config.checkpoint.resume else " with checkpoint.resume=true"
+        return f"{ended}; the same command{more} continues from {newest}"
+
+
+def _first_message(error: UserError | None) -> str:
+    """Returns the error message of the first rank that has one. Collective.
+
+    A rank that has only lost another one comes last.
+    """
+    messages: list[tuple[bool, str] | None] = [None] * world_size()
+    dist.all_gather_object(
+        messages, None if error is None else (isinstance(error, LostRankError), str(error))
+    )
+    given = [message for message in messages if message is not None]
+    return min(given, key=lambda message: message[0])[1]

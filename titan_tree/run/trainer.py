@@ -1,0 +1,348 @@
+"""The training loop: data -> TreeStep -> clip -> optimizer -> schedule -> log -> checkpoint.
+
+The same code runs on a laptop, on one GPU and on many. A run writes into one folder: config.toml (resolved),
+metrics.csv, tensorboard/ and checkpoints/, with several ranks flight_recorder/, and on request hf/ and
+profiling/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_tree.balance.balancing import Balancing
+from titan_tree.checkpoint import Checkpoints, Progress, export_results
+from titan_tree.components.moe import RouterBias
+from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.config import Config
+from titan_tree.data.data_files import DataSizes
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.loader import refuse_in_worker
+from titan_tree.data.show import render_sample
+from titan_tree.distributed import titan
+from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.optimizers import (
+    Optimizers,
+    build_lr_schedulers,
+    build_optimizers,
+)
+from titan_tree.distributed.parallelize import keep_compiled
+from titan_tree.engine.bad_steps import BadStepError, BadSteps
+from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.engine.update import update_weights
+from titan_tree.errors import AgreedError, UserError
+from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
+from titan_tree.metrics.summary import data_sizes, introduction, summary
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import LOGGERS, OPTIMIZERS
+from titan_tree.run.build import (
+    build_balancing,
+    build_dataset,
+    build_loss,
+    build_profiler,
+    build_reader,
+    build_router_bias,
+    build_step_loader,
+    build_tokenizer,
+    build_tree_step,
+    build_validation,
+    num_steps,
+    warm_up,
+)
+from titan_tree.run.folder import RunFolder
+from titan_tree.run.model_setup import build_parallel_model, describe_architecture
+from titan_tree.run.stopping import AgreedInput, Leaving
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
+COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
+
+
+def in_background(function: Callable[[], T]) -> Callable[[], T]:
+    """Starts a function in a thread, and returns a function that waits for its result."""
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(function)
+    thread.shutdown(wait=False)
+    return future.result
+
+
+class Trainer:
+    """Trains the model that ``config`` describes, starting from the newest checkpoint if there is one.
+
+    The constructor joins the process group that torchrun describes, and ``close`` leaves it. Every rank makes
+    the same calls.
+
+    Raises:
+        UserError: the configuration, the data and the checkpoints do not fit together.
+    """
+
+    # where it runs
+    config: Config
+    mesh: DeviceMesh
+    device: torch.device
+
+    # what is trained, and how
+    model: TreeModel
+    optimizers: Optimizers
+    lr_schedulers: titan.LRSchedulersContainer
+    tree_step: TreeStep
+    router_bias: RouterBias | None
+    balancing: Balancing | None  # None on one rank
+
+    # on what
+    tokenizer: TreeTokenizer | None
+    dataset: TreeDataset
+    validation_inputs: list[StepInput]  # in host memory; empty without validation files
+    data_sizes: DataSizes | None  # None: not counted
+
+    # how far it is, and where it writes
+    folder: RunFolder
+    num_steps: int  # of the whole run; ``train`` ends as soon as they are done
+    progress: Progress
+    checkpoints: Checkpoints
+    leaving: Leaving
+    steps_trained: int  # by this process, without bad steps
+    counts: StepCounts  # of these steps, summed
+    bad_steps: BadSteps  # of this process
+    rollout_values: Mapping[str, float]  # of the rollouts of this step; empty unless rl/ samples them
+    loggers: Loggers | None  # None except on rank 0
+
+    def __init__(self, config: Config) -> None:
+        refuse_in_worker()
+        self.config = config
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            record_collectives(Path(config.folder))
+        self.mesh, self.device = init_distributed(start_timeout(config.parallel.timeout_s))
+        self.folder = RunFolder(config)
+        if config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+            torch.use_deterministic_algorithms(True)
+
+        # Mistakes in these tables are reported before weights are read.
+        loss = build_loss(config.loss)
+        OPTIMIZERS[config.optimizer.name].load()  # imports its package
+        for name in config.metrics.loggers:
+            LOGGERS[name]  # imports its package
+
+        self.model = build_parallel_model(
+            config.model, config.training, config.parallel, self.mesh, config.lora
+        )
+        self.optimizers = build_optimizers(config.optimizer, self.model)
+        self.router_bias = build_router_bias(config.router_bias, self.model)
+        self.tree_step = build_tree_step(config, self.model, loss, self.device)
+        self.balancing = build_balancing(config, self.model, loss, self.mesh, self.device)
+
+        self.tokenizer = build_tokenizer(config.data, config.model.hf_path)
+        self.num_steps = self.open_data()
+        self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
+        self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
+        self.rollout_values = {}
+        # A run in which no step trains also ends with an error.
+        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
+        self.checkpoints = Checkpoints(
+            config.checkpoint,
+            Path(config.folder) / config.checkpoint.folder,
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            progress=self.progress,
+            architecture=describe_architecture(config, self.model, self.mesh),
+            run_config=dataclasses.asdict(config),
+        )
+        self.checkpoints.resume()
+        self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
+        if self.progress.step:
+            self.resume_data()
+        if self.balancing and "balance" in self.progress.data:
+            self.balancing.load_state_dict(self.progress.data["balance"])
+        self._data_state = in_background(self.data_state) if config.checkpoint.interval else dict
+        self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
+
+    def open_data(self) -> int:
+        """Opens the training and validation data. Returns the number of steps of the whole run."""
+        config, is_balanced = self.config, self.balancing is not None
+        reader = build_reader(config.data, self.tokenizer, self.model)
+        epochs = config.training.epochs
+        self.dataset = build_dataset(reader, config, epochs, self.mesh, is_balanced=is_balanced)
+        held_out = build_validation(config, self.tokenizer, self.model, self.mesh)
+        self.validation_inputs = list(map(self.tree_step.preparer(), held_out)) if held_out else []
+        count = epochs is not None or reader.num_bytes() < COUNTED_BYTES
+        self.data_sizes = reader.sizes() if count else None
+        return num_steps(config, self.dataset, self.data_sizes)
+
+    def resume_data(self) -> None:
+        """Moves the data to the position in ``progress``."""
+        resume_data(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+
+    def data_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
+        return self.dataset.state_dict()
+
+    def train(self) -> None:
+        """Runs the remaining steps, then writes the last checkpoint, the export and a summary.
+
+        Raises:
+            Interrupted: a signal ended the run, after a checkpoint of the steps trained so far.
+            UserError: a step was refused, or a checkpoint could not be written.
+        """
+        config, done, ranks = self.config, self.progress.step, dist.get_world_size()
+        logger.info(introduction(config, self.model, ranks, self.device, self.num_steps, done))
+        if self.data_sizes:
+            logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
+        if self.loggers and not done:
+            self.log_sample()
+        with self.leaving.signals as signals:
+            inputs = self.inputs()  # the first ones are made while the model compiles
+            if self.num_steps > done and config.training.compile:
+                self.compile()
+            signals.defer()
+            profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
+            with self.loggers or nullcontext(), profiler_context as profiler:
+                while self.progress.step < self.num_steps:
+                    with self.leaving.guard_step():
+                        self.train_step(inputs)
+                    profiler.step()
+                set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
+                self.checkpoints.close()  # before the loggers, which may fail to close
+            self.finish()
+
+    def finish(self) -> None:
+        """Logs a summary of a complete run and writes its export."""
+        self._log_summary()
+        export_results(self.model, self.config, self.folder.run)
+
+    def log_sample(self) -> None:
+        """Logs the first sample of the run as it is trained."""
+        path = self.dataset.reader.paths(self.dataset.first_group())[0]
+        logger.info("first sample: %s", render_sample(path, self.tokenizer, SAMPLE_TOKENS).plain)
+
+    def compile(self) -> None:
+        """Compiles the graphs of a run before its first step, so that no later step waits for them."""
+        started = time.perf_counter()
+        kept = keep_compiled(Path(self.config.folder) / "compiled")
+        logger.info("compiling into %s; a later start reads it from there", kept)
+        warm_up(self.config, self.tree_step)
+        logger.info("compiled in %.0f s", time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Unlocks the run's folder and leaves the process group."""
+        self.folder.close()
+        dist.destroy_process_group()
+
+    def inputs(self) -> Iterator[AgreedInput]:
+        """Starts to make the inputs of the remaining steps, and returns an iterator over them.
+
+        It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
+        the state of the dataset after the step. Inputs are made ahead, so the dataset itself is ahead of
+        training. With the position, a checkpoint does not skip data that was not trained on.
+        """
+        done = self.progress.step
+        loader = build_step_loader(
+            self.config, self.tree_step, self.dataset, self.num_steps - done, self.balancing, done
+        )
+        return self.leaving.agree(iter(loader))
+
+    def train_step(self, inputs: Iterator[AgreedInput]) -> None:
+        """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
+        started = time.perf_counter()
+        step_input, position, sizes = next(inputs)
+        step = self.progress.step + 1
+        # Each step has a seed of its own, so a resumed run needs no state of random generators.
+        torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
+
+        max_grad_norm, update = self.config.optimizer.max_grad_norm, None
+        balance: dict[str, float] = {}
+        if self.balancing:
+            self.balancing.start_step()
+        try:
+            update = update_weights(
+                self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
+            )
+            self.steps_trained += 1
+            self.counts += update.result.counts
+            self.bad_steps.in_a_row = 0
+        except BadStepError as reason:
+            self.bad_steps.add(step, reason)
+        lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        self.lr_schedulers.step()
+        self.progress.step, self.progress.data = step, self._data_state() | position
+        if self.balancing:
+            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
+            self.progress.data["balance"] = self.balancing.state_dict()
+
+        seconds = time.perf_counter() - started
+        validation = self.validate(step)
+        if not self.loggers:
+            return
+        with self.leaving.logging():
+            self.loggers.advance(step)
+            if update is None:
+                values = {"bad_steps": self.bad_steps.total, **self.rollout_values}
+                self.loggers.log(step, values | validation_values(validation))
+            elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
+                report = StepReport(
+                    update.result,
+                    seconds,
+                    dist.get_world_size(),
+                    self.device,
+                    update.loss,
+                    update.grad_norm,
+                    lr,
+                    position["epoch"],
+                    validation,
+                    balance,
+                    self.rollout_values,
+                )
+                self.loggers.log(step, step_values(report))
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Scores the validation files if they are due after ``step``."""
+        is_due = step % self.config.validation.interval == 0 or step == self.num_steps
+        if not self.validation_inputs or not is_due:
+            return {}
+        return validate(self.tree_step, self.validation_inputs)
+
+    def _log_summary(self) -> None:
+        logger.info(summary(self.steps_trained, self.counts, self.bad_steps.total))
+        logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
+        if "csv" in self.config.metrics.loggers:
+            logger.info("curves: %s/metrics.csv", self.config.folder)
+
+
+def validate(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:
+    """Returns the mean loss and accuracy of validation inputs. Raises AgreedError if no token counts."""
+    if not (values := tree_step.evaluate(inputs)):
+        raise AgreedError("validation.files: expected tokens to score, but all loss masks or weights are 0")
+    return values
+
+
+def resume_data(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool) -> None:
+    """Moves the dataset to the state in a checkpoint.
+
+    Args:
+        allow_changes: goes on, from the same position, although the data have changed.
+    Raises:
+        UserError: the data have changed.
+    """
+    try:
+        dataset.load_state_dict(state)
+    except UserError as error:
+        if not allow_changes:
+            raise
+        logger.warning("changed since the checkpoint: %s", error)
+        dataset.load_state_dict(dataset.state_dict() | {name: state[name] for name in dataset.position()})
