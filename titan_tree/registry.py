@@ -174,7 +174,7 @@ READERS: Registry[Any] = Registry(
 
 # Environments of reinforcement learning: functions () -> rl.environment.Environment, such as classes.
 ENVIRONMENTS: Registry[Any] = Registry(
-    "environment", {"desk": "titan_tree.rl.desk:Desk", "search": "titan_tree.rl.search:Search"}
+    "environment", {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"}
 )
 
 # Instances of distributed.optimizers.OptimizerSpec.
