@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any
 
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.data.packing import flat_trees, pack
