@@ -19,12 +19,12 @@ from titan_tree.config.checks import (
     required,
     setting,
 )
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import RENAMED, dump_config, load_config, load_tables
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 
-CONFIGS = sorted((Path(__file__).parents[1] / "train_configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 GOOD = """
 folder = "outputs/x"
 [model]
@@ -215,7 +215,7 @@ class Sizes(Checked):
         ({"scale": float("inf")}, "scale: expected a finite number > 0, got inf"),
         ({"scale": "1"}, "scale: expected a finite number > 0, got '1'"),
         ({"tied": 1}, "tied: expected true or false, got 1"),
-        ({"dense_layers": 3}, "dense_layers: expected a list, got 3"),
+        ({"dense_layers": 3}, "dense_layers: expected a list in which every item is an integer >= 0, got 3"),
         (
             {"dense_layers": [0, -1]},
             "dense_layers: expected a list in which every item is an integer >= 0, got [0, -1]",

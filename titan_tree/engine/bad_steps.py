@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.evaluation import equal_schedule
@@ -54,14 +54,23 @@ class BadSteps:
             logger.warning("step %d is skipped: %s", step, reason)
 
 
-def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
+def find_cause(
+    model: TreeModel,
+    loss: TreeLoss,
+    step: StepInput,
+    device: torch.device,
+    statistics: GlobalStatistics | None = None,
+) -> str:
     """Returns a text that names the paths that may have caused a bad step. Collective.
 
     It scores the trees of all ranks without gradients, and names the paths whose loss, or whose derivative
     with respect to a log-prob, is not finite. If there are none, the model's backward pass or the router loss
     caused the bad step. The text then names the first paths of the step's trees.
+
+    Args:
+        statistics: statistics of the global batch. None: each batch has its own.
     """
-    found = _bad_paths(model, loss, step, device)
+    found = _bad_paths(model, loss, step, device, statistics)
     if model.sequence_group is not None:
         shares = [found] * model.share.num_ranks
         dist.all_gather_object(shares, found, group=model.sequence_group)
@@ -84,7 +93,11 @@ def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.
 
 
 def _bad_paths(
-    model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device
+    model: TreeModel,
+    loss: TreeLoss,
+    step: StepInput,
+    device: torch.device,
+    statistics: GlobalStatistics | None,
 ) -> set[tuple[int, int]]:
     """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
     found = set()
@@ -96,7 +109,7 @@ def _bad_paths(
                 unpartitioned = unpartitioned.to(device)
             for batch, scores in _scored(runner.outputs(), unpartitioned, model.sequence_group):
                 pairs = batch.pairs
-                bad = loss.not_finite(scores["logprobs"], batch, scores.get("entropy"))
+                bad = loss.not_finite(scores["logprobs"], batch, scores.get("entropy"), statistics)
                 found |= {(i, number) for number in pairs.path_number[pairs.path[bad].unique()].tolist()}
     return found
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import Routing
+from titan_tree.components.tree_loss import GlobalStatistics
 from titan_tree.distributed.collectives import world_size
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -80,7 +81,7 @@ class StepInput:
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
     path_ids: tuple[tuple[str, ...], ...] = ()  # of each micro-batch's paths; "?" for a path without an id
     tree_ids: tuple[str, ...] = ()  # of the first path of each tree
-    # For each micro-batch, ``ModelCosts.sizes`` of its batches together, and the number of its batches.
+    # For each micro-batch, the sum of its batches' ``batch_sizes`` (tree/costs.py), and their number.
     sizes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -111,6 +112,7 @@ class StepResult:
     dummy_forwards: Tensor  # forward passes without trees, run because other ranks had more
     chain_peak: int  # maximum over ranks
     num_micro_batches: int  # maximum over ranks
+    statistics: GlobalStatistics | None = None  # what the loss depended on, for ``TreeStep.find_cause``
 
 
 class GlobalSizes(NamedTuple):

@@ -48,7 +48,8 @@ def update_weights(
     values = {"loss": result.loss.item(), "grad_norm": norm.item()}  # waits for the device
     if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
         raise BadStepError(
-            f"{' and '.join(wrong)}; {tree_step.find_cause(step)}; check their values, or lower optimizer.lr"
+            f"{' and '.join(wrong)}; {tree_step.find_cause(step, result.statistics)}; check their values, or "
+            "lower optimizer.lr"
         )
     if router_bias:
         assert result.routing is not None
