@@ -51,9 +51,9 @@ class GatewayCache:
         """Returns the rows that the ancestors of a partition wrote, as leaves that share the cache's memory.
 
         Each leaf adds its gradient to ``gradients`` as soon as autograd has computed it. Returns None while
-        the cache is empty.
+        the cache is empty, and for a dummy batch.
         """
-        if not self.rows:
+        if not self.rows or not batch.cache_offset.keys:
             return None
         stops = [getattr(batch.cache_offset, stream) for stream in self.streams]
         # ``.data`` gives a leaf its own version counter. Without it, autograd would take later writes to

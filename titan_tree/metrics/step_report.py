@@ -27,7 +27,7 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step
     epoch: int  # epochs completed after the step
-    validation: Mapping[str, float]  # see engine/evaluation.py; empty unless this step validated
+    validation: Mapping[str, float]  # see engine/forward.py; empty unless this step validated
     balance: Mapping[str, float] = field(default_factory=dict)  # see balance/balancing.py; empty on one rank
     rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
 
