@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from titan_tree import TreeBatch, tree_logprobs
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.metrics import Logger

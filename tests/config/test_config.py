@@ -19,12 +19,12 @@ from titan_tree.config.checks import (
     required,
     setting,
 )
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import RENAMED, dump_config, load_config, load_tables
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 
-CONFIGS = sorted((Path(__file__).parents[1] / "train_configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 GOOD = """
 folder = "outputs/x"
 [model]

@@ -23,7 +23,7 @@ from tests.support.rollout_server import RolloutServer, rollout_server, server_p
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.components.lora import LoRA
-from titan_tree.config.rl_tables import RLConfig
+from titan_tree.config.rl import RLConfig
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl.sampler import Completion

@@ -18,7 +18,7 @@ import titan_tree.rl.__main__ as command
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree import register_loss, tree_logprobs
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError

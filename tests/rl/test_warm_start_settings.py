@@ -8,7 +8,7 @@ import pytest
 
 import titan_tree.rl.run
 from tests.support.rl_runs import tiny
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config
 from titan_tree.errors import UserError
 from titan_tree.rl.run import after_warm_start, run, warm_start_config

@@ -21,7 +21,7 @@ from tests.support.markdown import Block, blocks
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_config, load_tables
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.registry import Registry

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.rl.desk import DeskEpisode
 from titan_tree.rl.environment import Reply

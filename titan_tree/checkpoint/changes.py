@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_tree.config import LossConfig
-from titan_tree.config.rl_tables import RLConfig
+from titan_tree.config.rl import RLConfig
 from titan_tree.errors import UserError, shorten
 
 logger = logging.getLogger(__name__)

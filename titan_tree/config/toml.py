@@ -1,6 +1,6 @@
 """Reads a configuration from a TOML file and ``key=value`` arguments, and writes one back.
 
-Arguments override the file; the file overrides the defaults in tables.py. Every error is a UserError that
+Arguments override the file; the file overrides the defaults of the tables. Every error is a UserError that
 names the file or argument, the key and, if one is similar, the key that was probably meant.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.tables import check_warmup
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.distributed.parallelize import check_quantize

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_tree.checkpoint.changes import DECISIVE, config_changes
 from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
-from titan_tree.config.rl_tables import RLConfig, RLRunConfig, WarmStartConfig
+from titan_tree.config.rl import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.errors import UserError
 from titan_tree.rl.checks import check_without_weights

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import advantages
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.step_io import StepInput

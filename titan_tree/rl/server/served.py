@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from titan_tree.config.rl_tables import RLRunConfig
+from titan_tree.config.rl import RLRunConfig
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.server.broadcast import BroadcastTransfer

@@ -1,4 +1,4 @@
-"""The tables of ``python -m titan_tree.rl``: those of training, and [rl] and [warm_start]."""
+"""The tables of ``python -m titan_tree.rl``: those of training, [rl], [rl.server] and [warm_start]."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from titan_tree.config.checks import (
     require,
     setting,
 )
-from titan_tree.config.tables import Config, DataConfig
+from titan_tree.config.data import DataConfig
+from titan_tree.config.tables import Config
 from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
 # Keys of [data] that say how files are read. An environment has no files.

@@ -1,0 +1,93 @@
+"""The tables [loss], [router_loss] and [router_bias]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_tree.config.checks import Checked, at_least, finite, one_of, require, setting
+from titan_tree.registry import LOSSES
+
+
+@dataclass
+class KLConfig(Checked, table="loss.kl"):
+    """A penalty for diverging from the reference policy, see KLPenalty. Needs ref_logprobs."""
+
+    coefficient: float = setting(0.0, finite, at_least(0))  # 0: no penalty
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # of the KL divergence
+    importance: bool = False  # multiply the estimate by p / p_old, for tokens of an older policy
+    as_reward: bool = False  # subtract the penalty from the advantages; usual with k1
+
+
+@dataclass
+class CorrectionConfig(Checked, table="loss.correction"):
+    """Weights for rollout_logprobs that differ from old_logprobs, see RolloutCorrection."""
+
+    # The weight is p_old / p_rollout of the "token", of its path ("sequence"), or the "geometric" mean of its
+    # path. "max" is the largest of its path, for the estimators "k2" and "k3". "off": all weights are 1.
+    level: Literal["off", "token", "sequence", "geometric", "max"] = "off"
+    # "truncate" clamps weights to [low, high], "mask" sets those outside to 0, and "reject" also sets those
+    # inside to 1.
+    mode: Literal["truncate", "mask", "reject"] = "truncate"
+    low: float = setting(0.0, finite, at_least(0))
+    high: float = setting(2.0, finite)
+    # What is compared with the bounds: the "ratio" above, or an estimate of KL(rollout || old), which needs
+    # mode = "reject".
+    estimator: Literal["ratio", "k2", "k3"] = "ratio"
+
+
+@dataclass
+class LossConfig(Checked, table="loss"):
+    """The loss that TreeLoss computes."""
+
+    name: str = setting("sft", one_of(LOSSES))
+    # How token losses are added up. "path_mean" (sum over tokens, mean over samples) and "token_mean" (mean
+    # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
+    # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
+    # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
+    reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
+    entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
+    whiten: bool = False  # normalize advantages over the tokens of the global batch (TreePO, REINFORCE++)
+    options: dict[str, Any] = setting({})  # numbers that the loss function takes, such as a clip range
+    kl: KLConfig = field(default_factory=KLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.options.items():
+            key = f"loss.options.{name}"
+            require(name not in vars(self), key, f"no such option (set loss.{name} instead)", repr(value))
+            require(finite(value) is None, key, "a finite number", repr(value))
+
+
+@dataclass
+class RouterLossConfig(Checked, table="router_loss"):
+    """Auxiliary losses on the router of a mixture of experts, see RouterLoss. A coefficient of 0 is off."""
+
+    balance: float = setting(0.0, finite)  # of the load-balancing loss; about 1e-3 in pre-training
+    z: float = setting(0.0, finite)  # of the z-loss
+    # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
+    # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
+    # of them twice: first to count the tokens per expert, then to train.
+    scope: Literal["global_batch", "micro_batch"] = "global_batch"
+
+
+@dataclass
+class RouterBiasConfig(Checked, table="router_bias"):
+    """Balances the experts by a bias on the router's choice, without a loss. See RouterBias."""
+
+    # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
+    # Unset: no biases are added, and those of a snapshot stay constant. 0: biases are added, and stay
+    # constant.
+    rate: float | None = setting(None, finite)
+    # How often a token counts in the load of an expert: "paths": once per path; "tokens": once.
+    counts: Literal["paths", "tokens"] = "paths"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.rate is not None or self.counts == "paths",
+            "router_bias.counts",
+            "router_bias.rate to be set as well",
+            repr(self.counts),
+        )

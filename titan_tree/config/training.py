@@ -1,0 +1,116 @@
+"""The tables [training], [optimizer], [lr_scheduler] and [parallel]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_tree.config.checks import (
+    Checked,
+    at_least,
+    between,
+    check,
+    finite,
+    greater_than,
+    one_of,
+    require,
+    setting,
+)
+from titan_tree.registry import OPTIMIZERS
+
+
+@dataclass
+class TrainingConfig(Checked, table="training"):
+    """Length, precision and memory use of the run."""
+
+    # Length of the whole run, including resumed parts: either optimizer steps (1000 if neither is set), or
+    # epochs, each of which trains on every group once. The last step of a run over epochs may be smaller.
+    steps: int | None = setting(None, at_least(1))
+    epochs: int | None = setting(None, at_least(1))
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
+    # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
+    # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
+    # never use float8.
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
+    # Bad steps in a row after which training ends with an error. A step is bad if its loss or gradient is not
+    # finite, or if the loss counts none of its tokens. It leaves weights and optimizer states unchanged, but
+    # it counts as a step: data and learning rate advance.
+    max_bad_steps: int = setting(3, at_least(1))
+    seed: int = 0  # seed of random initial weights
+    compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
+    # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and
+    # vocabulary entry: 10 GB at 32k tokens.
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    deterministic: bool = False  # refuse operators whose results vary between runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.steps is None or self.epochs is None,
+            "training.steps",
+            "no value together with training.epochs; remove one of the two",
+            self.steps,
+        )
+
+
+@dataclass
+class OptimizerConfig(Checked, table="optimizer"):
+    """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
+
+    # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8 (needs torchao).
+    name: str = setting("adamw", one_of(OPTIMIZERS))
+    lr: float = setting(1e-5, finite, at_least(0))
+    betas: list[float] = setting(
+        [0.9, 0.95],
+        check(
+            "two numbers from 0 to below 1",
+            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        ),
+    )
+    weight_decay: float = setting(0.1, finite, at_least(0))
+    eps: float = setting(1e-8, finite, at_least(0))
+    max_grad_norm: float = setting(1.0, greater_than(0))  # clips the global 2-norm; inf disables clipping
+
+
+@dataclass
+class LRSchedulerConfig(Checked, table="lr_scheduler"):
+    """Linear warm-up, then decay until the end of the run."""
+
+    warmup_steps: int = setting(0, at_least(0))
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    min_lr_factor: float = setting(0.0, between(0, 1))  # final learning rate as a fraction of optimizer.lr
+
+
+@dataclass
+class ParallelConfig(Checked, table="parallel"):
+    """How ranks share the work. These options do not change results.
+
+    FSDP2 shards weights, gradients and optimizer states over all ranks, or over the ranks of each replica.
+    The ranks of a replica may also share the tokens of each tree, and the experts.
+    """
+
+    reshard_after_forward: bool = True  # free the gathered weights of a block until its backward pass
+    # Reduce gradients after the "last" or after "every" micro-batch.
+    # "last" keeps 4 bytes per parameter on every rank.
+    reduce_gradients: Literal["last", "every"] = "last"
+    # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. If machines are connected by
+    # slow links, one replica per machine needs less communication between them.
+    replicate: int = setting(1, at_least(1))
+    # Number of adjacent ranks that train on the same trees and share their tokens: for trees that are too
+    # large for one GPU, and for steps with fewer trees than GPUs. It must divide the number of attention
+    # heads. These ranks exchange tokens in every layer, so they should be on the same machine.
+    sequence_parallel: int = setting(1, at_least(1))
+    # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
+    # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
+    # is the number of ranks over which FSDP2 shards each expert.
+    expert_parallel: int = setting(1, at_least(1))
+    # Distribute the trees of each step so that all ranks finish at about the same time, and divide the paths
+    # of trees that others would wait for. false: a rank trains on the groups that it reads, or trees are
+    # balanced by tokens if data.merge is "batch".
+    balance: bool = True
+    # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
+    # done, ranks wait for at least an hour, because compile times differ between them.
+    timeout_s: float = setting(600.0, between(1, 1e6))
+    # Steps between comparisons of weights, settings and data positions over all ranks; 0: no comparisons. The
+    # first step of each start is also compared. A comparison gathers all weights once.
+    check_interval: int = setting(100, at_least(0))
