@@ -6,49 +6,24 @@ The optimizer then leaves weights and states unchanged. All ranks know the reduc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.distributed.collectives import rank, world_size
+from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.forward import scored_batches
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import AgreedError
 from titan_tree.models.tree_model import TreeModel
 
-logger = logging.getLogger(__name__)
-
 NAMED_PATHS = 5  # largest number of paths that a message names
 
 
 class BadStepError(AgreedError):
     """A step that cannot change the weights. The message says why."""
-
-
-@dataclass
-class BadSteps:
-    """Counts and reports bad steps."""
-
-    limit: int  # bad steps in a row after which training ends
-    total: int = 0
-    in_a_row: int = 0  # since the last good step, which resets it
-
-    def add(self, step: int, reason: BadStepError) -> None:
-        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row == self.limit:
-            raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.limit} bad "
-                f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
-            )
-        if rank() == 0:
-            logger.warning("step %d is skipped: %s", step, reason)
 
 
 def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device) -> str:

@@ -15,19 +15,19 @@ if TYPE_CHECKING:  # a script that registers a logger imports this file, and sho
     from titan_tree.engine.step_io import StepResult
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The outcome of one optimizer step, from which metrics are computed."""
+    """The outcome of one optimizer step that changed the weights. Metrics are computed from it."""
 
     result: StepResult  # of all ranks together
-    seconds: float  # wall-clock time of the step
-    world_size: int  # number of ranks
-    device: torch.device  # device of this rank
     loss: float
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step
-    epoch: int  # epochs completed after the step
-    validation: Mapping[str, float]  # see engine/forward.py; empty unless this step validated
+    epoch: int  # number of epochs completed after the step
+    seconds: float  # wall-clock time of the step
+    world_size: int  # number of ranks
+    device: torch.device  # device of this rank
+    validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
     balance: Mapping[str, float] = field(default_factory=dict)  # see balance/balancing.py; empty on one rank
     rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
 

@@ -36,7 +36,7 @@ from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.rl.server.ahead import Ahead, InterruptedSampling
 from titan_tree.rl.server.served import build_server_sampler
 from titan_tree.run.build import DEFAULT_STEPS
-from titan_tree.run.stopping import AgreedInput
+from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer
 from titan_tree.scoring.score_trees import path_logprobs
 from titan_tree.tree.paths import ModelLimits, TokenPath
@@ -96,9 +96,9 @@ class EpisodeTrainer(Trainer, ABC):
     def data_state(self) -> dict[str, Any]:
         return {}
 
-    def inputs(self) -> Iterator[AgreedInput]:
+    def inputs(self) -> Iterator[SynchronizedInput]:
         """Returns an iterator over the inputs of the remaining steps, each made when it is needed."""
-        return self.leaving.agree(self._inputs())
+        return self.stopping.synchronized_inputs(self._inputs())
 
     def log_sample(self) -> None:
         """Logs nothing: the first step has not been sampled yet."""
@@ -119,7 +119,7 @@ class EpisodeTrainer(Trainer, ABC):
             try:
                 by_task = self.paths(step)
             except InterruptedSampling:
-                yield StepInput.nothing(), {}  # ``Leaving`` ends the run
+                yield StepInput.nothing(), {}  # ``StopController`` ends the run
                 return
             if data.layout == "flat":
                 trees = flat_trees(list(chain.from_iterable(by_task)), data.replay)
@@ -186,7 +186,7 @@ class RLTrainer(EpisodeTrainer):
         if self.ahead is None:
             groups, values = self.rollouts(step)
         else:
-            sampled = self.ahead.step(step, self.model, lambda: self.leaving.signals.received)
+            sampled = self.ahead.step(step, self.model, lambda: self.stopping.signals.received)
             groups, values = sampled.value
             values["weights_age"] = step - 1 - sampled.weights
         self.rollout_values = values
