@@ -43,7 +43,6 @@ from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics import Loggers, step_values, validation_values
-from titan_tree.metrics.summary import data_sizes, introduction, summary
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS, OPTIMIZERS
 from titan_tree.run.build import (
@@ -60,9 +59,9 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
-from titan_tree.run.folder import RunFolder
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
+from titan_tree.run.outputs import RunFolder, data_sizes, introduction, summary
 from titan_tree.run.stopping import StopController, SynchronizedInput
 
 T = TypeVar("T")
