@@ -4,6 +4,6 @@ build.py          makes the components that the tables of the configuration desc
 model_setup.py    makes the model on all ranks, with its weights
 trainer.py        Trainer: the training loop
 optimizer_step.py one optimizer step, shared with Lightning
-outputs.py        the run's folder, its lock and its loggers, and what a run says about itself
+folder.py         the run's folder, its lock and its loggers, and what a run says about itself
 stopping.py       when a run ends early: signals, wrong data, other ranks
 """

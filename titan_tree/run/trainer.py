@@ -59,9 +59,9 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
+from titan_tree.run.folder import RunFolder, data_sizes, introduction, summary
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
-from titan_tree.run.outputs import RunFolder, data_sizes, introduction, summary
 from titan_tree.run.stopping import StopController, SynchronizedInput
 
 T = TypeVar("T")
