@@ -103,7 +103,7 @@ def call_on_all_ranks(function: Callable[[], T]) -> T:
     """Calls a function on every rank and returns this rank's result.
 
     Raises:
-        AgreedError: on all ranks, if the function raised a UserError on one: the first error of any rank.
+        AgreedError: the function raised a UserError on some rank. All ranks raise the first one.
     """
     results: list[T] = []
     try:

@@ -153,7 +153,7 @@ def check_equal(model: nn.Module, schedule: object, step: int, interval: int) ->
         schedule: what decides the next steps, with a ``repr`` that is the same on every rank.
         interval: steps since the last check.
     Raises:
-        UserError: on all ranks, if any two of them differ.
+        UserError: any two ranks differ. All ranks raise it.
     """
     tensors = model.state_dict(keep_vars=True)  # sharded, even if the step has left gathered weights in place
     sums = torch.stack([_fingerprint(tensor) for tensor in tensors.values()]).tolist()

@@ -22,8 +22,7 @@ class GatewayCache:
     """Exports of the partitions of one chain, and the sums of their gradients.
 
     Args:
-        streams: for each exported tensor, the stream that its rows belong to, "keys" or "states"
-            (tree/gateway.py).
+        streams: the stream of each exported tensor, "keys" or "states" (tree/gateway.py).
         batches: the partitions that will use the cache. The largest chain among them sets the number of rows.
     """
 

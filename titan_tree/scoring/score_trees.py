@@ -77,7 +77,7 @@ def tree_logprobs(
     result is differentiable under ``torch.enable_grad``.
 
     Args:
-        model: on the device that computes.
+        model: a model on the device that computes.
         token_lists: token ids; each list has at least one.
         max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions.
             Memory then holds one partition, and the keys, values and states of the path above it. This needs
@@ -128,14 +128,15 @@ def score_trees(
     Args:
         model: may be sharded over ranks.
         trees: this rank's own; may be empty. Ranks that share tokens pass the same trees.
-        max_tokens: of one forward pass; None runs all trees in one. This needs ``torch.no_grad``.
+        max_tokens: maximum tokens of one forward pass; None runs all trees in one pass. A maximum needs
+            ``torch.no_grad``.
         partitioner: splits trees of more than ``max_tokens`` tokens. None runs each tree in one forward pass.
         entropies: also return the entropies.
         routed_experts: also return the experts. The model must have experts.
 
     Raises:
-        UserError: on all ranks, if paths that share a token that counts have different temperatures; for
-            max_tokens with gradients enabled; for experts of a model without experts.
+        UserError: paths that share a token that counts have different temperatures; or max_tokens is set with
+            gradients enabled; or experts are asked of a model without experts. All ranks raise it.
     """
     _check_arguments(model, max_tokens, routed_experts)
     everything = [list(range(len(trees)))] if trees else []
