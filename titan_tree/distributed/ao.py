@@ -112,7 +112,7 @@ def store_as_nf4(model: nn.Module, device: torch.device | str) -> None:
 
     Args:
         model: a model with LoRA and loaded weights. Each rank has whole weights of ``nf4_linears``.
-        device: the model's new device. Weights are quantized there one by one, so the model may be on the CPU.
+        device: the model's new device. Weights are quantized there one by one, so the model may be on a CPU.
     Raises:
         UserError: torchao is missing, or there is no such linear.
     """

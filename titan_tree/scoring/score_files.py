@@ -80,8 +80,8 @@ def score_files(
     continues it.
 
     Args:
-        config: a configuration of training. The tables [model], [lora], [data], [partition], [parallel] and [training]
-            (dtype, seed) are read. ``data.global_batch_groups`` groups are scored at a time.
+        config: a configuration of training. The tables [model], [lora], [data], [partition], [parallel] and
+            [training] (dtype, seed) are read. ``data.global_batch_groups`` groups are scored at a time.
         out: a JSON Lines file to write; it must not exist.
         field: "old_logprobs" or "ref_logprobs": the field of the log-probs.
         entropies: also write ``entropies``, which training ignores.
