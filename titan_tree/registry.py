@@ -113,22 +113,23 @@ PARTITION_STRATEGIES: Registry[Any] = Registry(
     },
 )
 
-# Functions (logprobs [F], pairs, **options) -> losses [F], where F counts the (edge, path) pairs of a batch.
+# Functions (logprobs [F], pairs, **options) -> losses [F], where F counts the (edge, path) pairs of a batch;
+# components/tree_loss/spec.py describes how they declare what they need.
 LOSSES: Registry[Any] = Registry(
     "loss",
     {
-        "sft": "titan_tree.components.tree_loss.sft:sft",
-        "reinforce": "titan_tree.components.tree_loss.policy_gradient:reinforce",
-        "ppo": "titan_tree.components.tree_loss.policy_gradient:ppo",
-        "grpo": "titan_tree.components.tree_loss.policy_gradient:grpo",
-        "dr_grpo": "titan_tree.components.tree_loss.policy_gradient:dr_grpo",
-        "dapo": "titan_tree.components.tree_loss.policy_gradient:dapo",
-        "cispo": "titan_tree.components.tree_loss.policy_gradient:cispo",
-        "sapo": "titan_tree.components.tree_loss.policy_gradient:sapo",
-        "dppo_tv": "titan_tree.components.tree_loss.policy_gradient:dppo_tv",
-        "dppo_kl": "titan_tree.components.tree_loss.policy_gradient:dppo_kl",
-        "decoupled_ppo": "titan_tree.components.tree_loss.policy_gradient:decoupled_ppo",
-        "distill": "titan_tree.components.tree_loss.policy_gradient:distill",
+        "sft": "titan_tree.components.tree_loss.token_losses:sft",
+        "reinforce": "titan_tree.components.tree_loss.token_losses:reinforce",
+        "ppo": "titan_tree.components.tree_loss.token_losses:ppo",
+        "grpo": "titan_tree.components.tree_loss.token_losses:grpo",
+        "dr_grpo": "titan_tree.components.tree_loss.token_losses:dr_grpo",
+        "dapo": "titan_tree.components.tree_loss.token_losses:dapo",
+        "cispo": "titan_tree.components.tree_loss.token_losses:cispo",
+        "sapo": "titan_tree.components.tree_loss.token_losses:sapo",
+        "dppo_tv": "titan_tree.components.tree_loss.token_losses:dppo_tv",
+        "dppo_kl": "titan_tree.components.tree_loss.token_losses:dppo_kl",
+        "decoupled_ppo": "titan_tree.components.tree_loss.token_losses:decoupled_ppo",
+        "distill": "titan_tree.components.tree_loss.token_losses:distill",
         "gspo": "titan_tree.components.tree_loss.sequence_ratios:gspo",
         "gspo_token": "titan_tree.components.tree_loss.sequence_ratios:gspo_token",
         "luspo": "titan_tree.components.tree_loss.sequence_ratios:luspo",
@@ -174,7 +175,7 @@ READERS: Registry[Any] = Registry(
 
 # Environments of reinforcement learning: functions () -> rl.environment.Environment, such as classes.
 ENVIRONMENTS: Registry[Any] = Registry(
-    "environment", {"desk": "titan_tree.rl.desk:Desk", "search": "titan_tree.rl.search:Search"}
+    "environment", {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"}
 )
 
 # Instances of distributed.optimizers.OptimizerSpec.

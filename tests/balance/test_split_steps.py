@@ -154,8 +154,8 @@ def test_a_bad_step_names_paths_and_trees_of_pieces() -> None:
 
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
 def test_only_registered_losses_of_whole_paths_may_compare_paths(name: str) -> None:
-    assert not TreeLoss(name).compares_paths
+    assert not TreeLoss(name).spec.compares_paths
     register_loss("of tokens")(lambda logprobs, pairs: -logprobs)
     register_loss("of pairs of paths", whole_paths=True)(lambda logprobs, pairs: -logprobs)
-    assert not TreeLoss("of tokens").compares_paths
-    assert TreeLoss("of pairs of paths").compares_paths
+    assert not TreeLoss("of tokens").spec.compares_paths
+    assert TreeLoss("of pairs of paths").spec.compares_paths

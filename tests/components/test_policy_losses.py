@@ -8,7 +8,7 @@ import torch
 
 from tests.components.test_tree_loss import edge_table, random_paths
 from tests.support.policy_losses import LOSSES, gspo, ppo, reduced
-from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss import KLPenalty, LossSpec, RolloutCorrection, TreeLoss
 from titan_tree.config import LossConfig
 from titan_tree.config.toml import load_config
 from titan_tree.errors import UserError
@@ -73,8 +73,8 @@ def test_the_loss_equals_its_formula_on_every_path_alone(case):
 
 
 def test_every_policy_loss_has_a_formula():
-    modules = ("policy_gradient", "sequence_ratios")
-    names = {name for name in NAMES if NAMES[name].__module__.endswith(modules)}
+    modules = ("token_losses", "sequence_ratios")
+    names = {name for name in NAMES if LossSpec.of(name).function.__module__.endswith(modules)} - {"sft"}
     assert names == {case.partition(",")[0] for case in LOSSES}
 
 
@@ -185,11 +185,12 @@ def test_metrics_are_means_over_counted_tokens():
     batch = TreeBatch.from_trees([TokenTree.from_paths(paths)], edges="loss")
     correction = RolloutCorrection("token", "mask", high=2.0)
     logprobs = torch.where(batch.edge_label == 3, -0.5, -1.0)
-    _, metrics = TreeLoss("ppo", correction=correction)(logprobs, batch, 2.0)
-    mean = {name: (value / metrics["token_weight"]).item() for name, value in metrics.items()}
+    loss = TreeLoss("ppo", correction=correction)
+    _, metrics = loss(logprobs, batch, 2.0)
+    mean = {name: value.item() for name, value in loss.finish_metrics(metrics).items()}
     assert mean["masked_fraction"] == pytest.approx(1 / 3)  # e > 2
-    assert mean["masked_paths"] / mean["corrected_paths"] == pytest.approx(1 / 2)
-    assert mean["rollout_weight"] == mean["rollout_weight_square"] == pytest.approx(2 / 3)
+    assert mean["masked_path_fraction"] == pytest.approx(1 / 2)
+    assert mean["rollout_weight"] == mean["ess"] == pytest.approx(2 / 3)
     assert mean["clip_fraction"] == pytest.approx(1 / 3)
     assert mean["ratio"] == pytest.approx((2 + math.exp(0.5)) / 3)
     assert mean["old_kl"] == pytest.approx((math.exp(0.5) - 1.5) / 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_tree.components.tree_loss import KLPenalty, TreeLoss, register_loss, whole_path_loss
+from titan_tree.components.tree_loss import KLPenalty, LossSpec, TreeLoss, register_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
@@ -292,7 +292,7 @@ def test_a_registered_loss_can_be_used_by_name():
     tree_loss = TreeLoss("squared", "token_mean", power=3.0)
     loss, _ = tree_loss(torch.tensor([-1.0, -2.0, -3.0]), batch, 4.0)
     assert loss.item() == pytest.approx((2 * 1 + 8 + 27) / 4)
-    assert not tree_loss.needs_whole_paths
+    assert not tree_loss.spec.needs_whole_paths
 
 
 def test_a_loss_can_declare_that_it_needs_whole_paths():
@@ -300,14 +300,11 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
         return logprobs.mean().expand_as(logprobs)
 
     register_loss("argument", whole_paths=True)(lambda logprobs, pairs: mean(logprobs, pairs))
-    register_loss("decorator")(whole_path_loss(mean))
-    needs = {
-        name: TreeLoss(name, getattr(LOSSES[name], "reduction", "path_mean")).needs_whole_paths
-        for name in LOSSES
-    }
+    LOSSES.register("spec", LossSpec(mean, needs_whole_paths=True))
+    needs = {name: LossSpec.of(name).needs_whole_paths for name in LOSSES}
     ratios = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
     preferences = ["dpo", "ipo", "apo_zero", "kto", "simpo", "orpo", "cpo"]
-    expected = [*ratios, *preferences, "argument", "decorator"]
+    expected = [*ratios, *preferences, "argument", "spec"]
     assert [name for name, needed in needs.items() if needed] == expected
 
 

@@ -215,7 +215,7 @@ class Sizes(Checked):
         ({"scale": float("inf")}, "scale: expected a finite number > 0, got inf"),
         ({"scale": "1"}, "scale: expected a finite number > 0, got '1'"),
         ({"tied": 1}, "tied: expected true or false, got 1"),
-        ({"dense_layers": 3}, "dense_layers: expected a list, got 3"),
+        ({"dense_layers": 3}, "dense_layers: expected a list in which every item is an integer >= 0, got 3"),
         (
             {"dense_layers": [0, -1]},
             "dense_layers: expected a list in which every item is an integer >= 0, got [0, -1]",

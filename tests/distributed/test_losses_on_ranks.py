@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss import KLPenalty, LossSpec, RolloutCorrection, TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.advantages import advantages
 from titan_tree.distributed.parallelize import parallelize
@@ -47,7 +47,7 @@ REDUCTIONS = {
 
 # Name -> arguments of TreeLoss, and the advantage estimator (None: random advantages)
 Case = tuple[dict[str, Any], str | None]
-BUILT_IN = [name for name in LOSSES if str(getattr(LOSSES[name], "__module__", "")).startswith("titan_tree.")]
+BUILT_IN = [name for name in LOSSES if LossSpec.of(name).function.__module__.startswith("titan_tree.")]
 CASES: dict[str, Case] = {name: ({"name": name}, None) for name in BUILT_IN}
 CASES |= {
     f"correction by {level}": ({"name": "dapo", "correction": correction}, None)
@@ -72,9 +72,8 @@ FEW = ["gspo", "kto", "correction by sum of k3", "whitened tree_po", "advantage 
 
 def make_loss(case: str) -> TreeLoss:
     arguments, _ = CASES[case]
-    function = LOSSES[arguments["name"]]
     default = REDUCTIONS.get(arguments["name"], "token_mean")
-    return TreeLoss(reduction=getattr(function, "reduction", default), **arguments)
+    return TreeLoss(reduction=LossSpec.of(arguments["name"]).reduction or default, **arguments)
 
 
 def make_trees(case: str) -> list[TokenTree]:

@@ -248,9 +248,10 @@ def test_rejection_of_verl(option):
         got = rows.padded(weight.split(torch.bincount(rows.batch.pairs.path).tolist())) * rows.mask
         torch.testing.assert_close(got, kept)
         _, sums = loss(rows.logprobs, rows.batch, loss.normalizer(rows.paths))
-        for mine, per, theirs in (
-            ("masked_fraction", "token_weight", "rollout_rs_masked_fraction"),
-            ("masked_paths", "corrected_paths", "rollout_rs_seq_masked_fraction"),
+        means = loss.finish_metrics(sums)
+        for mine, theirs in (
+            ("masked_fraction", "rollout_rs_masked_fraction"),
+            ("masked_path_fraction", "rollout_rs_seq_masked_fraction"),
         ):
-            assert (sums[mine] / sums[per]).item() == pytest.approx(metrics[theirs], abs=1e-6)
+            assert means[mine].item() == pytest.approx(metrics[theirs], abs=1e-6)
         assert 0 < metrics["rollout_rs_masked_fraction"] <= 1

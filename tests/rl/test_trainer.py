@@ -23,12 +23,11 @@ from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.desk import Desk, DeskEpisode
+from titan_tree.rl.environment import Desk, DeskEpisode
 from titan_tree.rl.rollouts import Rollout
-from titan_tree.rl.run import run, warm_start_config
+from titan_tree.rl.run import WarmStart, run, warm_start_config
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.trainer import RLTrainer
-from titan_tree.rl.warm_start import WarmStart
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.token_tree import TokenTree
 

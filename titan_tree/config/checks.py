@@ -1,4 +1,4 @@
-"""Validators that a dataclass declares beside its fields.
+"""Checks that a dataclass declares beside its fields.
 
     @dataclass
     class OptimizerConfig(Checked, table="optimizer"):
@@ -6,8 +6,7 @@
 
     OptimizerConfig(lr=-1)  # UserError: optimizer.lr: expected at least 0, got -1
 
-A check is a function of the field's value. It returns None for a valid value, else a phrase that names the
-values it accepts. A field of type ``Literal`` accepts only its choices and needs no check.
+A field of type ``Literal`` accepts only its choices and needs no check.
 """
 
 from __future__ import annotations
@@ -15,15 +14,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from titan_tree.errors import UserError, shorten
-from titan_tree.registry import Registry
 
-Check = Callable[[Any], str | None]
+T = TypeVar("T")
 
 MISSING = "???"  # the value of a required key until the user sets it; omegaconf uses the same marker
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on the value of a field.
+
+    Args:
+        accepts: returns whether a value fulfills the condition.
+        describe: returns a phrase for the accepted values, such as "at least 0".
+    """
+
+    accepts: Callable[[Any], object]
+    describe: Callable[[], str]
+
+    def __call__(self, value: object) -> str | None:
+        """Returns None for an accepted value, else the phrase for the accepted values."""
+        return None if self.accepts(value) else self.describe()
 
 
 class Checked:
@@ -32,28 +49,40 @@ class Checked:
     A field whose default is None accepts None without running its checks.
 
     Class arguments:
-        table: name of the TOML table, which messages put before the field's name.
+        table: name of the TOML table. Messages put it before the field's name.
     """
 
     _prefix: ClassVar[str] = ""
 
-    def __init_subclass__(cls, table: str = "", **arguments: Any) -> None:
+    def __init_subclass__(cls, table: str = "", **arguments: object) -> None:
         super().__init_subclass__(**arguments)
         if table:
             cls._prefix = f"{table}."
 
     def __post_init__(self) -> None:
-        choices = _literal_checks(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, field.name)
             if value == MISSING or (value is None and field.default is None):
                 continue
-            for accepted in (*choices.get(field.name, ()), *field.metadata.get("checks", ())):
-                if (expected := accepted(value)) is not None:
+            for condition in checks_of(type(self))[field.name]:
+                if (expected := condition(value)) is not None:
                     raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {shorten(value)}")
 
 
-def setting(default: Any, *checks: Check) -> Any:
+@cache
+def checks_of(table: type) -> dict[str, tuple[Check, ...]]:
+    """Returns the checks of every field of a dataclass, by the field's name."""
+    hints = get_type_hints(table)
+    choices = {
+        name: (one_of(*get_args(hint)),) for name, hint in hints.items() if get_origin(hint) is Literal
+    }
+    return {
+        field.name: (*choices.get(field.name, ()), *field.metadata.get("checks", ()))
+        for field in dataclasses.fields(table)
+    }
+
+
+def setting(default: T, *checks: Check) -> T:
     """Returns a dataclass field with a default and checks. A list or dict is copied for every instance."""
     metadata = {"checks": checks}
     if isinstance(default, list | dict):
@@ -73,8 +102,8 @@ def require(condition: object, key: str, expected: str, got: object) -> None:
 
 
 def check(expected: str, accepts: Callable[[Any], object]) -> Check:
-    """Returns a check of one condition, which ``expected`` describes."""
-    return lambda value: None if accepts(value) else expected
+    """Returns a check of one condition. ``expected`` is a phrase for the accepted values."""
+    return Check(accepts, lambda: expected)
 
 
 def at_least(minimum: float) -> Check:
@@ -90,37 +119,24 @@ def between(low: float, high: float) -> Check:
     return check(f"a number from {low} to {high}", lambda value: low <= value <= high)
 
 
-def one_of(*choices: str | Registry[Any]) -> Check:
+def one_of(*choices: str | Iterable[str]) -> Check:
     """Accepts the given names and every name in the given registries, including later registrations."""
 
-    def accepted(value: Any) -> str | None:
-        names: list[str] = []
-        for choice in choices:
-            names += [choice] if isinstance(choice, str) else choice
-        return None if value in names else f"one of {', '.join(names)}"
+    def names() -> list[str]:
+        return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
 
-    return accepted
+    return Check(lambda value: value in names(), lambda: f"one of {', '.join(names())}")
 
 
 def list_of(item: Check) -> Check:
     """Accepts a list whose items all pass the check ``item``."""
-
-    def accepted(value: Any) -> str | None:
-        if not isinstance(value, list):
-            return "a list"
-        wrong = next((expected for each in value if (expected := item(each)) is not None), None)
-        return None if wrong is None else f"a list in which every item is {wrong}"
-
-    return accepted
+    return Check(
+        lambda values: isinstance(values, list) and all(item(value) is None for value in values),
+        lambda: f"a list in which every item is {item.describe()}",
+    )
 
 
-def _literal_checks(cls: type) -> dict[str, tuple[Check]]:
-    """Returns a check of the choices for every field whose type is a Literal."""
-    hints = get_type_hints(cls)
-    return {name: (one_of(*get_args(hint)),) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     limit = sys.float_info.max  # math.isfinite refuses larger integers with an OverflowError
     return isinstance(value, int | float) and not isinstance(value, bool) and -limit <= value <= limit
 

@@ -11,26 +11,29 @@ from titan_tree.registry import LOSSES
 
 @dataclass
 class KLConfig(Checked, table="loss.kl"):
-    """A penalty for diverging from the reference policy, see KLPenalty. Needs ref_logprobs."""
+    """A penalty for diverging from the reference policy (docs/components/losses.md)."""
 
-    coefficient: float = setting(0.0, finite, at_least(0))  # 0: no penalty
-    estimator: Literal["k1", "k2", "k3"] = "k3"  # of the KL divergence
-    importance: bool = False  # multiply the estimate by p / p_old, for tokens of an older policy
-    as_reward: bool = False  # subtract the penalty from the advantages; usual with k1
+    coefficient: float = setting(
+        0.0, finite, at_least(0)
+    )  # Factor of the penalty, which needs ref_logprobs. 0: off.
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of the KL divergence.
+    importance: bool = False  # Multiply the estimate by p / p_old, for tokens of an older policy.
+    as_reward: bool = False  # Subtract the penalty from the advantages. This is usual with k1.
 
 
 @dataclass
 class CorrectionConfig(Checked, table="loss.correction"):
-    """Weights for rollout_logprobs that differ from old_logprobs, see RolloutCorrection."""
+    """Weights for rollout_logprobs that differ from old_logprobs (docs/components/losses.md)."""
 
-    # The weight is p_old / p_rollout of the "token", of its path ("sequence"), or the "geometric" mean of its
-    # path. "max" is the largest of its path, for the estimators "k2" and "k3". "off": all weights are 1.
+    # What the weight w = p_old / p_rollout belongs to: a "token", its path ("sequence"), or the "geometric"
+    # mean of its path. "max" is the largest of its path, for the estimators "k2" and "k3". "off": all weights
+    # are 1.
     level: Literal["off", "token", "sequence", "geometric", "max"] = "off"
     # "truncate" clamps weights to [low, high], "mask" sets those outside to 0, and "reject" also sets those
     # inside to 1.
     mode: Literal["truncate", "mask", "reject"] = "truncate"
-    low: float = setting(0.0, finite, at_least(0))
-    high: float = setting(2.0, finite)
+    low: float = setting(0.0, finite, at_least(0))  # Lower bound of the weights.
+    high: float = setting(2.0, finite)  # Upper bound of the weights.
     # What is compared with the bounds: the "ratio" above, or an estimate of KL(rollout || old), which needs
     # mode = "reject".
     estimator: Literal["ratio", "k2", "k3"] = "ratio"
@@ -40,15 +43,15 @@ class CorrectionConfig(Checked, table="loss.correction"):
 class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
-    name: str = setting("sft", one_of(LOSSES))
+    name: str = setting("sft", one_of(LOSSES))  # Loss function (docs/components/losses.md).
     # How token losses are added up. "path_mean" (sum over tokens, mean over samples) and "token_mean" (mean
     # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
     # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
     reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
-    entropy: float = setting(0.0, finite)  # coefficient of an entropy bonus
-    whiten: bool = False  # normalize advantages over the tokens of the global batch (TreePO, REINFORCE++)
-    options: dict[str, Any] = setting({})  # numbers that the loss function takes, such as a clip range
+    entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
+    whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
+    options: dict[str, Any] = setting({})  # Numbers that the loss function takes, such as a clip range.
     kl: KLConfig = field(default_factory=KLConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
@@ -62,10 +65,12 @@ class LossConfig(Checked, table="loss"):
 
 @dataclass
 class RouterLossConfig(Checked, table="router_loss"):
-    """Auxiliary losses on the router of a mixture of experts, see RouterLoss. A coefficient of 0 is off."""
+    """Auxiliary losses on the router of a mixture of experts (docs/routing.md). A coefficient of 0 is off."""
 
-    balance: float = setting(0.0, finite)  # of the load-balancing loss; about 1e-3 in pre-training
-    z: float = setting(0.0, finite)  # of the z-loss
+    balance: float = setting(
+        0.0, finite
+    )  # Coefficient of the load-balancing loss. About 1e-3 in pre-training.
+    z: float = setting(0.0, finite)  # Coefficient of the z-loss.
     # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
     # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
     # of them twice: first to count the tokens per expert, then to train.
@@ -74,13 +79,12 @@ class RouterLossConfig(Checked, table="router_loss"):
 
 @dataclass
 class RouterBiasConfig(Checked, table="router_bias"):
-    """Balances the experts by a bias on the router's choice, without a loss. See RouterBias."""
+    """A bias on the router's choice balances the experts, without a loss (docs/routing.md)."""
 
-    # Change of a bias per optimizer step; DeepSeek-V3 uses 1e-3.
-    # Unset: no biases are added, and those of a snapshot stay constant. 0: biases are added, and stay
-    # constant.
+    # Change of a bias per optimizer step. DeepSeek-V3 uses 1e-3. Default: no biases are added, and those of a
+    # snapshot stay constant. 0: biases are added, and stay constant.
     rate: float | None = setting(None, finite)
-    # How often a token counts in the load of an expert: "paths": once per path; "tokens": once.
+    # How often a token counts in the load of an expert. "paths": once per path; "tokens": once.
     counts: Literal["paths", "tokens"] = "paths"
 
     def __post_init__(self) -> None:

@@ -13,30 +13,32 @@ from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, MODELS
 class ModelConfig(Checked, table="model"):
     """The model. Set either ``flavor`` (random weights) or ``hf_path`` (weights of a snapshot)."""
 
-    name: str = setting("qwen3", one_of(MODELS))  # model family; a snapshot overrides it
-    flavor: str | None = None  # a published size such as "0.6B", or "debug"; random weights
-    hf_path: str | None = None  # local Hugging Face snapshot: sizes and initial weights
-    # Of a snapshot: "native", titan_tree's own model; "transformers", the layers of that library; "auto":
-    # native if there is such a model.
+    name: str = setting("qwen3", one_of(MODELS))  # Model family. A snapshot overrides it.
+    flavor: str | None = None  # Published size such as "0.6B", or "debug". The weights are random.
+    hf_path: str | None = None  # Local Hugging Face snapshot, which sets the sizes and the initial weights.
+    # Code that runs a snapshot: "native" is titan_tree's own model; "transformers" uses the layers of that
+    # library; "auto" chooses "native" if there is such a model.
     implementation: Literal["auto", "native", "transformers"] = "auto"
-    attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # backend of TreeAttention
-    gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # backend of TreeGDN, in models that have it
-    overrides: dict[str, Any] = setting({})  # sizes that replace those of the flavor
+    attention: str = setting("auto", one_of("auto", ATTENTION_BACKENDS))  # Backend of TreeAttention.
+    gdn: str = setting("auto", one_of("auto", GDN_BACKENDS))  # Backend of TreeGDN, in models that have it.
+    overrides: dict[str, Any] = setting({})  # Sizes that replace those of the flavor.
 
 
 @dataclass
 class LoRAConfig(Checked, table="lora"):
-    """Trains low-rank updates of frozen weights, see LoRA. Set either ``rank`` or ``adapter``, or neither."""
+    """Low-rank updates of frozen weights (docs/lora.md). Set either ``rank`` or ``adapter``, or neither."""
 
-    rank: int = setting(0, at_least(0))  # of the updates; 0: all weights are trained
-    alpha: float = setting(16.0, positive_number)  # an update is multiplied by alpha / rank
+    rank: int = setting(0, at_least(0))  # Rank of the updates. 0: all weights are trained.
+    alpha: float = setting(16.0, positive_number)  # An update is multiplied by alpha / rank.
     # Names of linears, such as "q_proj", or ends of their names, such as "self_attn.q_proj". Routed experts
     # are "experts.gate_up_proj" and "experts.down_proj". Default: all linears of the layers, without routers
     # and routed experts.
     targets: list[str] = setting([])
-    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
-    adapter: str | None = None  # folder of a PEFT adapter to start from; it sets the keys above
-    quantize: Literal["none", "nf4"] = "none"  # "nf4": frozen linears of the layers have 4 bits per weight
+    rslora: bool = False  # Multiply updates by alpha / sqrt(rank) instead.
+    adapter: str | None = None  # Folder of a PEFT adapter to start from. It sets the keys above.
+    quantize: Literal["none", "nf4"] = (
+        "none"  # "nf4" stores frozen linears of the layers in 4 bits per weight.
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

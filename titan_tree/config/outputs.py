@@ -10,25 +10,25 @@ from titan_tree.registry import LOGGERS
 
 @dataclass
 class CheckpointConfig(Checked, table="checkpoint"):
-    """When checkpoints are written, and where."""
+    """When checkpoints are written, and where (docs/reliability.md)."""
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
-    # Maximum minutes between checkpoints, by the clock of rank 0; unset: no limit. A checkpoint is written
+    # Maximum minutes between checkpoints, by the clock of rank 0. Default: no limit. A checkpoint is written
     # before the next step after this time.
     minutes: float | None = setting(None, greater_than(0))
-    # Number of newest checkpoints to keep; 0 keeps all. 1 is refused, because a run could not fall back to an
+    # Number of newest checkpoints to keep. 0 keeps all. 1 is refused, because a run could not fall back to an
     # older checkpoint if the only one is damaged.
     keep: int = setting(3, check("0 (keeps all) or at least 2", lambda keep: keep == 0 or keep >= 2))
-    folder: str = "checkpoints"  # inside the run's folder, or an absolute path
-    resume: bool = True  # continue from the newest good checkpoint in the folder
+    folder: str = "checkpoints"  # Folder inside the run's folder, or an absolute path.
+    resume: bool = True  # Continue from the newest good checkpoint in the folder.
     # Resume even if the data, the samples, the loss or the validation files have changed. One curve then
     # shows different experiments. The log names the changes.
     allow_changes: bool = False
     # Write while training continues. Each rank copies its weights and optimizer states to pinned host memory
     # during the next step, and keeps this memory until the run ends.
     async_save: bool = False
-    export_hf: bool = False  # write the final weights as a Hugging Face snapshot into hf/
+    export_hf: bool = False  # Write the final weights as a Hugging Face snapshot into hf/.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,10 +42,10 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
 @dataclass
 class MetricsConfig(Checked, table="metrics"):
-    """How the values of a step are recorded. Loggers write into the run's folder."""
+    """How the values of a step are recorded (docs/metrics.md). Loggers write into the run's folder."""
 
-    log_interval: int = setting(1, at_least(1))  # steps between records; each shows one step, no average
-    loggers: list[str] = setting(
+    log_interval: int = setting(1, at_least(1))  # Steps between records. Each shows one step, no average.
+    loggers: list[str] = setting(  # Where metrics are written.
         ["console", "csv", "tensorboard"],
         list_of(one_of(LOGGERS)),
         check("every logger once", lambda names: len(set(names)) == len(names)),
@@ -56,6 +56,7 @@ class MetricsConfig(Checked, table="metrics"):
 class ProfilerConfig(Checked, table="profiler"):
     """Traces of the torch profiler."""
 
-    enable: bool = False  # write a Kineto trace of one step per ``interval`` into profiling/
+    enable: bool = False  # Write a Kineto trace of one step per ``interval`` into profiling/.
+    # Steps between traces.
     interval: int = setting(10, check("at least 4 (3 warm-up steps and 1 traced step)", lambda n: n >= 4))
-    memory_snapshot: bool = False  # write the CUDA memory history every ``interval`` steps
+    memory_snapshot: bool = False  # Write the CUDA memory history every ``interval`` steps.

@@ -30,10 +30,10 @@ OF_FILES = (
 class RLDataConfig(DataConfig, table="data"):
     """The table [data] for tasks of an environment. A group is a task with all its rollouts."""
 
-    files: Any = setting(
+    files: Any = setting(  # Must stay empty.
         [], check("no files, because the environment makes the tasks", lambda files: not files)
     )
-    seed: int = 0  # seed of tasks and of sampling
+    seed: int = 0  # Seed of the tasks and of sampling.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,19 +46,20 @@ class RLDataConfig(DataConfig, table="data"):
 
 @dataclass
 class ServerConfig(Checked, table="rl.server"):
-    """A server that samples the rollouts with copies of the trained weights."""
+    """A server that samples the rollouts with copies of the trained weights (docs/rl.md)."""
 
-    url: str | None = None  # such as "http://localhost:30000"; unset: sample from the trained weights
-    api: Literal["vllm", "sglang"] = "vllm"
-    model: str = ""  # name under which vLLM serves the model; SGLang needs none
+    # Address such as "http://localhost:30000". Default: rollouts are sampled from the trained weights.
+    url: str | None = None
+    api: Literal["vllm", "sglang"] = "vllm"  # Software that runs the server.
+    model: str = ""  # Name under which vLLM serves the model. SGLang needs none.
     # How the server gets the trained weights. "folder": it reads a snapshot from rollout_weights/ in the
     # run's folder. "broadcast": over a process group; for vLLM, this needs the package vllm. "adapter": it
     # loads LoRA from rollout_weights/.
     weights: Literal["folder", "broadcast", "adapter"] = "folder"
-    concurrency: int = setting(64, at_least(1))  # requests at a time
-    timeout_s: float = setting(600.0, positive_number)  # seconds that a connection may stay silent
-    attempts: int = setting(5, at_least(1))  # number of times that a request is sent at most
-    api_key_env: str | None = None  # name of the environment variable that holds the server's key
+    concurrency: int = setting(64, at_least(1))  # Maximum number of requests at a time.
+    timeout_s: float = setting(600.0, positive_number)  # Seconds that a connection may stay silent.
+    attempts: int = setting(5, at_least(1))  # Maximum number of times that a request is sent.
+    api_key_env: str | None = None  # Environment variable that holds the server's key.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,19 +75,20 @@ class ServerConfig(Checked, table="rl.server"):
 class RLConfig(Checked, table="rl"):
     """How rollouts are sampled in each step, and what they are worth."""
 
-    environment: str = setting("desk", one_of(ENVIRONMENTS))
-    rollouts: int = setting(8, at_least(2))  # independent rollouts per task
+    environment: str = setting("desk", one_of(ENVIRONMENTS))  # Source of tasks and rewards.
+    rollouts: int = setting(8, at_least(2))  # Independent rollouts per task.
     # Further rollouts per task. Each continues a random one of the task's rollouts from a random later turn.
     branches: int = setting(0, at_least(0))
-    advantage: str = setting("group", one_of(ADVANTAGES))  # as data.advantage (docs/data.md)
-    advantage_options: dict[str, Any] = setting({})  # numbers that the estimator takes
+    advantage: str = setting("group", one_of(ADVANTAGES))  # Estimator of advantages (docs/data.md).
+    advantage_options: dict[str, Any] = setting({})  # Options of the estimator.
     # Snapshot of the reference policy, or of the teacher of the loss "distill". Default: the weights at the
     # start of the run, also after a resume. Only for losses that read ref_logprobs.
     reference: str | None = None
-    max_turn_tokens: int = setting(1024, at_least(1))  # of one turn; a rollout that is cut off has reward 0
-    max_rollout_tokens: int = setting(8192, at_least(2))  # of each context of a rollout, prompt included
+    # Maximum tokens of one turn. A rollout that is cut off has reward 0.
+    max_turn_tokens: int = setting(1024, at_least(1))
+    max_rollout_tokens: int = setting(8192, at_least(2))  # Maximum tokens of each context, prompt included.
     # 1: rollouts of a step are sampled while the step before trains, with weights that are one step older.
-    # Needs a server, or another sampler with weights of its own.
+    # This needs a server, or another sampler with weights of its own.
     async_steps: int = setting(0, between(0, 1))
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -95,12 +97,12 @@ class RLConfig(Checked, table="rl"):
 class WarmStartConfig(Checked, table="warm_start"):
     """Supervised training on the environment's demonstrations, until sampled rollouts reach a mean reward."""
 
-    steps: int = setting(0, at_least(0))  # at most; 0: no warm start
-    reward: float = setting(0.0, finite)  # mean reward at which the warm start ends
-    interval: int = setting(25, at_least(1))  # steps between measurements of the reward
-    measured_tasks: int = setting(256, at_least(1))  # rollouts per measurement, each of another task
-    lr: float = setting(1e-3, positive_number)  # decays linearly to a tenth over ``steps``
-    tasks: int = setting(16, at_least(1))  # tasks per step
+    steps: int = setting(0, at_least(0))  # Maximum number of steps. 0: no warm start.
+    reward: float = setting(0.0, finite)  # Mean reward at which the warm start ends.
+    interval: int = setting(25, at_least(1))  # Steps between measurements of the reward.
+    measured_tasks: int = setting(256, at_least(1))  # Rollouts per measurement, each of another task.
+    lr: float = setting(1e-3, positive_number)  # Learning rate. It decays linearly to a tenth over ``steps``.
+    tasks: int = setting(16, at_least(1))  # Tasks per step.
 
 
 @dataclass

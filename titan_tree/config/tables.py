@@ -22,7 +22,7 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 class Config:
     """All tables of a configuration. Rules that involve several tables are checked here."""
 
-    folder: str = "outputs/run"  # receives everything that the run writes
+    folder: str = "outputs/run"  # Folder that receives everything that the run writes.
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)

@@ -18,30 +18,36 @@ from titan_tree.config.checks import (
 )
 from titan_tree.registry import OPTIMIZERS
 
+BETAS = check(
+    "two numbers from 0 to below 1", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+)
+
 
 @dataclass
 class TrainingConfig(Checked, table="training"):
     """Length, precision and memory use of the run."""
 
-    # Length of the whole run, including resumed parts: either optimizer steps (1000 if neither is set), or
-    # epochs, each of which trains on every group once. The last step of a run over epochs may be smaller.
+    # Optimizer steps of the whole run, including resumed parts. Default: 1000, unless ``epochs`` is set.
     steps: int | None = setting(None, at_least(1))
+    # Epochs of the whole run, instead of steps. An epoch trains on every group once. The last step may be
+    # smaller.
     epochs: int | None = setting(None, at_least(1))
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; weights and gradients are fp32
-    # Multiply in float8 in the dense linear layers, with a torchao recipe. Scales are per tensor or per row;
-    # "rowwise_with_gw_hp" computes weight gradients in training.dtype. Experts, routers and the vocabulary
-    # never use float8.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Compute dtype. Weights and gradients are fp32.
+    # Float8 recipe of torchao for the dense linear layers. Scales are per tensor or per row, and
+    # "rowwise_with_gw_hp" computes weight gradients in ``dtype``. Experts, routers and the vocabulary never
+    # use float8.
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     # Bad steps in a row after which training ends with an error. A step is bad if its loss or gradient is not
     # finite, or if the loss counts none of its tokens. It leaves weights and optimizer states unchanged, but
     # it counts as a step: data and learning rate advance.
     max_bad_steps: int = setting(3, at_least(1))
-    seed: int = 0  # seed of random initial weights
-    compile: bool = False  # torch.compile every block; recommended on a GPU, adds about a minute at the start
+    seed: int = 0  # Seed of random initial weights.
+    # Compile every block with torch.compile. Recommended on a GPU; it adds about a minute at the start.
+    compile: bool = False
     # Recompute activations in the backward pass to save memory. "none" also keeps 2 bytes per edge and
-    # vocabulary entry: 10 GB at 32k tokens.
+    # vocabulary entry, which is 10 GB at 32k tokens.
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
-    deterministic: bool = False  # refuse operators whose results vary between runs
+    deterministic: bool = False  # Refuse operators whose results vary between runs.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,41 +63,37 @@ class TrainingConfig(Checked, table="training"):
 class OptimizerConfig(Checked, table="optimizer"):
     """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
 
-    # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8 (needs torchao).
+    # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8. It needs torchao.
     name: str = setting("adamw", one_of(OPTIMIZERS))
-    lr: float = setting(1e-5, finite, at_least(0))
-    betas: list[float] = setting(
-        [0.9, 0.95],
-        check(
-            "two numbers from 0 to below 1",
-            lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        ),
-    )
-    weight_decay: float = setting(0.1, finite, at_least(0))
-    eps: float = setting(1e-8, finite, at_least(0))
-    max_grad_norm: float = setting(1.0, greater_than(0))  # clips the global 2-norm; inf disables clipping
+    lr: float = setting(1e-5, finite, at_least(0))  # Learning rate after the warm-up.
+    betas: list[float] = setting([0.9, 0.95], BETAS)  # Decay rates of the two moments.
+    weight_decay: float = setting(
+        0.1, finite, at_least(0)
+    )  # Decay of matrices, multiplied by the learning rate.
+    eps: float = setting(1e-8, finite, at_least(0))  # Term that AdamW adds to the denominator.
+    max_grad_norm: float = setting(1.0, greater_than(0))  # Maximum of the global 2-norm. inf: no clipping.
 
 
 @dataclass
 class LRSchedulerConfig(Checked, table="lr_scheduler"):
     """Linear warm-up, then decay until the end of the run."""
 
-    warmup_steps: int = setting(0, at_least(0))
-    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
-    min_lr_factor: float = setting(0.0, between(0, 1))  # final learning rate as a fraction of optimizer.lr
+    warmup_steps: int = setting(0, at_least(0))  # Steps of the warm-up.
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"  # Shape of the decay.
+    min_lr_factor: float = setting(0.0, between(0, 1))  # Final learning rate as a fraction of optimizer.lr.
 
 
 @dataclass
 class ParallelConfig(Checked, table="parallel"):
-    """How ranks share the work. These options do not change results.
+    """How ranks share the work (docs/parallelism.md). These keys do not change results.
 
     FSDP2 shards weights, gradients and optimizer states over all ranks, or over the ranks of each replica.
     The ranks of a replica may also share the tokens of each tree, and the experts.
     """
 
-    reshard_after_forward: bool = True  # free the gathered weights of a block until its backward pass
-    # Reduce gradients after the "last" or after "every" micro-batch.
-    # "last" keeps 4 bytes per parameter on every rank.
+    reshard_after_forward: bool = True  # Free the gathered weights of a block until its backward pass.
+    # Reduce gradients after the "last" or after "every" micro-batch. "last" keeps 4 bytes per parameter on
+    # every rank.
     reduce_gradients: Literal["last", "every"] = "last"
     # Number of replicas (HSDP). Each holds all weights, sharded over its ranks. If machines are connected by
     # slow links, one replica per machine needs less communication between them.
@@ -111,6 +113,6 @@ class ParallelConfig(Checked, table="parallel"):
     # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
     # done, ranks wait for at least an hour, because compile times differ between them.
     timeout_s: float = setting(600.0, between(1, 1e6))
-    # Steps between comparisons of weights, settings and data positions over all ranks; 0: no comparisons. The
+    # Steps between comparisons of weights, settings and data positions over all ranks. 0: no comparisons. The
     # first step of each start is also compared. A comparison gathers all weights once.
     check_interval: int = setting(100, at_least(0))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.engine.forward import scored_batches
@@ -26,14 +26,23 @@ class BadStepError(AgreedError):
     """A step that cannot change the weights. The message says why."""
 
 
-def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device) -> str:
+def find_cause(
+    model: TreeModel,
+    loss: TreeLoss,
+    step: StepInput,
+    device: torch.device,
+    statistics: GlobalStatistics | None = None,
+) -> str:
     """Returns a text that names the paths that may have caused a bad step. Collective.
 
     It scores the trees of all ranks without gradients, and names the paths whose loss, or whose derivative
     with respect to a log-prob, is not finite. If there are none, the model's backward pass or the router loss
     caused the bad step. The text then names the first paths of the step's trees.
+
+    Args:
+        statistics: statistics of the global batch. None: each batch has its own.
     """
-    bad_paths = _bad_paths(model, loss, step, device)
+    bad_paths = _bad_paths(model, loss, step, device, statistics)
     if model.sequence_group is not None:
         shares = [bad_paths] * model.share.num_ranks
         dist.all_gather_object(shares, bad_paths, group=model.sequence_group)
@@ -56,7 +65,11 @@ def find_cause(model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.
 
 
 def _bad_paths(
-    model: TreeModel, loss: TreeLoss, step: StepInput, device: torch.device
+    model: TreeModel,
+    loss: TreeLoss,
+    step: StepInput,
+    device: torch.device,
+    statistics: GlobalStatistics | None,
 ) -> set[tuple[int, int]]:
     """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
     bad_paths: set[tuple[int, int]] = set()
@@ -64,7 +77,7 @@ def _bad_paths(
         for i, batch, scores in scored_batches(model, step, device, entropy=loss.needs_entropy):
             if len(batch.edge_label):
                 pairs = batch.pairs
-                is_bad = loss.not_finite(scores.logprobs, batch, scores.entropy)
+                is_bad = loss.not_finite(scores.logprobs, batch, scores.entropy, statistics)
                 numbers = pairs.path_number[pairs.path[is_bad].unique()].tolist()
                 bad_paths |= {(i, number) for number in numbers}
     return bad_paths

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import Routing
+from titan_tree.components.tree_loss import GlobalStatistics
 from titan_tree.distributed.collectives import world_size
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -111,6 +112,7 @@ class StepResult:
     dummy_forwards: Tensor  # forward passes without trees, run because other ranks had more
     chain_peak: int  # maximum over ranks
     num_micro_batches: int  # maximum over ranks
+    statistics: GlobalStatistics | None = None  # what the loss depended on, for ``TreeStep.find_cause``
 
 
 class GlobalSizes(NamedTuple):

@@ -10,6 +10,7 @@ A step is the list that ``plan_passes`` returns. Each pass runs all partitions o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.moe import router_metrics
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
@@ -67,6 +68,7 @@ class LossTotals:
 
     function: TreeLoss
     normalizer: float
+    statistics: GlobalStatistics
     loss: Tensor  # 0-dim fp32
     sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, and their weight: see TreeLoss
 
@@ -76,7 +78,7 @@ class LossTotals:
         Args:
             is_counted: False if another rank adds the same loss to its totals.
         """
-        loss, sums = self.function(scores.logprobs, batch, self.normalizer, scores.entropy)
+        loss, sums = self.function(scores.logprobs, batch, self.normalizer, scores.entropy, self.statistics)
         if not is_counted:
             return loss
         self.loss += loss.detach()
@@ -106,7 +108,6 @@ class StepRun:
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Runs ``passes`` in order."""
-        self.totals.function.measured = None
         for kind, i, is_last in passes:
             if kind == "count":
                 self.count(i, is_last)
@@ -136,7 +137,8 @@ class StepRun:
             if self.model.share.rank == 0:  # other ranks that share the tokens have the same scores
                 self._measured += loss.measure(scores.logprobs, whole).double().cpu()
         if is_last:
-            loss.measured = all_reduce_sum(self._measured.to(self.activations.device))
+            measured = all_reduce_sum(self._measured.to(self.activations.device))
+            self.totals.statistics = dataclasses.replace(self.totals.statistics, measured=measured)
 
     def score(self, i: int) -> None:
         """Scores micro-batch ``i`` and differentiates its loss with respect to the log-probs."""
@@ -179,20 +181,12 @@ class StepRun:
         if self.routing is not None:
             loss = loss + self.routing.loss
         loss, sums = all_reduce_named(loss, self.totals.sums | cost_tensors)
-        token_weight, extra, dummies = (sums.pop(name) for name in ("token_weight", *costs))
+        extra, dummies = (sums.pop(name) for name in costs)
         routing = None if self.routing is None else self.routing.total()
-        loss_metrics = {name: value / token_weight for name, value in sums.items()}
-        if "policy_version" in loss_metrics:
-            loss_metrics["policy_lag"] = sizes.newest_version - loss_metrics["policy_version"]
-        if (square := loss_metrics.pop("rollout_weight_square", None)) is not None:
-            loss_metrics["ess"] = loss_metrics["rollout_weight"].square() / square.clamp_min(1e-30)
-            num_paths = loss_metrics.pop("corrected_paths").clamp_min(1e-30)
-            for kind in ("masked", "truncated"):
-                if (outside := loss_metrics.pop(f"{kind}_paths", None)) is not None:
-                    loss_metrics[f"{kind}_path_fraction"] = outside / num_paths
         return StepResult(
             loss=loss,
-            loss_metrics=loss_metrics,
+            loss_metrics=self.totals.function.finish_metrics(sums, self.totals.statistics),
+            statistics=self.totals.statistics,
             routing=routing,
             router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
             counts=counts,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.moe import RouterLoss
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
@@ -93,7 +93,7 @@ class TreeStep:
         """Returns the function that makes step inputs. It can be pickled and run in another process."""
         return StepPreparer(
             self.loss.reduction,
-            self.loss.needs_whole_paths,
+            self.loss.spec.needs_whole_paths,
             ModelCosts.of(self.model),
             self.partitioner,
             self.model.share,
@@ -128,10 +128,9 @@ class TreeStep:
         if count:
             run.extra_forward_tokens += step.counts.executed_tokens
         measure = self.loss.measurement is not None and (sizes.max_micro_batches > 1 or world_size() > 1)
-        self.loss.moments = sizes.counts.advantage_moments
         self._gradient_sync.hold(sizes.is_partitioned)
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
-            score = self.loss.needs_whole_paths
+            score = self.loss.spec.needs_whole_paths
             run.run(plan_passes(micro_batches, count=count, measure=measure, score=score))
         dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
         return run.result(sizes, dummy_forwards)
@@ -173,13 +172,16 @@ class TreeStep:
             scored = scored_batches(self.model, step, self.device, entropy=self.loss.needs_entropy)
             return [(batch, scores) for _, batch, scores in scored]
 
-    def find_cause(self, step: StepInput) -> str:
+    def find_cause(self, step: StepInput, statistics: GlobalStatistics | None = None) -> str:
         """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
 
         Call it on every rank, before the weights change.
+
+        Args:
+            statistics: ``StepResult.statistics`` of the step. None: each batch has its own.
         """
         self._gradient_sync.hold(False)
-        return find_cause(self.model, self.loss, step, self.device)
+        return find_cause(self.model, self.loss, step, self.device, statistics)
 
     @property
     def _may_partition(self) -> bool:
@@ -211,7 +213,12 @@ class TreeStep:
             self.model,
             micro_batches,
             step.unpartitioned,
-            LossTotals(self.loss, counts.normalizer, torch.zeros((), device=self.device)),
+            LossTotals(
+                self.loss,
+                counts.normalizer,
+                GlobalStatistics(moments=counts.advantage_moments, newest_version=sizes.newest_version),
+                torch.zeros((), device=self.device),
+            ),
             routing,
             self.activations,
             self._gradient_sync,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_loss import GlobalStatistics, LossSpec, TreeLoss
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
@@ -127,27 +127,26 @@ class RowLoss(TreeLoss):
         self, rows: Rows, function: Callable[[Tensor, Tensor | None], Tensor], entropy: bool = False
     ) -> None:
         super().__init__()
+        self.spec = LossSpec(self.spec.function, needs_whole_paths=True, compares_paths=True)
         self.rows, self.row_function, self.with_entropy = rows, function, entropy
-
-    @property
-    def needs_whole_paths(self) -> bool:
-        return True
-
-    @property
-    def compares_paths(self) -> bool:
-        return True
 
     @property
     def needs_entropy(self) -> bool:
         return self.with_entropy
 
     def __call__(
-        self, logprobs: Tensor, batch: TreeBatch, normalizer: float, entropy: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: TreeBatch,
+        normalizer: float,
+        entropy: Tensor | None = None,
+        statistics: GlobalStatistics | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of all rows, and the number of scored tokens. See ``TreeLoss``.
 
         Args:
             normalizer: has no effect: the function normalizes its loss itself.
+            statistics: have no effect either.
         """
         by_token = self.rows.by_token
         loss = self.row_function(
@@ -157,7 +156,13 @@ class RowLoss(TreeLoss):
         return loss, {"token_weight": batch.pairs.loss_mask.sum()}
 
     @torch.enable_grad()
-    def not_finite(self, logprobs: Tensor, batch: TreeBatch, entropy: Tensor | None = None) -> Tensor:
+    def not_finite(
+        self,
+        logprobs: Tensor,
+        batch: TreeBatch,
+        entropy: Tensor | None = None,
+        statistics: GlobalStatistics | None = None,
+    ) -> Tensor:
         """Returns [F] bool: the pairs by whose log-prob the loss has a derivative that is not finite."""
         leaf = logprobs.detach().requires_grad_()
         loss, _ = self(leaf, batch, 1.0, entropy)

@@ -182,7 +182,7 @@ def build_balancing(
         sequence_parallel=config.parallel.sequence_parallel,
         expert_parallel=config.parallel.expert_parallel > 1,
         fixed=config.training.deterministic,
-        splits=not loss.compares_paths and not is_balanced_per_batch,
+        splits=not loss.spec.compares_paths and not is_balanced_per_batch,
     )
 
 

@@ -148,7 +148,7 @@ def update_weights(
         optimizer.zero_grad()
     values = {"loss": result.loss.item(), "grad_norm": norm.item()}  # waits for the device
     if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-        cause = tree_step.find_cause(step_input)
+        cause = tree_step.find_cause(step_input, result.statistics)
         raise BadStepError(f"{' and '.join(wrong)}; {cause}; check their values, or lower optimizer.lr")
     if router_bias:
         assert result.routing is not None

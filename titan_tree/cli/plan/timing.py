@@ -114,7 +114,7 @@ class Timing:
     def _micro_batch(self, passes: Sequence[Pass], imbalance: float) -> Seconds:
         # engine/step_run.py; a micro-batch that is measured and also scored counts once
         is_scored_first = self.loss.measurement is not None or (
-            self.loss.needs_whole_paths and len(passes) > 1
+            self.loss.spec.needs_whole_paths and len(passes) > 1
         )
         seconds = add([self.of_pass(each, imbalance, is_scored_first) for each in passes])
         layer_passes = len(self.model.layers) * len(passes)

@@ -1,10 +1,9 @@
 """TreeLoss: any loss of single sequences, computed on a token tree.
 
 loss.py             TreeLoss, which reduces a loss over the paths of a global batch; register_loss
-marks.py            decorators with which a loss declares what it needs
+spec.py             LossSpec: a loss function and what it needs
 call.py             calls a loss function and checks what it returns
-sft.py              negative log-likelihood
-policy_gradient.py  losses with one ratio per token: ppo and its relatives; distillation
+token_losses.py     sft; losses with one ratio per token: ppo and its relatives; distillation
 sequence_ratios.py  losses with one ratio per path: gspo and its relatives
 preferences.py      losses of preference pairs: dpo and its relatives; kto
 corrections.py      what any of them can add: a KL penalty, a correction of rollout mismatch
@@ -14,22 +13,18 @@ A loss is a function of the log-probs of one sequence's tokens. A new loss takes
 ``titan_tree.registry.LOSSES``, or the decorator ``register_loss`` in your own script.
 """
 
-from titan_tree.components.tree_loss.call import LossFunction
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
-from titan_tree.components.tree_loss.loss import (
-    TreeLoss,
-    normalizer,
-    register_loss,
-)
-from titan_tree.components.tree_loss.marks import Reduction, whole_path_loss
+from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss, normalizer, register_loss
+from titan_tree.components.tree_loss.spec import LossFunction, LossSpec, Reduction
 
 __all__ = [
+    "GlobalStatistics",
     "KLPenalty",
     "LossFunction",
+    "LossSpec",
     "Reduction",
     "RolloutCorrection",
     "TreeLoss",
     "normalizer",
     "register_loss",
-    "whole_path_loss",
 ]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
+from titan_tree.components.tree_loss.spec import LossFunction
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
-
-# (log-probs [F] in nats, pairs, **options) -> losses [F], or losses [F] and metrics, each [F]
-LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
 def call_loss(

@@ -17,7 +17,8 @@ from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.pairs import MAX_LOG_RATIO
 
-Moments = tuple[float | Tensor, float | Tensor, float | Tensor]  # sums of c, c A and c A², see ``whitened``
+# Sums of c, c A and c A² over a batch, with c = w_p m_{p,t} and the advantages A
+Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,9 @@ class RolloutCorrection:
     def weights(self, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weight of each pair, [F], and metrics, [F] each.
 
-        The metrics are rollout_weight, its square, from which TreeStep computes the effective sample size
-        ess, and the fraction of tokens outside of the bounds. From the last two, TreeStep computes the
-        fraction of paths with at least one such token: 1 for these paths and for all paths, divided among the
-        tokens of the path.
+        The metrics are rollout_weight, its square, the fraction of tokens outside of the bounds, and two
+        counts of paths: of those with at least one such token and of all. A path's 1 is divided among its
+        tokens. ``finish_metrics`` turns the means of these metrics into those of the step.
         """
         if self.level == "token":
             value = self._measure(field(pairs, "old_logprobs") - field(pairs, "rollout_logprobs"))
@@ -124,24 +124,43 @@ class RolloutCorrection:
             # Ratios and estimates have their largest and smallest values at the ends of the gaps, or at 0.
             path_is_outside = self._is_outside(self._measure(_divergence(pairs)[:, 2:])).any(1)
         else:
-            of_path = self._of_path(pairs)
-            path_is_outside = self._is_outside(of_path)
-            value, is_outside = of_path[pairs.path], path_is_outside[pairs.path]
+            path_values = self._path_values(pairs)
+            path_is_outside = self._is_outside(path_values)
+            value, is_outside = path_values[pairs.path], path_is_outside[pairs.path]
         if self.mode == "truncate":
             weight = value.clamp(self.low, self.high)
         else:
             weight = torch.where(is_outside, 0.0, value if self.mode == "mask" else 1.0)
-        outside = "truncated" if self.mode == "truncate" else "masked"
         share = 1 / pairs.loss_tokens.clamp_min(1e-30)[pairs.path]
         return weight, {
             "rollout_weight": weight,
             "rollout_weight_square": weight.square(),
-            f"{outside}_fraction": is_outside.float(),
-            f"{outside}_paths": path_is_outside[pairs.path] * share,
+            f"{self._outside}_fraction": is_outside.float(),
+            f"{self._outside}_paths": path_is_outside[pairs.path] * share,
             "corrected_paths": share,
         }
 
-    def _of_path(self, pairs: PathPairs) -> Tensor:
+    def finish_metrics(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the metrics with the effective sample size ess and the fraction of paths outside of bounds.
+
+        Args:
+            means: the metrics of ``weights`` and others, as means over the tokens of the global batch.
+        """
+        finished = dict(means)
+        square = finished.pop("rollout_weight_square").clamp_min(1e-30)
+        num_paths = finished.pop("corrected_paths").clamp_min(1e-30)
+        paths_outside = finished.pop(f"{self._outside}_paths")
+        return finished | {
+            "ess": finished["rollout_weight"].square() / square,
+            f"{self._outside}_path_fraction": paths_outside / num_paths,
+        }
+
+    @property
+    def _outside(self) -> str:
+        """What happens to tokens outside of the bounds, as in the names of metrics."""
+        return "truncated" if self.mode == "truncate" else "masked"
+
+    def _path_values(self, pairs: PathPairs) -> Tensor:
         """Returns w of each path, [P]."""
         k2, k3, *ends = _divergence(pairs).unbind(1)
         if self.level == "max":
@@ -172,7 +191,7 @@ def whitened(pairs: PathPairs, moments: Moments | None = None) -> PathPairs:
     The variance divides by n - 1, as in verl's masked_whiten.
 
     Args:
-        moments: of the batch, with c = w_p m_{p,t}. None: those of ``pairs``.
+        moments: the batch's sums. None: those of ``pairs``.
     """
     advantage = field(pairs, "advantage")
     if moments is None:

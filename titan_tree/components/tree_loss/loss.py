@@ -28,15 +28,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.call import LossFunction, call_loss
+from titan_tree.components.tree_loss.call import call_loss
 from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
-from titan_tree.components.tree_loss.marks import Measurement, Reduction, reads_reference, whole_path_loss
 from titan_tree.components.tree_loss.ratios import kl_estimate
+from titan_tree.components.tree_loss.spec import LossFunction, LossSpec, Measurement, Reduction
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch
@@ -53,13 +54,16 @@ def register_loss(
     Args:
         name: name of the loss.
         whole_paths: whether a token's loss depends on other tokens of its path, or on other paths of its
-            tree, see ``whole_path_loss``.
-        reference: whether the loss reads ref_logprobs, see ``reads_reference``.
+            tree. If a tree is partitioned, all partitions are then scored before the loss is computed.
+        reference: whether the loss reads ref_logprobs. In reinforcement learning, the reference model then
+            scores rollouts.
     """
 
     def register(function: LossFunction) -> LossFunction:
-        function = reads_reference(function) if reference else function
-        LOSSES.register(name, whole_path_loss(function) if whole_paths else function)
+        spec = LossSpec(
+            function, needs_whole_paths=whole_paths, compares_paths=whole_paths, reads_reference=reference
+        )
+        LOSSES.register(name, spec)
         return function
 
     return register
@@ -72,6 +76,18 @@ def normalizer(reduction: Reduction, paths: Iterable[TokenPath]) -> float:
     if reduction == "rollout_token_mean":
         return float(sum(path.weight * path.rollout_share for path in paths))
     return float(sum(path.weight for path in paths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalStatistics:
+    """Statistics of the global batch on which losses and metrics depend, besides the normalizer.
+
+    A loss that is called without them takes its own batch for the global one.
+    """
+
+    moments: Moments | None = None  # of the advantages, for ``whiten``
+    measured: Tensor | None = None  # the sum of ``TreeLoss.measure`` over all batches and ranks
+    newest_version: int = -1  # the newest policy that sampled a token; -1: unknown
 
 
 class TreeLoss:
@@ -102,34 +118,20 @@ class TreeLoss:
         whiten: bool = False,
         **options: float,
     ) -> None:
-        self.function: LossFunction = LOSSES[name]
+        self.spec = LossSpec.of(name)
         self.name, self.reduction, self.entropy, self.options = name, reduction, entropy, options
         self.kl, self.correction, self.whiten = kl, correction, whiten
-        # Sums of ``measure`` over the global batch. None: each call measures its own batch.
-        self.measured: Tensor | None = None
-        # Sums over the global batch, for ``whiten``. None: each call takes those of its own batch.
-        self.moments: Moments | None = None
         _check(self)
-
-    @property
-    def needs_whole_paths(self) -> bool:
-        """Whether a token's loss depends on other tokens of its path."""
-        return getattr(self.function, "needs_whole_paths", False)
-
-    @property
-    def compares_paths(self) -> bool:
-        """Whether the loss of a path may depend on other paths of its tree."""
-        return getattr(self.function, "compares_paths", False)
 
     @property
     def needs_reference(self) -> bool:
         """Whether the paths need ref_logprobs."""
-        return self.kl is not None or getattr(self.function, "reads_reference", False)
+        return self.kl is not None or self.spec.reads_reference
 
     @property
     def reads_rollout(self) -> bool:
         """Whether the loss compares old_logprobs with rollout_logprobs."""
-        return self.correction is not None or getattr(self.function, "corrects_rollout", False)
+        return self.correction is not None or self.spec.corrects_rollout
 
     @property
     def needs_entropy(self) -> bool:
@@ -139,12 +141,12 @@ class TreeLoss:
     @property
     def measurement(self) -> Measurement | None:
         """The mean over the global batch that the loss depends on, or None."""
-        found: Measurement | None = getattr(self.function, "measurement", None)
-        return None if found is None or found.option in self.options else found
+        measurement = self.spec.measurement
+        return None if measurement is None or measurement.option in self.options else measurement
 
     @torch.no_grad()
     def measure(self, logprobs: Tensor, batch: TreeBatch) -> Tensor:
-        """Returns [2]: the batch's share of the sum and of the number of members of the mean."""
+        """Returns [2]: the batch's contributions to the sum and to the number of members of the mean."""
         assert self.measurement is not None
         return self.measurement.sums(self._by_pair(logprobs, batch.pairs), batch.pairs)
 
@@ -153,20 +155,26 @@ class TreeLoss:
         return normalizer(self.reduction, paths)
 
     def __call__(
-        self, logprobs: Tensor, batch: TreeBatch, normalizer: float, entropy: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: TreeBatch,
+        normalizer: float,
+        entropy: Tensor | None = None,
+        statistics: GlobalStatistics | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes this batch's share of the global batch's loss.
+        """Computes this batch's contribution to the global batch's loss.
 
         Args:
             logprobs: [E] fp32, nats: log-probs of the batch's edges.
             batch: the batch that was scored.
             normalizer: Z of the global batch, > 0.
             entropy: [E] fp32, nats: required if ``needs_entropy``, otherwise only a metric.
+            statistics: statistics of the global batch. None: ``batch`` is the global batch.
 
         Returns:
             The loss, an fp32 scalar, and a dict of detached scalars. Each metric is a sum over pairs,
             weighted by w_p m_{p,t}; "token_weight" is the sum of these weights. All of them add up over
-            batches and ranks. The quotient of a metric and "token_weight" is the metric's mean over tokens.
+            batches and ranks. ``finish_metrics`` makes means of the totals.
 
         Raises:
             UserError: ``logprobs`` are not those of ``batch``, ``normalizer`` is not positive, the paths lack
@@ -190,7 +198,9 @@ class TreeLoss:
         if self.reduction in divisors:
             coefficient = token_weight / divisors[self.reduction].clamp_min(1e-30)[pairs.path]
 
-        losses, metrics = self._losses(self._by_pair(logprobs, pairs), pairs, entropy)
+        losses, metrics = self._losses(
+            self._by_pair(logprobs, pairs), pairs, entropy, statistics or GlobalStatistics()
+        )
         # What is not counted may be infinite, and 0 * inf is NaN.
         loss = torch.where(coefficient > 0, coefficient * losses, 0.0).sum() / normalizer
         sums = {
@@ -199,19 +209,40 @@ class TreeLoss:
         }
         return loss, sums | {"token_weight": token_weight.sum()}
 
+    def finish_metrics(
+        self, sums: dict[str, Tensor], statistics: GlobalStatistics | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the metrics of a step: means over the counted tokens of the global batch.
+
+        Args:
+            sums: the metrics of all calls, summed over all batches and ranks.
+            statistics: statistics of the global batch, for the metric policy_lag.
+        """
+        means = {name: value / sums["token_weight"] for name, value in sums.items() if name != "token_weight"}
+        if statistics is not None and "policy_version" in means:
+            means["policy_lag"] = statistics.newest_version - means["policy_version"]
+        return means if self.correction is None else self.correction.finish_metrics(means)
+
     @torch.enable_grad()
-    def not_finite(self, logprobs: Tensor, batch: TreeBatch, entropy: Tensor | None = None) -> Tensor:
+    def not_finite(
+        self,
+        logprobs: Tensor,
+        batch: TreeBatch,
+        entropy: Tensor | None = None,
+        statistics: GlobalStatistics | None = None,
+    ) -> Tensor:
         """Returns [F] bool: the counted pairs with a loss, or a derivative by a log-prob, that is not finite.
 
         Args:
             logprobs: see ``__call__``; without gradients.
             batch: see ``__call__``.
             entropy: see ``__call__``.
+            statistics: see ``__call__``.
         """
         pairs = batch.pairs
         is_counted = (pairs.weight[pairs.path] > 0) & (pairs.loss_mask > 0)
         path_logprobs = self._by_pair(logprobs, pairs).requires_grad_()
-        losses, _ = self._losses(path_logprobs, pairs, entropy)
+        losses, _ = self._losses(path_logprobs, pairs, entropy, statistics or GlobalStatistics())
         losses = torch.where(is_counted, losses, 0.0)
         (derivatives,) = torch.autograd.grad(losses.sum(), path_logprobs)
         return is_counted & ~(losses.isfinite() & derivatives.isfinite())
@@ -222,15 +253,19 @@ class TreeLoss:
         The ratio is then 1 there, and no gradient flows back.
         """
         is_counted = pairs.loss_mask > 0
-        if not self.needs_whole_paths:  # otherwise, the loss of another path may depend on this path
+        if not self.spec.needs_whole_paths:  # otherwise, the loss of another path may depend on this path
             is_counted = is_counted & (pairs.weight[pairs.path] > 0)
         return torch.where(is_counted, logprobs[pairs.edge], 0.0)
 
     def _losses(
-        self, path_logprobs: Tensor, pairs: PathPairs, entropy: Tensor | None
+        self,
+        path_logprobs: Tensor,
+        pairs: PathPairs,
+        entropy: Tensor | None,
+        statistics: GlobalStatistics,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses and the metrics of all pairs, [F] each."""
-        losses, metrics = self._policy_losses(path_logprobs, pairs)
+        losses, metrics = self._policy_losses(path_logprobs, pairs, statistics)
         if self.kl and not self.kl.as_reward:
             metrics["ref_kl"] = self.kl.estimate(path_logprobs, pairs)
             losses = losses + self.kl.coefficient * metrics["ref_kl"]
@@ -249,26 +284,30 @@ class TreeLoss:
             losses = losses - self.entropy * metrics["entropy"]
         return losses, metrics
 
-    def _policy_losses(self, path_logprobs: Tensor, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_losses(
+        self, path_logprobs: Tensor, pairs: PathPairs, statistics: GlobalStatistics
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the losses and the metrics of the loss function, corrected for rollout mismatch."""
         extra = {}
         if self.whiten:
-            pairs = whitened(pairs, self.moments)
+            pairs = whitened(pairs, statistics.moments)
         options: dict[str, float | Tensor] = dict(self.options)
-        if mean := self.measurement:
-            sums = mean.sums(path_logprobs.detach(), pairs) if self.measured is None else self.measured
-            options[mean.option] = mean.mean(sums)
+        if measurement := self.measurement:
+            sums = statistics.measured
+            if sums is None:
+                sums = measurement.sums(path_logprobs.detach(), pairs)
+            options[measurement.option] = measurement.mean(sums)
         if self.kl and self.kl.as_reward:
             pairs, extra["ref_kl"] = self.kl.penalize_rewards(pairs)
         if self.correction is None:
-            losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, options)
+            losses, metrics = call_loss(self.name, self.spec.function, path_logprobs, pairs, options)
             return losses, metrics | extra
         weight, weight_metrics = self.correction.weights(pairs)
         # The ratio of a dropped token may overflow, and 0 * inf is NaN. In a path that keeps its weight, the
         # ratio of a whole path needs the gradients of all tokens.
-        if not (self.needs_whole_paths and self.correction.level == "token"):
+        if not (self.spec.needs_whole_paths and self.correction.level == "token"):
             path_logprobs = torch.where(weight > 0, path_logprobs, path_logprobs.detach())
-        losses, metrics = call_loss(self.name, self.function, path_logprobs, pairs, options)
+        losses, metrics = call_loss(self.name, self.spec.function, path_logprobs, pairs, options)
         losses = torch.where(weight > 0, weight * losses, 0.0)
         return losses, metrics | extra | weight_metrics
 
@@ -279,20 +318,19 @@ def _check(loss: TreeLoss) -> None:
         raise UserError(
             f"loss.reduction: expected one of {', '.join(get_args(Reduction))}, got {loss.reduction!r}"
         )
-    known = list(inspect.signature(loss.function).parameters)[2:]
+    known = list(inspect.signature(loss.spec.function).parameters)[2:]
     if unknown := [option for option in loss.options if option not in known]:
         raise UserError(
             f"loss {loss.name!r}: unknown option {unknown[0]!r} (known: {', '.join(known) or 'none'})"
         )
-    own = getattr(loss.function, "reduction", loss.reduction)
-    if own != loss.reduction:
+    if loss.spec.reduction not in (None, loss.reduction):
         raise UserError(
-            f"loss.reduction: expected {own!r}, which is part of the loss {loss.name!r}, got "
+            f"loss.reduction: expected {loss.spec.reduction!r}, which is part of the loss {loss.name!r}, got "
             f"{loss.reduction!r}"
         )
     if not isinstance(loss.kl, KLPenalty | None):
         raise UserError(f"loss.kl: expected a KLPenalty, got {loss.kl!r}; pass KLPenalty(coefficient)")
-    if loss.correction and getattr(loss.function, "corrects_rollout", False):
+    if loss.correction and loss.spec.corrects_rollout:
         raise UserError(
             f"loss.correction: expected none for the loss {loss.name!r}, which reads rollout_logprobs "
             "itself; set loss.correction.level = 'off'"

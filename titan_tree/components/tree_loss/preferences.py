@@ -8,25 +8,23 @@ of counted tokens, and S = l - f.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.tree_loss.marks import (
-    fixed_reduction,
-    measures,
-    reads_reference,
-    whole_path_loss,
-)
 from titan_tree.components.tree_loss.ratios import field
+from titan_tree.components.tree_loss.spec import LossAndMetrics, LossSpec, Measurement
 from titan_tree.tree.batch import PathPairs
 
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+_pair_loss = partial(
+    LossSpec, reduction="path_token_mean", needs_whole_paths=True, compares_paths=True, reads_reference=True
+)
+_pair_loss_without_reference = partial(_pair_loss, reads_reference=False)
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
-@reads_reference
+@_pair_loss
 def dpo(
     logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> LossAndMetrics:
@@ -41,44 +39,42 @@ def dpo(
     """
     margin = beta * _difference(_scores(logprobs, pairs), pairs)
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    return _of_tokens(loss, margin, pairs)
+    return _on_tokens(loss, margin, pairs)
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
-@reads_reference
+@_pair_loss
 def ipo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns (S_c / T_c - S_d / T_d - 1 / (2 beta))^2 (IPO, arXiv:2310.12036).
 
     The means over tokens follow TRL, which agreed on them with the authors.
     """
     margin = _difference(_scores(logprobs, pairs) / pairs.loss_tokens, pairs)
-    return _of_tokens((margin - 1 / (2 * beta)).square(), margin, pairs)
+    return _on_tokens((margin - 1 / (2 * beta)).square(), margin, pairs)
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
-@reads_reference
+@_pair_loss
 def apo_zero(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns 1 - sigmoid(beta S_c) + sigmoid(beta S_d) (APO-zero, arXiv:2408.06266).
 
     It is KTO (arXiv:2402.01306) on pairs with a reference point of 0.
     """
     score = beta * _scores(logprobs, pairs)
-    own = torch.sigmoid(-_sign(pairs) * score)
-    return _of_tokens(own + own[field(pairs, "partner")], _difference(score, pairs), pairs)
+    path_loss = torch.sigmoid(-_sign(pairs) * score)
+    return _on_tokens(path_loss + path_loss[field(pairs, "partner")], _difference(score, pairs), pairs)
 
 
-def mismatched_scores(logprobs: Tensor, pairs: PathPairs) -> Tensor:
+def _mismatched_scores(logprobs: Tensor, pairs: PathPairs) -> Tensor:
     """Returns [2]: the sum of S over mismatched paths, and their number."""
     is_mismatched = field(pairs, "is_mismatched")
     return torch.stack([(_scores(logprobs, pairs) * is_mismatched).sum(), is_mismatched.sum()])
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
-@reads_reference
-@measures("reference_point", mismatched_scores, "paths with the preference 'mismatched'")
+_REFERENCE_POINT = Measurement(
+    option="reference_point", sums=_mismatched_scores, members="paths with the preference 'mismatched'"
+)
+
+
+@partial(_pair_loss, measurement=_REFERENCE_POINT)
 def kto(
     logprobs: Tensor,
     pairs: PathPairs,
@@ -105,12 +101,11 @@ def kto(
     z = torch.as_tensor(reference_point, dtype=logprobs.dtype, device=logprobs.device).clamp(min=0)
     margin = _sign(pairs) * beta * (_scores(logprobs, pairs) - z)
     weight = torch.where(field(pairs, "is_chosen"), desirable_weight, undesirable_weight)
-    losses, metrics = _of_tokens(weight * torch.sigmoid(-margin), margin, pairs)
+    losses, metrics = _on_tokens(weight * torch.sigmoid(-margin), margin, pairs)
     return losses, metrics | {"reference_point": z.expand_as(losses)}
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
+@_pair_loss_without_reference
 def simpo(logprobs: Tensor, pairs: PathPairs, beta: float = 2.0, gamma: float = 1.0) -> LossAndMetrics:
     """Returns -log sigmoid(beta (l_c / T_c - l_d / T_d) - gamma) (SimPO, arXiv:2405.14734).
 
@@ -119,11 +114,10 @@ def simpo(logprobs: Tensor, pairs: PathPairs, beta: float = 2.0, gamma: float = 
         gamma: margin that the chosen path should have.
     """
     margin = beta * _difference(_path_logprobs(logprobs, pairs) / pairs.loss_tokens, pairs)
-    return _of_tokens(-F.logsigmoid(margin - gamma), margin, pairs)
+    return _on_tokens(-F.logsigmoid(margin - gamma), margin, pairs)
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
+@_pair_loss_without_reference
 def orpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetrics:
     """Returns -a_c - beta log sigmoid(g_c - g_d) with a = l / T (ORPO, arXiv:2403.07691).
 
@@ -133,11 +127,10 @@ def orpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1) -> LossAndMetric
     # log(1 - e^a) is -inf at 0, which only a model that is certain reaches.
     log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
     margin = _difference(log_odds, pairs)
-    return _of_tokens(-_of_chosen(mean, pairs) - beta * F.logsigmoid(margin), margin, pairs)
+    return _on_tokens(-_chosen_value(mean, pairs) - beta * F.logsigmoid(margin), margin, pairs)
 
 
-@fixed_reduction("path_token_mean")
-@whole_path_loss
+@_pair_loss_without_reference
 def cpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, alpha: float = 1.0) -> LossAndMetrics:
     """Returns -log sigmoid(beta (l_c - l_d)) - alpha l_c / T_c (CPO, arXiv:2401.08417).
 
@@ -149,8 +142,8 @@ def cpo(logprobs: Tensor, pairs: PathPairs, beta: float = 0.1, alpha: float = 1.
     """
     score = _path_logprobs(logprobs, pairs)
     margin = beta * _difference(score, pairs)
-    nll = -_of_chosen(score / pairs.loss_tokens, pairs)
-    return _of_tokens(alpha * nll - F.logsigmoid(margin), margin, pairs)
+    nll = -_chosen_value(score / pairs.loss_tokens, pairs)
+    return _on_tokens(alpha * nll - F.logsigmoid(margin), margin, pairs)
 
 
 def _path_logprobs(values: Tensor, pairs: PathPairs) -> Tensor:
@@ -175,12 +168,12 @@ def _difference(values: Tensor, pairs: PathPairs) -> Tensor:
     return _sign(pairs) * (values - values[field(pairs, "partner")])
 
 
-def _of_chosen(values: Tensor, pairs: PathPairs) -> Tensor:
+def _chosen_value(values: Tensor, pairs: PathPairs) -> Tensor:
     """Returns [P]: the value of the chosen path, for both paths of a pair."""
     return torch.where(field(pairs, "is_chosen"), values, values[field(pairs, "partner")])
 
 
-def _of_tokens(loss: Tensor, margin: Tensor, pairs: PathPairs) -> LossAndMetrics:
+def _on_tokens(loss: Tensor, margin: Tensor, pairs: PathPairs) -> LossAndMetrics:
     """Returns the losses of pairs, and their metrics, for every token of their paths."""
     metrics = {"margin": margin, "accuracy": (margin > 0).float()}
     return loss[pairs.path], {name: value[pairs.path] for name, value in metrics.items()}

@@ -1,6 +1,6 @@
 """Policy-gradient losses with one ratio per path: gspo, gspo_token, luspo, gmpo and vespo.
 
-They take and return what those of policy_gradient.py do. A token's loss depends on all tokens of its path.
+They take and return what those of token_losses.py do. A token's loss depends on all tokens of its path.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, whole_path_loss
-from titan_tree.components.tree_loss.policy_gradient import LossAndMetrics
 from titan_tree.components.tree_loss.ratios import (
     clipped_surrogate,
     field,
@@ -20,12 +18,13 @@ from titan_tree.components.tree_loss.ratios import (
     path_sum,
     ratio_metrics,
 )
+from titan_tree.components.tree_loss.spec import LossAndMetrics, LossResult, LossSpec
 from titan_tree.tree.batch import PathPairs
 
-_of_one_path = partial(whole_path_loss, compares_paths=False)
+_path_loss = partial(LossSpec, needs_whole_paths=True)
 
 
-@_of_one_path
+@_path_loss
 def gspo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> LossAndMetrics:
@@ -42,13 +41,13 @@ def gspo(
         Losses, and the metrics clip_fraction, ratio and old_kl, of which ratio is that of the path.
     """
     log_ratio = logprobs - field(pairs, "old_logprobs")
-    of_path = path_mean(log_ratio, pairs)[pairs.path]
-    loss, is_clipped = clipped_surrogate(of_path, field(pairs, "advantage"), clip_low, clip_high)
-    metrics = ratio_metrics(log_ratio) | {"ratio": of_path.exp()}
+    path_log_ratio = path_mean(log_ratio, pairs)[pairs.path]
+    loss, is_clipped = clipped_surrogate(path_log_ratio, field(pairs, "advantage"), clip_low, clip_high)
+    metrics = ratio_metrics(log_ratio) | {"ratio": path_log_ratio.exp()}
     return loss, metrics | {"clip_fraction": is_clipped}
 
 
-@_of_one_path
+@_path_loss
 def gspo_token(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> LossAndMetrics:
@@ -58,23 +57,20 @@ def gspo_token(
     tokens of a path have one advantage.
     """
     log_ratio = logprobs - field(pairs, "old_logprobs")
-    of_path = path_mean(log_ratio.detach(), pairs)[pairs.path]
-    own = of_path + logprobs - logprobs.detach()
-    loss, is_clipped = clipped_surrogate(own, field(pairs, "advantage"), clip_low, clip_high)
-    metrics = ratio_metrics(log_ratio) | {"ratio": of_path.exp()}
+    path_log_ratio = path_mean(log_ratio.detach(), pairs)[pairs.path]
+    token_log_ratio = path_log_ratio + logprobs - logprobs.detach()
+    loss, is_clipped = clipped_surrogate(token_log_ratio, field(pairs, "advantage"), clip_low, clip_high)
+    metrics = ratio_metrics(log_ratio) | {"ratio": path_log_ratio.exp()}
     return loss, metrics | {"clip_fraction": is_clipped}
 
 
-@fixed_reduction("path_mean")
-@_of_one_path
-def luspo(
-    logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4
-) -> LossAndMetrics:
+@partial(_path_loss, reduction="path_mean")
+def luspo(logprobs: Tensor, pairs: PathPairs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossResult:
     """Returns GSPO's loss; the reduction "path_mean" multiplies it by a path's length (arXiv:2602.05261)."""
-    return gspo(logprobs, pairs, clip_low, clip_high)  # type: ignore[return-value]
+    return gspo(logprobs, pairs, clip_low, clip_high)
 
 
-@_of_one_path
+@_path_loss
 def gmpo(logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndMetrics:
     """Returns -A times the geometric mean of clipped token ratios (GMPO, arXiv:2507.20673).
 
@@ -92,16 +88,15 @@ def gmpo(logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.4, clip_high: f
     log_ratio = logprobs - field(pairs, "old_logprobs")
     sign = advantage.sign()
     clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
-    mean = path_mean(clipped, pairs)
-    of_path = path_mean(advantage, pairs)
+    path_log_ratio = path_mean(clipped, pairs)
+    path_advantage = path_mean(advantage, pairs)
     # Without an advantage there is no gradient, and the exponential may overflow.
-    loss = -torch.where(of_path == 0, 0.0, mean).exp() * of_path
+    loss = -torch.where(path_advantage == 0, 0.0, path_log_ratio).exp() * path_advantage
     is_clipped = (clipped != log_ratio) & (sign != 0)
     return loss[pairs.path], {"clip_fraction": is_clipped.float()} | ratio_metrics(log_ratio)
 
 
-@corrects_rollout
-@_of_one_path
+@partial(_path_loss, corrects_rollout=True)
 def vespo(
     logprobs: Tensor,
     pairs: PathPairs,

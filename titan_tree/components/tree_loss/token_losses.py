@@ -1,4 +1,4 @@
-"""Policy-gradient losses with one ratio per token, and on-policy distillation.
+"""Losses of single tokens: sft, policy gradients with one ratio per token, and on-policy distillation.
 
 Each function takes log-probs [F] in nats under the current model, and the F (edge, path) pairs that they
 belong to. It returns losses [F], or losses and a dict of metrics, each [F]. In formulas, A is the advantage,
@@ -8,19 +8,22 @@ l the log-prob, and r the ratio p / p_old.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.call import LossFunction
-from titan_tree.components.tree_loss.marks import corrects_rollout, fixed_reduction, reads_reference
 from titan_tree.components.tree_loss.ratios import clipped_surrogate, field, kl_estimate, ratio_metrics
+from titan_tree.components.tree_loss.spec import LossAndMetrics, LossFunction, LossSpec
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import PathPairs
 
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
-
 MAX_RATIO = 5.0  # of cispo: ScaleRL, arXiv:2510.13786
+
+
+def sft(logprobs: Tensor, pairs: PathPairs) -> Tensor:
+    """Returns the negative log-likelihood of each token, the loss of supervised fine-tuning."""
+    return -logprobs
 
 
 def reinforce(logprobs: Tensor, pairs: PathPairs) -> Tensor:
@@ -66,7 +69,7 @@ def grpo(
     return ppo(logprobs, pairs, clip_low, clip_high, dual_clip)
 
 
-@fixed_reduction("path_mean")
+@partial(LossSpec, reduction="path_mean")
 def dr_grpo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> LossAndMetrics:
@@ -78,7 +81,7 @@ def dr_grpo(
     return ppo(logprobs, pairs, clip_low, clip_high)
 
 
-@fixed_reduction("token_mean")
+@partial(LossSpec, reduction="token_mean")
 def dapo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.28
 ) -> LossAndMetrics:
@@ -196,7 +199,7 @@ dppo_tv = _dppo(_total_variation, 0.15)  # DPPO-Binary-TV
 dppo_kl = _dppo(_coin_kl, 0.05)  # DPPO-Binary-KL
 
 
-@corrects_rollout
+@partial(LossSpec, corrects_rollout=True)
 def decoupled_ppo(
     logprobs: Tensor, pairs: PathPairs, clip_low: float = 0.2, clip_high: float = 0.2, max_weight: float = 5.0
 ) -> LossAndMetrics:
@@ -223,7 +226,7 @@ def decoupled_ppo(
     return loss, metrics | {"masked_fraction": is_dropped.float()}
 
 
-@reads_reference
+@partial(LossSpec, reads_reference=True)
 def distill(logprobs: Tensor, pairs: PathPairs) -> LossAndMetrics:
     """Returns -A l with A = log p_teacher - l, a constant: on-policy distillation (GKD, arXiv:2306.13649).
 
