@@ -166,6 +166,7 @@ def test_metrics_describe_the_rollouts(tmp_path: Path) -> None:
     assert float(row["cut_off"]) == 0.0
 
 
+@pytest.mark.slow
 def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, "training.steps=3"]
     arguments += ["warm_start.steps=6", "warm_start.interval=2", "warm_start.reward=0", "warm_start.tasks=2"]
@@ -190,6 +191,7 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert load_tables(RLRunConfig, tmp_path / "again.toml") == config
 
 
+@pytest.mark.slow
 def test_the_script_of_the_measurements_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

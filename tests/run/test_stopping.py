@@ -27,7 +27,9 @@ from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.tree.token_tree import TokenTree
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("default_signals")
+
+ROOT = Path(__file__).parents[2]
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -241,7 +243,6 @@ def fail_after_two_steps(read: Callable[..., list[TokenTree]]) -> Callable[..., 
     return read_or_fail
 
 
-@pytest.mark.distributed
 def test_all_ranks_leave_if_one_must(tmp_path: Path) -> None:
     for name in ("error", "signal"):
         (tmp_path / name).mkdir()

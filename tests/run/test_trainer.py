@@ -32,7 +32,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("reduction", ["path_mean", "token_mean"])
@@ -129,6 +129,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, activation_che
     assert read_metrics(recomputed) == read_metrics(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "attention_calls"), [(TreeSelectiveAC, 1), (FullAC, 2)])
 def test_selective_checkpointing_does_not_recompute_attention(
     policy: type[SelectiveAC], attention_calls: int

@@ -31,7 +31,6 @@ from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult, all_re
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -94,7 +93,7 @@ class TreeStep:
         return StepPreparer(
             self.loss.reduction,
             self.loss.spec.needs_whole_paths,
-            ModelCosts.of(self.model),
+            self.model.costs(),
             self.partitioner,
             self.model.share,
         )
