@@ -78,7 +78,7 @@ class WarmStart(EpisodeTrainer):
             return {}
         self.reward = self._measure(step)
         if self.reward >= self.config.warm_start.reward:
-            self.num_steps = self.leaving.num_steps = step
+            self.num_steps = self.stopping.num_steps = step
         return {"reward": self.reward}
 
     def finish(self) -> None:
