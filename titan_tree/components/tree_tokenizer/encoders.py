@@ -182,8 +182,8 @@ class LibraryEncoder(TextEncoder):
         for content, id in vocabulary.added.items():
             if (library_id := self.special_tokens.get(content, id)) != id:
                 raise UserError(
-                    f"{vocabulary.file}: added_tokens: expected id {library_id} of {content!r}, which the package "
-                    f"tokenizers gives it, got {id}; save the tokenizer again"
+                    f"{vocabulary.file}: added_tokens: expected id {library_id} of {content!r}, "
+                    f"which the package tokenizers gives it, got {id}; save the tokenizer again"
                 )
         self._ids = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.vocab_size = max(self._ids) + 1
