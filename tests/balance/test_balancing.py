@@ -25,7 +25,7 @@ from titan_tree.checkpoint.storage import read_manifest
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.errors import AgreedError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("balancing")]
 

@@ -23,8 +23,7 @@ from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import HeadExchange, shard_sequence
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch

@@ -16,7 +16,7 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.data.packing import merged_trees
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.paths import ExpertSizes, ModelLimits
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from titan_tree.models import random_weights
-from titan_tree.models.random_weights import ElementDraws, draw_weights
-from titan_tree.models.registry import build_model
-from titan_tree.models.shards import WeightShard
+from titan_tree.models.decoder import build_model
+from titan_tree.models.weights import ElementDraws, WeightShard, draw_weights
 
 MASK = 2**64 - 1
 

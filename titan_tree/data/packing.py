@@ -10,8 +10,7 @@ import numpy as np
 
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, has_records, split_keys
-from titan_tree.tree.token_tree import TokenTree
-from titan_tree.tree.trie import common_prefix, lexicographic_order
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 T = TypeVar("T")
 MicroBatches = list[list[TokenTree]]

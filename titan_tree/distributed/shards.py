@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_tree.models.shards import WeightShard, WeightShards
+from titan_tree.models.weights import WeightShard, WeightShards
 
 
 def weight_shards(model: nn.Module) -> WeightShards:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.models.block import Mixer
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import Linear, RMSNorm
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 

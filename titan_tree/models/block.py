@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import MLP, RMSNorm
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import MLP, RMSNorm, Rope
 from titan_tree.tree.layout import TreeLayout
 
 

@@ -17,8 +17,7 @@ from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import HeadExchange, Mixer
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import Linear, RMSNorm, at_least_fp32
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import Linear, RMSNorm, Rope, at_least_fp32
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 

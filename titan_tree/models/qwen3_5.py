@@ -28,7 +28,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
-from titan_tree.models.random_weights import ElementDraws, log
+from titan_tree.models.weights import ElementDraws, log
 from titan_tree.tree.layout import TreeLayout
 
 FULL, LINEAR = "full_attention", "linear_attention"

@@ -4,8 +4,8 @@ A *node* is a maximal run of tokens shared by the same set of paths. The child w
 subtree (the heaviest) comes first. Each subtree is a contiguous range of tokens. So is the heavy path, which
 goes from the root to the heaviest child, from there to its heaviest child, and so on.
 
-Building a tree runs no Python code per token: trie.py merges the paths, and the rest is NumPy over tokens and
-a few loops over nodes.
+Building a tree runs no Python code per token: ``lexicographic_trie`` merges the paths, and the rest is NumPy
+over tokens and a few loops over nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 from titan_tree.errors import UserError, require_list
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Records, Replay, merged_records, split_keys
-from titan_tree.tree.trie import lexicographic_trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,3 +340,48 @@ def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np
             start[node] += start[above] + lengths[above]
             depth[node] = depth[above] + lengths[above]
     return np.array(start, np.int64), np.array(depth, np.int64), sizes
+
+
+def lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
+
+    Sequences are sorted as byte strings. The longest prefix that a sequence shares with any earlier one is
+    then the prefix that it shares with the one right before it, as in the longest-common-prefix table of a
+    suffix array.
+
+    Args:
+        paths: the integers to merge by, one array per path: tokens, or keys that represent tokens.
+
+    Returns:
+        For each path the numbers of its trie tokens; and for each trie token its parent, -1 for roots.
+    """
+    index: list[np.ndarray] = [np.empty(0, np.int32)] * len(paths)
+    predecessors: list[np.ndarray] = []
+    n = 0
+    tokens, trie = np.empty(0, np.int32), np.empty(0, np.int32)
+    for p in lexicographic_order(paths):
+        shared = common_prefix(tokens, paths[p])
+        tokens = paths[p]
+        new = np.arange(n, n + len(tokens) - shared, dtype=np.int32)
+        if len(new):
+            predecessors.append(new - 1)
+            predecessors[-1][0] = trie[shared - 1] if shared else -1
+        index[p] = trie = np.concatenate([trie[:shared], new])
+        n += len(new)
+    return index, np.concatenate(predecessors)
+
+
+def lexicographic_order(paths: Sequence[np.ndarray]) -> list[int]:
+    """Returns the indices that sort ``paths``. A prefix comes first; equal paths keep their order."""
+    # In big-endian order, comparing bytes compares integers.
+    return sorted(
+        range(len(paths)), key=lambda p: paths[p].astype(paths[p].dtype.newbyteorder(">")).tobytes()
+    )
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the number of leading tokens that ``a`` and ``b`` share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
