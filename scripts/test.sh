@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests. The first run sets up the Python environment (scripts/setup.sh).
+# Run the everyday tests, in less than five minutes on two cores. The first run sets up the Python environment
+# (scripts/setup.sh).
 #
-#   ./scripts/test.sh [pytest arguments]
+#   ./scripts/test.sh                         the everyday suite
+#   ./scripts/test.sh --all                   everything that CI runs
+#   ./scripts/test.sh tests/tree -k mask      any arguments of pytest; a file that is named runs whole
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

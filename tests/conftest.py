@@ -1,27 +1,88 @@
-"""Test set-up: without a GPU, Triton kernels run in Triton's interpreter."""
+"""Which tests run, how much time they may take, and what every test starts from.
+
+Without ``--all``, tests marked ``slow`` are left out, except those of files that the command line names. An
+expression for ``-m`` decides instead. Tests marked ``exhaustive`` run only if such an expression names them.
+"""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from functools import partialmethod
+from pathlib import Path
 
 import pytest
-import torch
 
-from titan_tree import registry
+from tests.support import budget
+from tests.support.isolation import restore_registries
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+# A file whose tests are all slow. The everyday suite does not even import it.
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not starts_workers:  # importing torch takes seconds
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+
+def is_everyday(config: pytest.Config) -> bool:
+    return not config.option.all and not config.option.markexpr
+
+
+def is_named(config: pytest.Config, path: Path) -> bool:
+    """Returns whether the command line names this test file, and not just its folder."""
+    return any((config.invocation_params.dir / arg.split("::")[0]) == path for arg in config.args)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not is_everyday(config) or is_named(config, collection_path) or collection_path.suffix != ".py":
+        return None
+    without_gpu = collection_path.parent.name == "gpu" and "TRITON_INTERPRET" in os.environ
+    return True if without_gpu or ALL_SLOW.search(collection_path.read_text()) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    run, left_out = [], []
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+        slow = item.get_closest_marker("slow") and is_everyday(config) and not is_named(config, item.path)
+        by_hand = item.get_closest_marker("exhaustive") and "exhaustive" not in config.option.markexpr
+        (left_out if slow or by_hand else run).append(item)
+    items[:] = run
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with budget.limit(item, "set-up"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with budget.limit(item, "test"):
+        return (yield)
+
+
+def pytest_sessionfinish() -> None:
+    budget.stop_session_ranks()
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -34,20 +95,17 @@ def _no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles modules up to Inductor's graphs. Inductor would take minutes to build C++ from them."""
+    import torch
+
     compile_up_to_graphs = partialmethod(torch.nn.Module.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_up_to_graphs)
-
-
-REGISTRIES = [value for value in vars(registry).values() if isinstance(value, registry.Registry)]
-ENTRIES = [dict(each._entries) for each in REGISTRIES]
 
 
 @pytest.fixture(autouse=True)
 def _own_registries() -> Iterator[None]:
     """Removes what a test and its fixtures register."""
     yield
-    for each, entries in zip(REGISTRIES, ENTRIES, strict=True):
-        each._entries = dict(entries)
+    restore_registries()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

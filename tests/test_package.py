@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,16 +45,23 @@ def test_the_public_names_include_everything_that_the_documentation_uses() -> No
     assert set(titan_tree.__all__) == set(promised.split())
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Returns every module that the code imports, as "module" or "module.name", inside functions too."""
+@cache
+def imported_modules(file: Path) -> list[str]:
+    """Returns every module that a file imports, as "module" or "module.name", inside functions too."""
+    modules = []
+    tree = ast.parse(file.read_text())
+    if file == ROOT / "registry.py":  # it names the types of what it holds, which type checkers alone import
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: expected an absolute import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{file}:{node.lineno}: expected an absolute import"
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    return modules
 
 
+@cache
 def levels() -> dict[str, int]:
     """Returns the level of every top-level module, from the list in docs/design.md; 0 is the highest."""
     design = (REPOSITORY / "docs" / "design.md").read_text()
@@ -70,22 +77,15 @@ def test_the_design_lists_every_module() -> None:
     assert levels().keys() == {top(file) for file in FILES}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_point_down_the_list_of_the_design(file: Path) -> None:
+def test_imports_point_down_the_list_of_the_design() -> None:
     """A file imports modules of its own level and of those below, also inside functions."""
     level = levels()
-    tree = ast.parse(file.read_text())
-    if file == ROOT / "registry.py":  # it names the types of what it holds, for type checkers only
-        is_types = [
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" for node in tree.body
-        ]
-        tree.body = [node for node, skipped in zip(tree.body, is_types, strict=True) if not skipped]
-    for module in imported_modules(tree):
+    for file, module in ((importer, name) for importer in FILES for name in imported_modules(importer)):
         package, _, inner = module.partition(".")
         if package == "titan_tree":
             target = inner.split(".")[0]
-            assert target in level, f"{module}: import it from the module that defines it"
-            assert level[top(file)] <= level[target], f"{module} is above {top(file)}"
+            assert target in level, f"{file}: {module}: import it from the module that defines it"
+            assert level[top(file)] <= level[target], f"{file}: {module} is above {top(file)}"
 
 
 def allowed(package: str) -> set[Path]:
@@ -115,7 +115,7 @@ PACKAGES = ["torchtitan", "torchao", "lightning", "trl", "verl", "vllm", "omegac
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_the_designated_files_import(package: str) -> None:
     for file in set(FILES) - allowed(package):
-        for module in imported_modules(ast.parse(file.read_text())):
+        for module in imported_modules(file):
             is_type = module == "torch.distributed.ProcessGroup"
             assert is_type or not f"{module}.".startswith(f"{package}."), f"{file}: {module}"
 
@@ -123,9 +123,7 @@ def test_only_the_designated_files_import(package: str) -> None:
 @pytest.mark.parametrize("folder", ["tree", "components", "models"])
 def test_structures_components_and_models_take_plain_arguments_instead_of_config_tables(folder: str) -> None:
     for file in (ROOT / folder).rglob("*.py"):
-        modules = [
-            m for m in imported_modules(ast.parse(file.read_text())) if m.startswith("titan_tree.config")
-        ]
+        modules = [module for module in imported_modules(file) if module.startswith("titan_tree.config")]
         assert all(module.startswith("titan_tree.config.checks.") for module in modules), f"{file}: {modules}"
 
 

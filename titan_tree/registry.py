@@ -180,7 +180,7 @@ GDN_BACKENDS: BackendRegistry[GdnBackend] = BackendRegistry(
 PARTITION_STRATEGIES: Registry[Callable[[TokenTree, int, int | None], Iterable[Partition]]] = Registry(
     "partition strategy",
     {
-        "none": "titan_tree.components.tree_partitioner:one_partition",
+        "none": "titan_tree.components.tree_partitioner.none:partition",
         "single_path": "titan_tree.components.tree_partitioner.single_path:partition",
         "multi_path": "titan_tree.components.tree_partitioner.multi_path:partition",
         "greedy": "titan_tree.components.tree_partitioner.greedy:partition",
@@ -250,7 +250,7 @@ READERS: Registry[type[Reader]] = Registry(
 
 # Classes, or functions without arguments, that make the environments of reinforcement learning.
 ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
-    "environment", {"desk": "titan_tree.rl.desk:Desk", "search": "titan_tree.rl.search:Search"}
+    "environment", {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"}
 )
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(

@@ -27,8 +27,6 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.errors import AgreedError
 from titan_tree.models.decoder import build_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("balancing")]
-
 CASES: dict[str, dict[str, Any]] = {
     "ragged": {"data__global_batch_groups": 7, "data__max_tokens": 70},
     "idle ranks": {"data__global_batch_groups": 1},
@@ -70,6 +68,7 @@ def column(config: Config, name: str) -> list[float]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.xdist_group("balancing")
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_equal_one(four_ranks: Path, tmp_path: Path, name: str) -> None:
     one, many = train(config(tmp_path, name)), config(four_ranks, name)
@@ -78,6 +77,7 @@ def test_four_ranks_equal_one(four_ranks: Path, tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.exhaustive
+@pytest.mark.xdist_group("balancing")
 def test_balanced_ranks_wait_less(four_ranks: Path) -> None:
     balanced, other = (config(four_ranks, name) for name in ("ragged", "not balanced"))
     for name in ("idle_share", "planned_idle_share"):
@@ -134,6 +134,7 @@ def bad_line(rank: int, ports: list[int], folder: Path, workers: list[int]) -> N
             assert time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_a_bad_line_ends_all_ranks(tmp_path: Path) -> None:
     write_config(tmp_path)
     lines = (tmp_path / "data.jsonl").read_text().splitlines()
@@ -204,6 +205,7 @@ def time_sharded_layers(rank: int, ports: list[int]) -> None:
         assert all(0.08 <= seconds < 0.16 for seconds in passes), passes
 
 
+@pytest.mark.slow
 def test_a_timer_measures_work_without_waits() -> None:
     run_ranks(time_sharded_layers, 1)
 

@@ -92,7 +92,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.xdist_group("split_trees")
 @pytest.mark.parametrize("name", CASES)

@@ -70,6 +70,7 @@ def test_a_checkpoint_holds_the_values_at_its_step(
     assert checkpoints(apart).keys() == {"step-4", "step-6", "step-7"}
 
 
+@pytest.mark.slow
 def test_host_memory_is_reused_and_two_checkpoints_never_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +151,7 @@ def fail_on_rank_1(rank: int, ports: list[int], folder: Path) -> None:
         assert train(config).steps_trained == 4
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_all_ranks_report_the_failed_write_of_one(tmp_path: Path) -> None:
     tiny_config(tmp_path)
     run_ranks(fail_on_rank_1, 2, tmp_path, num_groups=2)

@@ -184,7 +184,7 @@ def test_a_checksum_covers_every_block(tmp_path: Path) -> None:
     assert FileSum.of(file) == FileSum(2 * BLOCK + 5, (zeros, zeros, zlib.crc32(bytes(5))))
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_all_ranks_use_the_checkpoint_before(tmp_path: Path) -> None:
     tiny_config(tmp_path)
     run_ranks(damage_and_resume, 2, tmp_path, num_groups=2)

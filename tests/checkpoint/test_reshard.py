@@ -23,7 +23,7 @@ from titan_tree.config import (
 from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
 from titan_tree.run.model_setup import build_parallel_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("reshard")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("reshard")]
 
 # Neither 2 nor 4 divides the vocabulary, and 4 does not divide the MLPs. With 4 ranks, two have no row of
 # DeltaNet's decays.

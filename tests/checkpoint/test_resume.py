@@ -43,7 +43,6 @@ def kill_after_step_10(rank: int, ports: list[int], arguments: list[str]) -> Non
     titan_tree.train.main(arguments)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     options = ["training.steps=18", "checkpoint.interval=7", "lr_scheduler.warmup_steps=5"]
@@ -225,6 +224,7 @@ def test_changed_files_are_refused_unless_allowed(tmp_path: Path, caplog: pytest
     assert re.search(r"changed since the checkpoint: .*data\.jsonl", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, checkpoint__interval=2)
     holder = subprocess.Popen(

@@ -47,6 +47,7 @@ def problems(capsys, *arguments):
     return found
 
 
+@pytest.mark.slow
 def test_a_sound_machine_has_no_problems_and_the_report_fits_80_columns(capsys, tmp_path):
     assert main(["doctor", "--config", DEMO]) == 0
     out = capsys.readouterr().out
@@ -201,6 +202,7 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_a_problem(capsys, monkeypat
     assert problems(capsys, *arguments) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5"])
 def test_the_self_test_fails_if_a_branch_sees_another_one(monkeypatch, family):
     """In bfloat16, whose rounding hides more than that of float32."""
@@ -262,7 +264,6 @@ def test_a_gpu_that_is_in_use_or_too_old_is_a_problem(capsys, monkeypatch, only)
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_ranks_exchange_tensors_as_in_training_and_a_hang_ends(monkeypatch):
     monkeypatch.chdir(ROOT)
     sound = gpus.all_reduce(2)

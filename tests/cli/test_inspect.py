@@ -103,6 +103,7 @@ def test_merge_chooses_which_paths_share_a_tree(capsys, file):
     }
 
 
+@pytest.mark.slow
 def test_sample_settings_change_the_paths(capsys):
     counts = {}
     for name, options in {

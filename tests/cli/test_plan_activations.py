@@ -165,7 +165,6 @@ def compare_peak(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.exhaustive
 def test_ranks_that_share_tokens_keep_and_exchange_what_is_computed():
     sharding = Sharding(2, sequence_parallel=2)
@@ -233,7 +232,6 @@ def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.exhaustive
 def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
     layers = LayerMemory(model_of(num_hidden_layers=1), torch.bfloat16, Sharding(2, 2))

@@ -117,7 +117,6 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_weights_gradients_and_states_match_the_tensors_of_a_rank():
     run_ranks(compare_with_tensors, 2)
 

@@ -94,6 +94,7 @@ def test_no_block_exceeds_the_budget(monkeypatch):
     assert seen == [7 * 256] * 3 + [7 * 232] + [7 * 256] * 3 + [7 * 232]
 
 
+@pytest.mark.slow
 def test_gradcheck_over_two_blocks():
     hidden, weight, label, _ = case(3, 140, 4, torch.float64)
     for entropy, recompute in MODES.values():

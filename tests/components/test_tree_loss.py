@@ -193,11 +193,16 @@ def exact_clipped(x: float, advantage: float, low: float, high: float) -> tuple[
     return -ratio * advantage, -ratio * advantage
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("x", [-1e4, -100.0, -0.5, 0.0, 0.05, 0.5, 100.0, 1e4])
-@pytest.mark.parametrize("advantage", [-2.0, 0.0, 1.5])
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
-def test_extreme_ratios_have_the_loss_and_the_gradient_of_their_limit(name, advantage, x, dtype):
+def test_extreme_ratios_have_the_loss_and_the_gradient_of_their_limit(name):
+    log_ratios = (-1e4, -100.0, -0.5, 0.0, 0.05, 0.5, 100.0, 1e4)
+    for cell in itertools.product(log_ratios, (-2.0, 0.0, 1.5), (torch.float32, torch.float64)):
+        got, want, tolerance = extreme_ratio(name, *cell)
+        assert got == pytest.approx(want, **tolerance), cell
+
+
+def extreme_ratio(name, x, advantage, dtype):
+    """Returns the loss and its derivative, the same of the formula, and the tolerance."""
     old = -1.0 if x <= 0 else -1.0 - x
     path = TokenPath([1, 2], advantage=advantage, old_logprobs=[0, old], ref_logprobs=[0, old])
     batch = TreeBatch.from_trees([TokenTree.from_paths([path])])
@@ -218,7 +223,7 @@ def test_extreme_ratios_have_the_loss_and_the_gradient_of_their_limit(name, adva
     want = [math.copysign(math.inf, value) if abs(value) > largest else value for value in want]
     # A log-ratio is a difference: its rounding error is that of the log-probs.
     tolerance = {"rel": 1e-4, "abs": 1e-6} if dtype == torch.float32 else {"rel": 1e-6, "abs": 1e-9}
-    assert [loss.item(), grad.item()] == pytest.approx(want, **tolerance)
+    return [loss.item(), grad.item()], want, tolerance
 
 
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])

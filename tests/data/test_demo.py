@@ -3,6 +3,8 @@
 import json
 from functools import cache
 
+import pytest
+
 from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
@@ -32,6 +34,7 @@ def test_only_correct_answers_have_reward_1():
             assert (int(trial["messages"][-1]["content"]) == total) == (trial["reward"] == 1)
 
 
+@pytest.mark.slow
 def test_paths_overlap_and_diverge_as_real_rollouts_do():
     for options in ({}, {"keep_reasoning": False}):
         stats = [tree.stats for tree in trees(**options)]
@@ -49,6 +52,7 @@ def test_paths_overlap_and_diverge_as_real_rollouts_do():
     assert reasons == {ENDS, OTHER_TEXT}
 
 
+@pytest.mark.slow
 def test_dropping_earlier_thoughts_adds_branches():
     with_thoughts, without = (
         sum(t.stats.n_branches for t in trees(keep_reasoning=keep)) for keep in (True, False)

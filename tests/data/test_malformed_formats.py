@@ -425,6 +425,7 @@ def test_broken_documents_and_tables_are_errors(tmp_path):
         list(read_records(str(folder)))
 
 
+@pytest.mark.slow
 def test_mutated_rows_are_read_or_refused_in_one_line(tmp_path):
     outcomes = fuzz(400, 0, tmp_path)
     assert set(outcomes) == {"read", "refused"}, outcomes

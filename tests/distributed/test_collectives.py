@@ -1,6 +1,5 @@
 """Collective operations over two ranks."""
 
-import pytest
 import torch
 
 from tests.support.processes import process_group, run_ranks
@@ -24,7 +23,6 @@ def check_collectives(rank: int, ports: list[int]) -> None:
         assert all(value.dtype == torch.float32 for value in total.values())
 
 
-@pytest.mark.distributed
 def test_ranks_may_sum_different_names() -> None:
     run_ranks(check_collectives, 2)
 

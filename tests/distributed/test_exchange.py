@@ -19,7 +19,7 @@ from titan_tree.distributed.experts.exchange import Arrived, count_rows, dispatc
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.titan import FullAC, TreeSelectiveAC
 
-pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive, pytest.mark.xdist_group("exchange")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("exchange")]
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 16, 6, 10
 

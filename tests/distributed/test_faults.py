@@ -84,7 +84,7 @@ def wait_and_kill(ranks: mp.ProcessContext, file: Path) -> None:
         process.kill()
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "model", "reason"),
     [
@@ -135,7 +135,7 @@ def flip_a_bit(patch: pytest.MonkeyPatch, weight: torch.Tensor) -> None:
     patch.setattr(faults, "_fingerprint", lambda tensor: fingerprint(tensor) + (tensor is weight))
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_a_rank_that_differs_ends_the_run(tmp_path: Path) -> None:
     write_config(tmp_path)
     run_ranks(differ_in_one_bit, 3, tmp_path, num_groups=2)
@@ -196,7 +196,6 @@ def train_in_another_folder(rank: int, ports: list[int], folder: Path) -> None:
             Trainer(config)
 
 
-@pytest.mark.distributed
 def test_all_machines_need_the_same_folder(tmp_path: Path) -> None:
     write_config(tmp_path)
     (tmp_path / "disk1").mkdir()
@@ -222,7 +221,6 @@ os._exit(titan_tree.train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -263,7 +261,6 @@ def die_at_the_start(rank: int, ports: list[int], folder: Path) -> None:
     (folder / "rank0").touch()
 
 
-@pytest.mark.distributed
 def test_a_rank_that_dies_before_the_first_step_is_one_line_too(tmp_path: Path) -> None:
     write_config(tmp_path)
     wait_and_kill(start_ranks(die_at_the_start, 2, tmp_path), tmp_path / "rank0")

@@ -164,6 +164,7 @@ def test_a_run_resumes_and_exports_plain_weights(tmp_path: Path, options) -> Non
     assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_partitions_may_be_offloaded_and_recomputed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(activations, "MIN_BLOCK_BYTES", 64)  # the tensors of the model are tiny
     curves = []
@@ -194,7 +195,7 @@ def compare_with_one_rank(rank: int, ports: list[int]) -> None:
                     assert torch.equal(gradient.full_tensor(), 2 * want[name].float()), (recipe, name)
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_sum_the_gradients_that_each_computes():
     """FSDP2 gathers the weights in bf16 and passes them to the same products: equal bit for bit."""
     run_ranks(compare_with_one_rank, 2)

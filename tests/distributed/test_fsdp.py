@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
 from titan_tree.config import Config
 from titan_tree.engine import activations
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("fsdp")]
 
 # With three groups per step, rank 0 has two groups and rank 1 has one; with one group, rank 1 has none. The
 # trees of a rank do not fit one micro-batch of 70 tokens, so the ranks have different numbers of
@@ -51,26 +50,20 @@ def config(folder: Path, name: str) -> Config:
     return tiny_config(folder, **fixed, **validation, **CASES[name])
 
 
-def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:
-    activations.MIN_BLOCK_BYTES = 64  # the tensors of the model are tiny
-    for name, port in zip(CASES, ports, strict=True):
-        with as_rank(rank, 2, port):
-            train(config(folder, name))
+EVERYDAY = ("reduce after every micro-batch", "merged trees", "offload", "hybrid", "experts, partitions")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of all cases, trained by two processes."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    for name in CASES:
-        config(folder, name)  # writes the data before two processes read it
-    run_ranks(train_all_cases, 2, folder, num_groups=len(CASES))
-    return folder
+def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
+    with as_rank(rank, 2, ports[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "MIN_BLOCK_BYTES", 64)  # the tensors of the model are tiny
+        train(config(folder, name))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, CASES))
+def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
+    many = config(tmp_path / "two", name)  # writes the data before two processes read it
+    run_ranks(train_case, 2, tmp_path / "two", name)
     # A gradient's rounding error may move a state to the next 8-bit code. The weight then differs by a
     # fraction of its step, which is about 1e-3.
     atol = 1e-4 if name == "8-bit states" else 1e-6
-    assert_same_run(config(two_ranks, name), train(config(tmp_path, name)), atol)
+    assert_same_run(many, train(config(tmp_path / "one", name)), atol)

@@ -24,7 +24,7 @@ from titan_tree.models.transformers import InPlaceModel
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 MAX_TOKENS = 12
 SHARES = [PATHS[:4], PATHS[4:]]  # several partitions, and two
 
@@ -84,6 +84,7 @@ def rank_run(rank: int, ports: list[int], name: str, lora: bool) -> None:
         assert (found[key] - expected).norm() <= 1e-5 * expected.norm(), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora"),
     [

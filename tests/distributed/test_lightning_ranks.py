@@ -15,7 +15,6 @@ from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("lightning"),

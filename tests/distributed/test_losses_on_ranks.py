@@ -161,7 +161,6 @@ def on_two_ranks(rank: int, ports: list[int], family: str, file: Path) -> None:
                 assert_same(outcome(model, case, own, max_tokens), want, where)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "cases"),

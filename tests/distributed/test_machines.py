@@ -21,7 +21,6 @@ from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.config import Config
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("machines"),

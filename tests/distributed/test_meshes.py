@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_expert_parallel import square_of_mean
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
@@ -29,8 +30,6 @@ from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("meshes")]
 
 CUT: dict[str, Any] = {"data__max_tokens": 12}
 SEQUENCE, EXPERT, REPLICATE = (
@@ -138,34 +137,26 @@ def exact_result(
     return result
 
 
-def train_cases(rank: int, ports: list[int], folder: Path, names: list[str]) -> None:
-    for name, port in zip(names, ports, strict=True):
-        num_ranks, parallel, _ = CASES[name]
-        with as_rank(rank, num_ranks, port):
-            train(config(folder, name, **parallel))
+EVERYDAY = (
+    "sequence 2, recomputed",
+    "sequence 2, experts 2, hybrid",
+    "sequence 2, whole paths",
+    "replicate 2",
+)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of all cases, trained by several processes.
-
-    The same processes train the cases with the same meshes. torch's caches of DTensors cannot tell the groups
-    of one run from those of another with other meshes.
-    """
-    folder = tmp_path_factory.mktemp("many")
-    alike: dict[str, list[str]] = {}
-    for name, (num_ranks, parallel, _) in CASES.items():
-        config(folder, name)  # writes the data before several ranks read it
-        alike.setdefault(f"{num_ranks} {parallel}", []).append(name)
-    for names in alike.values():
-        run_ranks(train_cases, CASES[names[0]][0], folder, names, num_groups=len(names))
-    return folder
+def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
+    num_ranks, parallel, _ = CASES[name]
+    with as_rank(rank, num_ranks, ports[0]):
+        train(config(folder, name, **parallel))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_one_process(trained: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, CASES))
+def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
-    assert_same_run(config(trained, name), train(config(tmp_path, name)))
+    many = config(tmp_path / "many", name)  # writes the data before several ranks read it
+    run_ranks(train_case, CASES[name][0], tmp_path / "many", name)
+    assert_same_run(many, train(config(tmp_path / "one", name)))
 
 
 def save_exact_results(rank: int, ports: list[int], path: Path) -> None:
@@ -191,6 +182,8 @@ def exact_results(
     return torch.load(path)
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("exact")
 @pytest.mark.parametrize("max_tokens", MAX_TOKENS)
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_are_exact(

@@ -204,6 +204,7 @@ def test_bias_corrections_are_as_exact_as_fp32() -> None:
         torch.testing.assert_close(weight.detach(), torch.full((8,), -float(step)), rtol=5e-7, atol=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_torchao_is_resumed(tmp_path: Path) -> None:
     """Checkpoints of earlier versions were written with torchao's own optimizer."""
     options: dict[str, Any] = {

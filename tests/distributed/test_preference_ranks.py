@@ -52,7 +52,6 @@ def train_on_rank(rank: int, ports: list[int], folder: Path) -> None:
         train(config(folder))
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_train_on_pairs_as_one_does(tmp_path: Path) -> None:
     many = config(tmp_path / "many")  # writes the data before two processes read it

@@ -21,7 +21,7 @@ from titan_tree.models.hf import load, model_from_config
 from titan_tree.models.hf.snapshot_files import open_weights
 from titan_tree.run.model_setup import build_parallel_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("shards")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("shards")]
 
 # No number of ranks but 1 divides the vocabulary, and 4 does not divide the MLPs. Ranks 2 and 3 of 4
 # have none of the two decays.

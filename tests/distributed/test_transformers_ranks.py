@@ -16,7 +16,7 @@ from titan_tree.components.tree_loss import register_loss
 from titan_tree.config import Config, ModelConfig
 from titan_tree.models.pretrained import Implementation
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("transformers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]
 
 PARTITIONS = {"data__max_tokens": 12}
 # The architecture, and options. Both models of Qwen3 start from the same snapshot.

@@ -110,6 +110,7 @@ def test_every_policy_gives_the_same_gradients(name, checkpoint, compile):
     assert (kept.max_on_host > 0) == (name not in ("recompute", "no memory at all"))
 
 
+@pytest.mark.slow
 def test_device_budget_is_respected():
     model = tree_model(hf_model(tied=True))
     free = Watched(CPU, device_bytes=1e18, host_bytes=INF)

@@ -178,7 +178,6 @@ def train_pairs(rank: int, ports: list[int], folder: Path) -> None:
         lines.clear()
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_skip_the_same_steps_as_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in PAIRS:

@@ -118,6 +118,7 @@ def test_routing_counts_forced_experts():
         assert routing.chosen[layer].tolist() == (others + torch.tensor([4, 4] + [0] * 6)).tolist()
 
 
+@pytest.mark.slow
 def test_forced_experts_compile_to_one_more_graph():
     made = MoE(8, 16, 5, 2, True)
     with torch.no_grad():

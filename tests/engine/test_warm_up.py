@@ -25,6 +25,7 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize(
     ("name", "num_tokens"),

@@ -17,7 +17,6 @@ from titan_tree.rl.server.engines import SGLang
 from titan_tree.rl.server.weight_push import ModelPush
 
 pytestmark = [
-    pytest.mark.distributed,
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process"),
 ]

@@ -23,7 +23,7 @@ from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.mesh import init_distributed
 
 ON_CPU = os.environ.get("TITAN_TREE_EP_ON_CPU") == "1"
-pytestmark = pytest.mark.distributed if ON_CPU else [pytest.mark.distributed, pytest.mark.gpu]
+pytestmark = pytest.mark.slow if ON_CPU else [pytest.mark.gpu]
 CUT: dict[str, Any] = {"data__max_tokens": 12, **EXPERTS}
 CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {"data__max_tokens": 70, **EXPERTS},

@@ -16,7 +16,7 @@ from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
 from titan_tree.config import Config
 
 ON_CPU = os.environ.get("TITAN_TREE_ON_CPU") == "1"
-pytestmark = pytest.mark.distributed if ON_CPU else [pytest.mark.distributed, pytest.mark.gpu]
+pytestmark = pytest.mark.slow if ON_CPU else [pytest.mark.gpu]
 CUT: dict[str, Any] = {"data__max_tokens": 12}
 CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {"data__max_tokens": 70},

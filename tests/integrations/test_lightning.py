@@ -24,7 +24,7 @@ from titan_tree.errors import UserError
 from titan_tree.integrations.lightning import TreeDataModule, TreeLightningModule
 from titan_tree.registry import OPTIMIZERS
 
-pytestmark = pytest.mark.xdist_group("lightning")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lightning")]
 
 MOE = {
     "model__name": "qwen3_moe",

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from tests.support.processes import as_rank, run_ranks
 from titan_tree.integrations.trl import TreeGRPOTrainer
 
-pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,6 @@ def train_on_ranks(rank: int, ports: list[int], folder: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_ranks_train_as_the_stock_trainer_does(folder: Path) -> None:

@@ -15,7 +15,7 @@ from tests.support.hf_families import VOCAB, hf_family
 from titan_tree.integrations import trl as integration
 from titan_tree.models.transformers.support import SUPPORTED
 
-pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 # sinks, caps, scales, latents

@@ -21,7 +21,7 @@ from trl import SFTTrainer
 from titan_tree.errors import UserError
 from titan_tree.integrations.trl import score_on_trees
 
-pytestmark = pytest.mark.xdist_group("trl")  # importing trl takes ten seconds
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trl")]  # importing trl takes ten seconds
 
 
 @pytest.fixture(scope="module")

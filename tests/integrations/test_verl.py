@@ -38,6 +38,8 @@ from tests.support.verl_cpu import (
 )
 from titan_tree.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 PARTITIONS = 20  # tokens of a forward pass
 
 

@@ -10,14 +10,20 @@ import pytest
 from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError
 from titan_tree.registry import ADVANTAGES
-from titan_tree.rl.rollouts import Rollout
-from titan_tree.rl.trainer import token_paths
+from titan_tree.rl.rollouts import Rollout, token_paths
 from titan_tree.tree.paths import TokenPath
+
+
+def prompted(inherited: int = 0) -> Rollout:
+    """Returns a rollout that has only the prompt [9]."""
+    rollout = Rollout(episode=None, inherited=inherited)
+    rollout.read([9])
+    return rollout
 
 
 def rollout(turns: list[list[int]], reward: float, inherited: int = 0) -> Rollout:
     """Returns a rollout with the prompt [9] and the observation [8] between its turns."""
-    made = Rollout(None, [9], [0], [0.0], inherited=inherited)
+    made = prompted(inherited)
     for i, turn in enumerate(turns):
         made.read([8] if i else [])
         made.write(turn, [-1.0] * len(turn))
@@ -105,7 +111,7 @@ def finish(made: Rollout, draw: random.Random) -> Rollout:
 
 def random_rollouts(draw: random.Random) -> list[Rollout]:
     """Returns independent rollouts and forks, also forks of forks."""
-    made = [finish(Rollout(None, [9], [0], [0.0]), draw) for _ in range(4)]
+    made = [finish(prompted(), draw) for _ in range(4)]
     for _ in range(5):
         if longer := [each for each in made if len(each.starts) > 1]:
             source = draw.choice(longer)

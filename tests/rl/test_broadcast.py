@@ -27,7 +27,6 @@ def small(name: str) -> Decoder:
     return model
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_next"])
 def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) -> None:
     """Another process joins with gloo. It gets exactly the tensors that save_pretrained writes."""
@@ -57,7 +56,6 @@ def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) ->
         assert not transfer._group
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("mode", "message"),
     [

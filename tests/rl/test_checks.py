@@ -9,8 +9,7 @@ import pytest
 from tests.support.rl_runs import tiny
 from titan_tree import build_model, save_pretrained
 from titan_tree.errors import UserError
-from titan_tree.rl.checks import check_without_weights
-from titan_tree.rl.run import run
+from titan_tree.rl.run import check_without_weights, run
 from titan_tree.rl.sampler import Completion
 
 SERVER = ("rl.server.url=http://h:1", "rl.server.api=sglang")

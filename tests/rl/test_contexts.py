@@ -13,12 +13,10 @@ from tests.rl.test_sampling import TOKENIZER, Scripted, tiny_model
 from titan_tree import TokenPath, TokenTree, TreeLoss, TreeTokenizer, tree_logprobs
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
-from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Reply
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
+from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, play, token_paths
 from titan_tree.rl.sampler import Completion
-from titan_tree.rl.trainer import token_paths
 
 END = "<|im_end|>"
 NAMED_RESULTS = (  # as templates of models that want to know which call a result belongs to
@@ -170,7 +168,8 @@ def test_turn_advantages_across_contexts_by_hand() -> None:
     """
 
     def rollout(first: int, second: int, reward: float, inherited: int = 0) -> Rollout:
-        made = Rollout(None, [9], [0], [0.0], inherited=inherited)
+        made = Rollout(episode=None, inherited=inherited)
+        made.read([9])
         made.write([first], [-1.0])
         made.read([7, 7], new_context=True)
         made.write([second], [-1.0])
@@ -193,7 +192,8 @@ def test_experts_of_each_context_stay_as_they_were_sampled() -> None:
     def rows(start: int, number: int) -> np.ndarray:
         return np.arange(start, start + number)[:, None, None] + np.zeros((1, 2, 1), np.int16)
 
-    rollout = Rollout(None, [1, 2], [0, 0], [0.0, 0.0])
+    rollout = Rollout(episode=None)
+    rollout.read([1, 2])
     with_gap = rows(10, 3)
     with_gap[1] = -1  # a position that the server had cached
     rollout.write([3, 4], [-1.0, -1.0], with_gap)

@@ -5,8 +5,7 @@ import statistics
 
 import pytest
 
-from titan_tree.rl.desk import RIGHT, Desk
-from titan_tree.rl.environment import Demonstrator, Reply
+from titan_tree.rl.environment import RIGHT, Demonstrator, Desk, Reply
 from titan_tree.rl.search import MAX_SEARCHES, PEOPLE, RESULTS, Search
 from titan_tree.rl.search import RIGHT as SEARCH_RIGHT
 

@@ -83,6 +83,7 @@ def test_the_reference_is_the_start_of_the_run(tmp_path: Path, max_tokens: int) 
     check_scores(resumed.seen, reference)
 
 
+@pytest.mark.slow
 def test_the_base_of_lora_is_the_reference(tmp_path: Path) -> None:
     """The adapter trains, a resumed run repeats it bit for bit, and no second model is loaded."""
     options = (*KL, *LORA)
@@ -101,6 +102,7 @@ def test_the_base_of_lora_is_the_reference(tmp_path: Path) -> None:
     assert all(torch.equal(p, trained[name]) for name, p in resumed.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_an_adapter_to_start_from_is_part_of_the_reference(tmp_path: Path) -> None:
     first = make(tmp_path / "first", *LORA, "training.steps=2")
     start = exported(first.model, tmp_path / "start")
@@ -117,6 +119,7 @@ def test_an_adapter_to_start_from_is_part_of_the_reference(tmp_path: Path) -> No
     assert kl[3] > 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refuses_another_adapter_to_start_from(tmp_path: Path) -> None:
     for seed in (0, 1):
         first = make(tmp_path / f"first {seed}", *LORA, f"training.seed={seed}", "training.steps=1")
@@ -178,6 +181,7 @@ def test_the_weights_of_a_reference_have_the_dtype_of_the_computation(tmp_path: 
     trainer.close()
 
 
+@pytest.mark.slow
 def test_wrong_references_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rl.reference: expected none, because the loss reads no ref_logpr"):
         make(tmp_path / "unneeded", "rl.reference=/models/nothing")

@@ -12,11 +12,9 @@ from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl import cached_sampler
-from titan_tree.rl.branching import branches
 from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.desk import Desk
-from titan_tree.rl.environment import Reply
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
+from titan_tree.rl.environment import Desk, Reply
+from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, play
 from titan_tree.rl.sampler import Completion
 
 TOKENIZER = TreeTokenizer.load("byte")

@@ -157,6 +157,7 @@ def test_the_next_step_samples_while_one_trains(tmp_path: Path) -> None:
     assert len(trainer.trained) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
     prompts: dict[str, dict[int, Any]] = {"whole": {}, "resumed": {}}
     with rollout_server(RolloutServer("sglang", other_model())) as url:
@@ -173,6 +174,7 @@ def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
     assert ages == {"whole": [0, 1, 1, 1], "resumed": [0, 1, 0, 1]}  # a resume starts from the newest weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_steps", [0, 1])
 @pytest.mark.parametrize("error", [UserError("boom"), ZeroDivisionError("bug")], ids=["user", "bug"])
 def test_errors_of_the_sampling_thread_end_the_run(
@@ -312,6 +314,7 @@ def test_settings_that_do_not_fit_are_refused(own: list[str], message: str, tmp_
         RLTrainer(tiny(tmp_path, *own))
 
 
+@pytest.mark.slow
 def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
     for steps in (1, 2):
         with rollout_server(RolloutServer("sglang", other_model())) as url:
@@ -348,7 +351,7 @@ def test_a_server_and_a_sampler_exclude_each_other(tmp_path: Path) -> None:
 def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:
     with rollout_server(RolloutServer("sglang", other_model())) as url:
         trainer = RLTrainer(tiny(tmp_path, *options(url)))
-        trainer.ahead.close()
+        trainer.async_sampling.close()
         with pytest.raises(StoppedError):
             trainer.rollouts(1)
         trainer.close()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
 from titan_tree.errors import UserError
-from titan_tree.rl.background import in_daemon
+from titan_tree.rl.async_sampling import in_daemon
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.rollouts import Limits, play
 from titan_tree.rl.server.client import StoppedError

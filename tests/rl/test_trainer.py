@@ -23,12 +23,11 @@ from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.errors import UserError
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.desk import Desk, DeskEpisode
+from titan_tree.rl.environment import Desk, DeskEpisode
 from titan_tree.rl.rollouts import Rollout
-from titan_tree.rl.run import run, warm_start_config
+from titan_tree.rl.run import WarmStart, run, warm_start_config
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.trainer import RLTrainer
-from titan_tree.rl.warm_start import WarmStart
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.token_tree import TokenTree
 
@@ -167,6 +166,7 @@ def test_metrics_describe_the_rollouts(tmp_path: Path) -> None:
     assert float(row["cut_off"]) == 0.0
 
 
+@pytest.mark.slow
 def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, "training.steps=3"]
     arguments += ["warm_start.steps=6", "warm_start.interval=2", "warm_start.reward=0", "warm_start.tasks=2"]
@@ -191,6 +191,7 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
     assert load_tables(RLRunConfig, tmp_path / "again.toml") == config
 
 
+@pytest.mark.slow
 def test_the_script_of_the_measurements_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def config(folder: Path, **options: Any) -> Config:
     return tiny_config(folder, **sizes | LORA | cut | {"checkpoint__interval": 2} | options)
 
 
+@pytest.mark.slow
 def test_a_run_saves_adapters_resumes_exactly_and_exports_dequantized_weights(tmp_path: Path) -> None:
     whole = train(config(tmp_path / "whole"))
     tensors = json.loads((whole.folder.path / "checkpoints" / "step-4" / "tensors.json").read_text())

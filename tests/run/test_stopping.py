@@ -243,7 +243,6 @@ def fail_after_two_steps(read: Callable[..., list[TokenTree]]) -> Callable[..., 
     return read_or_fail
 
 
-@pytest.mark.distributed
 def test_all_ranks_leave_if_one_must(tmp_path: Path) -> None:
     for name in ("error", "signal"):
         (tmp_path / name).mkdir()

@@ -129,6 +129,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, activation_che
     assert read_metrics(recomputed) == read_metrics(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "attention_calls"), [(TreeSelectiveAC, 1), (FullAC, 2)])
 def test_selective_checkpointing_does_not_recompute_attention(
     policy: type[SelectiveAC], attention_calls: int

@@ -222,7 +222,6 @@ def on_two_ranks(rank, ports, folder):
         score(folder, "wrong.jsonl", data__files=folder / "wrong.jsonl.data")  # the group of rank 1
 
 
-@pytest.mark.distributed
 def test_two_ranks_write_the_file_of_one(tmp_path):
     """Ranks get different numbers of groups and partitions, and run some in another order than one rank."""
     write_rows(tmp_path / "rows.jsonl", advantages=False)
@@ -340,7 +339,6 @@ def test_a_snapshot_without_a_configuration(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.distributed
 def test_two_killed_ranks_continue_on_one(tmp_path):
     """SIGKILL ends both ranks after their first complete round."""
     write_rows(tmp_path / "rows.jsonl")

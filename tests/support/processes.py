@@ -2,12 +2,23 @@
 
 The test's own process hosts the stores through which ranks find each other, as torchrun does. The operating
 system chooses their ports and they stay open, so that no other process can take one.
+
+A test session keeps its pair of ranks, and its four ranks: a test hands them a function and its arguments.
+Starting processes for each test instead would take a second and more.
 """
 
+import functools
+import gc
 import multiprocessing
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -15,12 +26,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support.isolation import restore_registries
+
 # A rank may wait for another one that a loaded machine runs much later.
 TIMEOUT = timedelta(minutes=10)
+# Seconds that the other ranks get to report their own errors after one rank has failed.
+GRACE_S = 5.0
+# Numbers of ranks that a session keeps.
+KEPT = (2, 4)
 
 
 def run_ranks(
-    function: Callable[..., None], num_ranks: int, *args: Any, num_groups: int = 1, start: str = "forkserver"
+    function: Callable[..., None],
+    num_ranks: int,
+    *args: Any,
+    num_groups: int = 1,
+    start: str = "forkserver",
+    fresh: bool = False,
 ) -> None:
     """Calls ``function(rank, ports, *args)`` in ``num_ranks`` processes and waits for all of them.
 
@@ -29,7 +51,13 @@ def run_ranks(
             one of the ``num_groups`` ports to ``as_rank``.
         start: "forkserver" forks all ranks of a test session from one process that has imported titan_tree,
             which takes seconds. Ranks on a GPU need "spawn".
+        fresh: starts new processes, for functions that end them.
+    Raises:
+        RankError: a rank of the session's has raised an error.
     """
+    if start == "forkserver" and num_ranks in KEPT and not fresh:
+        _session_ranks(num_ranks).run(function, *args, num_groups=num_groups)
+        return
     ranks = start_ranks(function, num_ranks, *args, num_groups=num_groups, start=start)
     while not ranks.join():
         pass
@@ -38,10 +66,10 @@ def run_ranks(
 def start_ranks(
     function: Callable[..., None], num_ranks: int, *args: Any, num_groups: int = 1, start: str = "forkserver"
 ) -> mp.ProcessContext:
-    """Starts what ``run_ranks`` runs, and returns the processes without waiting for them."""
+    """Starts new processes that run what ``run_ranks`` runs, and returns them without waiting for them."""
     if start == "forkserver":
-        multiprocessing.set_forkserver_preload(["tests.support.tiny_run"])
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT) for _ in range(num_groups)]
+        _preload()
+    stores = _stores(num_groups)
     ports = [store.port for store in stores]
     ranks = mp.start_processes(_run, (function, ports, *args), num_ranks, join=False, start_method=start)
     assert ranks is not None
@@ -49,9 +77,152 @@ def start_ranks(
     return ranks
 
 
+def _preload() -> None:
+    multiprocessing.set_forkserver_preload(["tests.support.tiny_run"])
+
+
+def _stores(number: int) -> list[dist.TCPStore]:
+    return [dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT) for _ in range(number)]
+
+
 def _run(rank: int, function: Callable[..., None], ports: list[int], *args: Any) -> None:
     torch.set_num_threads(1)
     function(rank, ports, *args)
+
+
+class RankError(AssertionError):
+    """A rank failed. The message contains its traceback."""
+
+
+@dataclass
+class _Answer:
+    """What a rank sends back: the traceback if it failed, and the CPU time that the call took, in seconds."""
+
+    error: str | None
+    cpu_s: float
+
+
+class SessionRanks:
+    """Ranks that live until the session ends or one of them fails."""
+
+    def __init__(self, num_ranks: int) -> None:
+        _preload()
+        context = multiprocessing.get_context("forkserver")
+        self.cpu_s = 0.0  # CPU time of all calls so far
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            # Data loading starts processes of its own, so a rank cannot be a daemon.
+            process = context.Process(target=_serve, args=(rank, theirs))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, function: Callable[..., None], *args: Any, num_groups: int) -> None:
+        """Calls ``function(rank, ports, *args)`` in each rank.
+
+        Raises:
+            RankError: a rank raised an error or died. All ranks are ended, since others may wait for it.
+        """
+        stores = _stores(num_groups)
+        ports = [store.port for store in stores]
+        for connection in self._connections:
+            connection.send((function, ports, args))
+        errors: dict[int, str] = {}
+        waiting = dict(enumerate(self._connections))
+        while waiting:
+            ready = wait(list(waiting.values()), GRACE_S if errors else None)
+            if not ready:
+                break
+            for rank in [rank for rank, connection in waiting.items() if connection in ready]:
+                try:
+                    answer = waiting.pop(rank).recv()
+                except EOFError:
+                    self._processes[rank].join(GRACE_S)
+                    answer = _Answer(f"the process ended with status {self._processes[rank].exitcode}", 0.0)
+                self.cpu_s += answer.cpu_s
+                if answer.error is not None:
+                    errors[rank] = answer.error
+        if errors:
+            self.stop()
+            raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+
+    def stop(self) -> None:
+        """Ends the processes. The next test that needs ranks starts new ones."""
+        for size, ranks in list(_kept.items()):
+            if ranks is self:
+                del _kept[size]
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+_kept: dict[int, SessionRanks] = {}
+
+
+def _session_ranks(num_ranks: int) -> SessionRanks:
+    if num_ranks not in _kept:
+        _kept[num_ranks] = SessionRanks(num_ranks)
+    return _kept[num_ranks]
+
+
+def stop_session_ranks() -> None:
+    """Ends all ranks that the session keeps."""
+    for ranks in list(_kept.values()):
+        ranks.stop()
+
+
+def session_cpu_s() -> float:
+    """Returns the CPU time that the calls of all kept ranks took, in seconds."""
+    return sum(ranks.cpu_s for ranks in _kept.values())
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """Calls the functions that the session sends until it closes the connection."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, ports, args = connection.recv()
+        except EOFError:
+            return
+        start, error = time.process_time(), None
+        try:
+            torch.manual_seed(0)
+            function(rank, ports, *args)
+        except BaseException:
+            error = traceback.format_exc()
+        connection.send(_Answer(error, time.process_time() - start))
+        if error is not None:  # other ranks may wait for this one, so the session ends them all
+            return
+        _forget()
+
+
+def _forget() -> None:
+    """Removes what a call left behind, so that the next one does not depend on it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    restore_registries()
+    _clear_mesh_caches()
+    gc.collect()
+
+
+def _clear_mesh_caches() -> None:
+    """Clears the caches of DTensors: they compare meshes by their ranks, but the groups have ended."""
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    for value in gc.get_objects():
+        with suppress(ReferenceError):
+            if type(value) is functools._lru_cache_wrapper and (value.__module__ or "").startswith(
+                "torch.distributed."
+            ):
+                value.cache_clear()
 
 
 @contextmanager

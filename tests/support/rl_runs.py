@@ -8,8 +8,7 @@ from typing import Any
 
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
-from titan_tree.rl.desk import DeskEpisode
-from titan_tree.rl.environment import Reply
+from titan_tree.rl.environment import DeskEpisode, Reply
 from titan_tree.rl.trainer import RLTrainer
 
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"

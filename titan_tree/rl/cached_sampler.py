@@ -1,6 +1,7 @@
 """CachedSampler: samples from the weights that are trained, without a copy of the model.
 
-B rows, S tokens of each, L layers, H heads, K key-value heads, D head dim, V vocabulary, d hidden size.
+Shapes: B rows, S tokens per row, L layers, H heads, K key-value heads, D head dim, V vocabulary size,
+d hidden size.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.context_cache import Bundles, ContextCache
-from titan_tree.rl.graphs import Graphs
 from titan_tree.rl.sampler import Completion, longest_row
 
-SHRINK = 0.8  # on a CPU, rows that have ended leave the batch once at most this share of it is live
-SLOTS = 256  # a step reads up to this many empty slots of a turn; fewer need more CUDA graphs
-CACHE_SHARE = 0.4  # of the GPU's memory that a cache may take
+SHRINK = 0.8  # on a CPU, finished rows are dropped once at most this share of the batch is unfinished
+SLOTS = 256  # a step reads up to this many empty slots of a turn; a smaller number needs more CUDA graphs
+CACHE_SHARE = 0.4  # share of the GPU's memory that a cache may take
 # Takes a layer's index, queries [B, S, H, D], and keys and values [B, S, K, D]. Returns [B, S, H, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Step = Callable[[Tensor, Tensor], Tensor]  # takes tokens [B] and a slot [1], returns logits [B, V]
 
 
 class CachedSampler:
@@ -84,31 +85,34 @@ class CachedSampler:
     ) -> list[Completion]:
         completions = [Completion([], []) for _ in contexts]
         cache = self._read(contexts, max(max_tokens))
-        last = self._tensor([context[-1] for context in contexts])
+        last_tokens = self._tensor([context[-1] for context in contexts])
         slot = self._tensor([0])
-        live = going = list(range(len(contexts)))  # the context of each row; the rows that go on
-        slots = 0  # of a turn, which ``step`` reads
-        for number in range(max(max_tokens)):
-            if not going:
+        context_of_row = list(range(len(contexts)))
+        unfinished_rows = list(context_of_row)
+        num_slots = 0  # number of slots of a turn that ``step`` reads
+        for position in range(max(max_tokens)):
+            if not unfinished_rows:
                 break
-            if self._device.type == "cpu" and len(going) <= SHRINK * len(live):
-                rows = self._tensor(going)
-                last, cache, live = last[rows], cache.select(rows), [live[row] for row in going]
-                slots = 0
-            if number >= slots:
-                slots = number + SLOTS
-                step = self._graphs.capture(partial(self._extend, cache=cache.begin(slots)), last, slot)
-            last, tokens, logprobs = draw(step(last, slot), generator)
+            if self._device.type == "cpu" and len(unfinished_rows) <= SHRINK * len(context_of_row):
+                rows = self._tensor(unfinished_rows)
+                last_tokens, cache = last_tokens[rows], cache.select(rows)
+                context_of_row = [context_of_row[row] for row in unfinished_rows]
+                num_slots = 0
+            if position >= num_slots:
+                num_slots = position + SLOTS
+                extend = partial(self._extend, cache=cache.first_slots(num_slots))
+                step = self._graphs.capture(extend, last_tokens, slot)
+            last_tokens, tokens, logprobs = draw(step(last_tokens, slot), generator)
             slot += 1
-            going = []
-            for row, (i, token, logprob) in enumerate(zip(live, tokens, logprobs, strict=True)):
-                turn, values, _ = completions[i]
+            unfinished_rows = []
+            for row, (i, token, logprob) in enumerate(zip(context_of_row, tokens, logprobs, strict=True)):
+                turn, turn_logprobs, _ = completions[i]
                 if len(turn) == max_tokens[i] or (turn and turn[-1] == stop):
                     continue  # this row ended earlier
                 turn.append(token)
-                values.append(logprob)
+                turn_logprobs.append(logprob)
                 if token != stop and len(turn) < max_tokens[i]:
-                    going.append(row)
+                    unfinished_rows.append(row)
         return completions
 
     @property
@@ -123,9 +127,9 @@ class CachedSampler:
         if self._device.type != "cuda":
             return sys.maxsize
         config, weight = self.model.config, self.model.embed_tokens.weight
-        row = 2 * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        row_elements = 2 * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         memory = torch.cuda.get_device_properties(self._device).total_memory
-        return max(1, int(CACHE_SHARE * memory) // (row * weight.itemsize))
+        return max(1, int(CACHE_SHARE * memory) // (row_elements * weight.itemsize))
 
     def _read(self, contexts: Sequence[Sequence[int]], turn: int) -> ContextCache:
         """Returns a cache with all but the last token of each context, and room for ``turn`` tokens.
@@ -133,30 +137,34 @@ class CachedSampler:
         Contexts are padded on the right. Decoding does not see the keys of the padding.
         """
         config, weight = self.model.config, self.model.embed_tokens.weight
-        different: dict[tuple[int, ...], int] = {}
-        index = [different.setdefault(tuple(context), len(different)) for context in contexts]
-        bundles, of_bundle = Bundles.of(index, weight.device)
+        distinct: dict[tuple[int, ...], int] = {}
+        index = [distinct.setdefault(tuple(context), len(distinct)) for context in contexts]
+        bundles, context_of_bundle = Bundles.of(index, weight.device)
         size = aligned(max(map(len, contexts)))
 
         def empty(rows: int, size: int) -> Tensor:
             shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, size, config.head_dim)
             return weight.new_zeros(shape)
 
-        shared, own = empty(len(of_bundle), size), empty(len(contexts), aligned(turn))
+        shared, turns = empty(len(context_of_bundle), size), empty(len(contexts), aligned(turn))
         length = self._tensor([len(context) - 1 for context in contexts])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            shared[layer, 0], shared[layer, 1] = k[of_bundle], v[of_bundle]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            shared[layer, 0], shared[layer, 1] = k[context_of_bundle], v[context_of_bundle]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         padding = [0] * size
-        tokens = self._tensor([[*context[:-1], *padding][:size] for context in different])
+        tokens = self._tensor([[*context[:-1], *padding][:size] for context in distinct])
         self._run(tokens, torch.arange(size, device=tokens.device).expand_as(tokens), attend)
-        return ContextCache(shared, own, length, bundles)
+        return ContextCache(shared, turns, length, bundles)
 
     def _extend(self, tokens: Tensor, slot: Tensor, cache: ContextCache) -> Tensor:
-        """Reads a token [B] of each row, and writes its keys and values to ``slot`` [1] of the turn.
+        """Reads one token per row, and writes its keys and values to a slot of the turn.
+
+        Args:
+            tokens: [B].
+            slot: [1].
 
         Returns:
             Logits [B, V] after the tokens.
@@ -164,7 +172,7 @@ class CachedSampler:
         mask = cache.mask(slot)
 
         def attend(layer: int, *qkv: Tensor) -> Tensor:
-            return cache.attend(layer, slot, mask, *(part[:, 0] for part in qkv))[:, None]
+            return cache.attend(layer, slot, mask, *(x[:, 0] for x in qkv))[:, None]
 
         x = self._run(tokens[:, None], (cache.length + slot)[:, None], attend)[:, 0]
         model = self.model
@@ -183,10 +191,54 @@ class CachedSampler:
             projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
             q, k, v = (p(h).unflatten(-1, (-1, model.config.head_dim)).flatten(0, 1) for p in projections)
             q, k = rope.rotate(mixer.q_norm(q)), rope.rotate(mixer.k_norm(k))
-            out = attend(i, *(part.unflatten(0, tokens.shape) for part in (q, k, v)))
+            out = attend(i, *(y.unflatten(0, tokens.shape) for y in (q, k, v)))
             x = x + mixer.o_proj(out.flatten(-2))
             x = x + block.mlp(block.post_attention_layernorm(x))
         return x
+
+
+class Graphs:
+    """CUDA graphs that share memory, because only the newest one is used.
+
+    Without sharing, the allocator would keep the memory of deleted graphs until no other memory is left, and
+    the driver may fail before that.
+    """
+
+    def __init__(self) -> None:
+        self._newest: torch.cuda.CUDAGraph | None = None
+        self._stream: torch.cuda.Stream | None = None  # all graphs use one, because each has its own memory
+
+    def capture(self, step: Step, tokens: Tensor, slot: Tensor) -> Step:
+        """Returns ``step`` as a CUDA graph, because launching its many small kernels takes long.
+
+        On a CPU, it returns ``step`` itself. A call of the graph overwrites the result of the previous call.
+        A graph must not be called after a later capture.
+
+        Args:
+            step: a function that writes the same memory if it is called twice with the same inputs.
+            tokens, slot: inputs of the first call.
+        """
+        if not tokens.is_cuda:
+            return step
+        inputs = tokens.clone(), slot.clone()
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        graph, pool = torch.cuda.CUDAGraph(), self._newest.pool() if self._newest else None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(*inputs)  # libraries allocate their workspaces before the capture
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            result = step(*inputs)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._newest = graph
+
+        def replay(tokens: Tensor, slot: Tensor) -> Tensor:
+            inputs[0].copy_(tokens)
+            inputs[1].copy_(slot)
+            graph.replay()
+            return result
+
+        return replay
 
 
 def aligned(size: int) -> int:

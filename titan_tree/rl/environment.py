@@ -1,13 +1,29 @@
-"""Environments make tasks and answer the model's turns, in text. They know neither tokens nor models."""
+"""Environments make tasks and answer the model's turns, in text. They know neither tokens nor models.
+
+``Desk`` is the smallest environment: a task of two turns and a tool, which a tiny model learns in minutes.
+
+    user       caps pens
+    assistant  ?caps?pens      calls the tool for both things
+    tool       3
+    tool       4
+    assistant  7               answers the sum
+"""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-Message = dict[str, Any]  # of a chat API: role, content, ...
+from titan_tree.data.demo import ITEMS
+
+Message = dict[str, Any]  # a message of a chat API, with the keys role, content, ...
+
+MAX_COUNT = 5  # pieces of one thing
+MAX_CALLS = 3  # calls in one turn
+RIGHT = 0.8  # probability that a demonstration names the right thing, and that its answer is right
 
 
 @dataclass(frozen=True)
@@ -15,11 +31,11 @@ class Reply:
     """The answer of an environment to a turn.
 
     Attributes:
-        messages: what the model reads before its next turn, such as the results of several tool calls; None
-            if the episode is over.
-        reward: reward of the whole episode if it is over.
-        new_context: the next turn sees only ``messages``, in place of all that the model has read and written
-            so far. This compacts a context that has become too long.
+        messages: what the model reads before its next turn, such as the results of several tool calls. None
+            ends the episode.
+        reward: reward of the whole episode. It counts only if the episode is over.
+        new_context: whether the next turn sees only ``messages``, instead of all that the model has read and
+            written so far. An environment compacts a context that has become too long this way.
     """
 
     messages: list[Message] | None
@@ -32,7 +48,8 @@ class Episode(Protocol):
 
     Attributes:
         prompt: the messages before the model's first turn.
-        tools: optional; JSON schemas of tools, which the chat template renders into the prompt.
+        tools: JSON schemas of tools, which the chat template renders into the prompt. This attribute is
+            optional.
     """
 
     prompt: list[Message]
@@ -52,7 +69,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """An environment that can show how a task is done, for a warm start."""
+    """An environment that can demonstrate its tasks, which a warm start needs."""
 
     def demonstrations(self, draw: random.Random) -> list[list[Message]]:
         """Returns whole conversations on one task, with the model's turns as messages of the assistant.
@@ -60,3 +77,49 @@ class Demonstrator(Protocol):
         The task has the tools of ``episode`` with an equal ``draw``.
         """
         ...
+
+
+class DeskEpisode:
+    """One task of ``Desk``: how many pieces of two things are there together?
+
+    The reward is 0.2 for looking up both things and nothing else, plus 0.8 for the right sum.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self.items = draw.sample(ITEMS, 2)
+        self.count = {item: draw.randint(1, MAX_COUNT) for item in ITEMS}
+        self.prompt: list[Message] = [{"role": "user", "content": " ".join(self.items)}]
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.count[item] for item in self.items))
+
+    def reply(self, turns: Sequence[str]) -> Reply:
+        calls = [re.findall(r"\?([a-z]*)", turn)[:MAX_CALLS] for turn in turns]
+        if calls[-1] and len(turns) < 3:
+            return Reply(self._looked_up(calls[-1]))
+        called = [item for turn in calls for item in turn]
+        right_calls = sum(called.count(item) == 1 for item in self.items) / max(2, len(called))
+        return Reply(None, 0.2 * right_calls + 0.8 * (turns[-1].strip() == self.answer))
+
+    def demonstration(self, draw: random.Random) -> list[Message]:
+        """Returns a conversation with random mistakes."""
+        items = [item if draw.random() < RIGHT else draw.choice(ITEMS) for item in self.items]
+        answer = self.answer if draw.random() < RIGHT else str(draw.randint(2, 2 * MAX_COUNT))
+        calls = {"role": "assistant", "content": "".join(f"?{item}" for item in items)}
+        return [*self.prompt, calls, *self._looked_up(items), {"role": "assistant", "content": answer}]
+
+    def _looked_up(self, items: Sequence[str]) -> list[Message]:
+        return [{"role": "tool", "content": str(self.count.get(item, "unknown"))} for item in items]
+
+
+class Desk:
+    """Makes desk tasks. Its demonstrations are often wrong, which leaves something to learn."""
+
+    def episode(self, draw: random.Random) -> DeskEpisode:
+        return DeskEpisode(draw)
+
+    def demonstrations(self, draw: random.Random) -> list[list[Message]]:
+        """Returns four conversations on one task."""
+        episode = DeskEpisode(draw)
+        return [episode.demonstration(draw) for _ in range(4)]

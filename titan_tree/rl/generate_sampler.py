@@ -1,6 +1,6 @@
 """GenerateSampler: samples from the weights that are trained with ``generate`` of transformers.
 
-B contexts, U different ones, S tokens of the longest one, V vocabulary.
+Shapes: B contexts, U distinct ones, S tokens in the longest one, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.errors import UserError
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.sampler import Completion, longest_row
+from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.sampler import Completion, Sampler, longest_row
 
 
 class GenerateSampler:
@@ -44,9 +46,9 @@ class GenerateSampler:
             UserError: a context and its turn may exceed the model's positions.
         """
         longest_row(contexts, max_tokens, self.model.config.max_position_embeddings)
-        different = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
-        tokens, mask = self._left_padded(list(different))
-        rows = self._tensor([different[tuple(context)] for context in contexts])
+        distinct = {tuple(context): row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        tokens, mask = self._left_padded(list(distinct))
+        rows = self._tensor([distinct[tuple(context)] for context in contexts])
         record = _Record(self._tensor(max_tokens))
         cuda = [self._device] if self._device.type == "cuda" else []
         with cast_weights(self.model), torch.random.fork_rng(cuda):
@@ -70,7 +72,8 @@ class GenerateSampler:
             )
         sampled = out[:, tokens.shape[1] :].tolist()
         logprobs = torch.stack(record.logprobs, 1).tolist()
-        return [_turn(*each, stop) for each in zip(sampled, logprobs, max_tokens, strict=True)]
+        rows_of_turns = zip(sampled, logprobs, max_tokens, strict=True)
+        return [_turn(tokens, logprobs, limit, stop) for tokens, logprobs, limit in rows_of_turns]
 
     @property
     def _device(self) -> torch.device:
@@ -88,7 +91,7 @@ class GenerateSampler:
         return self._tensor(tokens), self._tensor(mask)
 
     def _read(self, tokens: Tensor, mask: Tensor) -> Any:
-        """Returns transformers' cache of all but the last token of each context; None if there are none."""
+        """Returns transformers' cache of all but the last token of each context; None if it is empty."""
         if tokens.shape[1] == 1:
             return None
         positions = (mask.cumsum(1) - 1).clamp_min(0)
@@ -102,14 +105,14 @@ class GenerateSampler:
 
 
 class _Record:
-    """Keeps the log-probs of sampled tokens, and ends rows at their limits.
+    """Records the log-probs of sampled tokens, and ends rows at their limits.
 
-    ``output_logits`` of ``generate`` would keep V numbers for each token instead of one.
+    ``output_logits`` of ``generate`` would store V numbers per token instead of one.
 
     Args:
-        limits: [B], of tokens.
+        limits: [B], the maximal number of tokens of each row.
     Attributes:
-        logprobs: [B] fp32 in nats, for each token.
+        logprobs: one tensor [B] fp32 per sampled token, in nats.
     """
 
     def __init__(self, limits: Tensor) -> None:
@@ -117,18 +120,32 @@ class _Record:
         self.logprobs: list[Tensor] = []
 
     def logits(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Gets the logits [B, V] of the next token, as a processor that changes nothing."""
+        """Stores the log-probs [B, V] of the next token. Returns the logits unchanged."""
         self._next = logits.float().log_softmax(-1)
         return logits
 
     def is_done(self, tokens: Tensor, _: Any, **__: Any) -> Tensor:
-        """Gets all tokens including the next one. Returns whether each row has reached its limit, [B]."""
+        """Records the log-prob of the newest token. Returns whether each row has reached its limit, [B]."""
         self.logprobs.append(self._next.gather(1, tokens[:, -1:])[:, 0])
         return len(self.logprobs) >= self.limits
 
 
 def _turn(tokens: list[int], logprobs: list[float], limit: int, stop: int) -> Completion:
-    """Returns the turn of a row, which ``generate`` continues with padding."""
+    """Returns the turn of a row without the padding that ``generate`` has appended."""
     end = tokens.index(stop) + 1 if stop in tokens else limit
     size = min(end, limit)
     return Completion(tokens[:size], logprobs[:size])
+
+
+def default_sampler(model: TreeModel) -> Sampler:
+    """Returns a sampler of the weights of ``model``: ``CachedSampler`` if it can sample from them.
+
+    Otherwise it returns a ``GenerateSampler``.
+
+    Raises:
+        UserError: no sampler can sample from the model.
+    """
+    try:
+        return CachedSampler(model)
+    except UserError:
+        return GenerateSampler(model)

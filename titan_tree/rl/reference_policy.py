@@ -1,4 +1,4 @@
-"""Reference: the fixed policy that a loss compares the trained one with. It scores rollouts for training."""
+"""Reference: the fixed policy with which a loss compares the trained one. It scores rollouts for training."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Reference:
     model of its own.
 
     Args:
-        config: of the run.
-        step: trains the model; its model, device and partitioner are used.
+        config: the run's configuration.
+        step: the training step, whose model, device and partitioner the reference uses.
 
     Attributes:
-        identity: what determines the weights. A run must resume with the same.
+        identity: a text that determines the weights. A run must resume with the same identity.
 
     Raises:
         UserError: the reference cannot be loaded.
@@ -63,11 +63,11 @@ class Reference:
         self.model = build_parallel_model(model, config.training, config.parallel, mesh, adapted)
         self.model.requires_grad_(False)
         if dtype := self.model.compute_dtype:
-            for weight in self.model.parameters():  # once, instead of in every step
+            for weight in self.model.parameters():  # cast once instead of in every step
                 weight.data = weight.data.to(dtype)
 
     def check(self, identity: str | None) -> None:
-        """Raises UserError unless a checkpoint's ``identity`` is this reference's. None: it had none."""
+        """Raises UserError if a checkpoint has another reference. None: the checkpoint had no reference."""
         if identity not in (None, self.identity):
             raise UserError(
                 f"rl.reference: expected the reference of the run so far, {identity}, got {self.identity}; "
@@ -78,13 +78,13 @@ class Reference:
         """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
         trees = [TokenTree.from_paths(paths) for paths in groups]
         with adapters_off(self.model) if self.is_base else nullcontext():
-            logprobs = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
-        for path, found in zip(chain.from_iterable(groups), logprobs, strict=True):
-            path.ref_logprobs = found
+            scores = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
+        for path, logprobs in zip(chain.from_iterable(groups), scores, strict=True):
+            path.ref_logprobs = logprobs
 
 
 def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:
-    """Raises UserError if ``rl.reference`` is no folder, or is not needed, or is needed but not set."""
+    """Raises UserError if ``rl.reference`` is no folder, or set but not needed, or needed but not set."""
     folder = config.rl.reference
     if folder is None and config.loss.name == "distill":
         raise UserError(

@@ -7,45 +7,48 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
 from titan_tree.rl.sampler import Sampler
 from titan_tree.tree.paths import TokenPath
 
-# Stand for any question, and for any turn of the model.
+# Placeholders for any question, and for any turn of the model.
 QUESTION: Message = {"role": "user", "content": "question"}
 ANSWER: Message = {"role": "assistant", "content": "answer"}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Rollout:
     """One trajectory of T tokens on a task. It has one context, or several if the environment compacts them.
 
     Attributes:
-        tokens: [T] token ids of all contexts, one after another. A turn sees those of its own context.
+        tokens: [T] token ids of all contexts, one after another. A turn sees only its own context.
         mask: [T] 1 for a sampled token, else 0.
         logprobs: [T] log-probs of sampled tokens in nats, as the sampler reported them, else 0.
         starts: index of the first token of each turn of the model.
         turns: texts of finished turns.
         inherited: number of turns that another rollout has sampled, see ``fork``.
         reward: None until the rollout has ended.
-        is_cut_off: whether a limit of tokens ended it; its reward is 0.
+        is_cut_off: whether a limit of tokens ended the rollout. Its reward is then 0.
         contexts: index of the first token of each context.
-        experts: [t, L, k] for each context: the experts of its first t tokens, see ``TokenPath``. Empty if
-            they were not recorded.
+        experts: one array [t, L, k] per context with the experts of its first t tokens, see ``TokenPath``.
+            Empty if the sampler did not record experts.
     """
 
     episode: Episode
-    tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     inherited: int = 0
@@ -76,12 +79,19 @@ class Rollout:
 
     def fork(self, turn: int) -> Rollout:
         """Returns an unfinished rollout that shares all tokens before ``turn`` with this one."""
-        at = self.starts[turn]
-        tokens, mask, logprobs = self.tokens[:at], self.mask[:at], self.logprobs[:at]
-        fork = Rollout(self.episode, tokens, mask, logprobs, self.starts[:turn], self.turns[:turn], turn)
-        fork.contexts = [start for start in self.contexts if start < at]
-        fork.experts = [rows[: at - start] for start, rows in zip(fork.contexts, self.experts, strict=False)]
-        return fork
+        end = self.starts[turn]
+        contexts = [start for start in self.contexts if start < end]
+        return Rollout(
+            episode=self.episode,
+            tokens=self.tokens[:end],
+            mask=self.mask[:end],
+            logprobs=self.logprobs[:end],
+            starts=self.starts[:turn],
+            turns=self.turns[:turn],
+            inherited=turn,
+            contexts=contexts,
+            experts=[rows[: end - start] for start, rows in zip(contexts, self.experts, strict=False)],
+        )
 
     def paths(self, advantage: np.ndarray, name: str) -> list[TokenPath]:
         """Returns the training samples of the rollout: one for each context.
@@ -89,8 +99,8 @@ class Rollout:
         They are joined as one rollout for the reduction "rollout_token_mean".
 
         Args:
-            advantage: [T].
-            name: of the rollout; the ids of its paths begin with it.
+            advantage: [T], one value per token.
+            name: the rollout's name, with which the ids of its paths begin.
         """
         ends = [*self.contexts[1:], len(self.tokens)]
         paths = [
@@ -117,7 +127,7 @@ class Rollout:
         self.reward, self.is_cut_off = float(reward), is_cut_off
 
     def _record(self, experts: np.ndarray) -> None:
-        """Adds the experts of the newest context. Those that an earlier turn recorded stay."""
+        """Adds the experts of the newest context. Experts that an earlier turn recorded stay unchanged."""
         if len(self.experts) == len(self.contexts):
             earlier = self.experts.pop()
             is_known = (earlier >= 0).all((1, 2))
@@ -145,7 +155,7 @@ class Chat:
         self.tokenizer = tokenizer
         tokens, _, size = self._answered([QUESTION])
         self.end = tokens[size - 1]
-        self._num_ends = tokens[:size].count(self.end)  # up to the end of the answer
+        self._num_ends = tokens[:size].count(self.end)  # counts up to the end of the answer
         if self.end not in tokenizer.special_tokens.values():
             raise UserError(
                 "data.template: expected a chat template that ends turns with a special token, but they end "
@@ -155,8 +165,10 @@ class Chat:
     def start(self, episode: Episode, number: int) -> list[Rollout]:
         """Returns ``number`` rollouts that have only the prompt."""
         tokens = self.prompt(episode, episode.prompt)
-        size = len(tokens)
-        return [Rollout(episode, [*tokens], [0] * size, [0.0] * size) for _ in range(number)]
+        rollouts = [Rollout(episode=episode) for _ in range(number)]
+        for rollout in rollouts:
+            rollout.read(tokens)
+        return rollouts
 
     def prompt(self, episode: Episode, messages: Sequence[Message]) -> list[int]:
         """Returns what the model reads before its first turn of a context that begins with ``messages``."""
@@ -176,22 +188,35 @@ class Chat:
     def _answered(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
     ) -> tuple[list[int], int, int]:
-        """Returns the tokens of ``messages`` and an answer, and where the answer starts and ends."""
+        """Returns (tokens of ``messages`` and an answer, start of the answer, end of the answer)."""
         (path,) = self.tokenizer.samples([*messages, ANSWER], tools, turns="last")
         answer = np.flatnonzero(path.loss_mask)
         return path.tokens.tolist(), int(answer[0]), int(answer[-1]) + 1
 
 
+def branches(rollouts: Sequence[Rollout], number: int, draw: random.Random) -> list[Rollout]:
+    """Returns ``number`` unfinished rollouts. Each forks a random one of ``rollouts`` at a random later turn.
+
+    If no rollout has a second turn, it returns none. The choice ignores rewards: otherwise it would bias the
+    values of contexts.
+    """
+    longer = [rollout for rollout in rollouts if len(rollout.starts) > 1]
+    if not longer:
+        return []
+    sources = draw.choices(longer, k=number)
+    return [source.fork(draw.randrange(1, len(source.starts))) for source in sources]
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Limits of tokens: of one turn, and of each context of a rollout with its prompt."""
+    """How many tokens one turn may have, and each context of a rollout together with its prompt."""
 
     turn: int
     rollout: int
 
 
 def play(rollouts: Sequence[Rollout], sampler: Sampler, chat: Chat, limits: Limits, seed: str) -> None:
-    """Samples all rollouts to their end, one turn of all that go on at a time.
+    """Samples all rollouts to their end. Each round samples the next turn of all unfinished rollouts.
 
     A rollout that reaches a limit is cut off.
 
@@ -199,25 +224,25 @@ def play(rollouts: Sequence[Rollout], sampler: Sampler, chat: Chat, limits: Limi
         seed: with the same weights, the same seed gives the same rollouts if the sampler is deterministic.
 
     Raises:
-        UserError: a prompt leaves no room for a turn, or what the sampler raises.
+        UserError: a prompt leaves no room for a turn. Errors of the sampler also pass through.
     """
-    live = list(rollouts)
-    for rollout in live:
+    unfinished = list(rollouts)
+    for rollout in unfinished:
         if len(rollout.context) >= limits.rollout:
             raise UserError(
                 f"rl.max_rollout_tokens: expected more than the {len(rollout.context):,} tokens of a prompt, "
                 f"got {limits.rollout:,}; raise it"
             )
     turn = 0
-    while live:
-        contexts = [rollout.context for rollout in live]
-        room = [min(limits.turn, limits.rollout - len(context)) for context in contexts]
-        draw = random.Random(f"{seed}/{turn}").getrandbits(62)
-        turns = sampler.sample(contexts, room, chat.end, draw)
-        for rollout, completion in zip(live, turns, strict=True):
+    while unfinished:
+        contexts = [rollout.context for rollout in unfinished]
+        max_tokens = [min(limits.turn, limits.rollout - len(context)) for context in contexts]
+        turn_seed = random.Random(f"{seed}/{turn}").getrandbits(62)
+        completions = sampler.sample(contexts, max_tokens, chat.end, turn_seed)
+        for rollout, completion in zip(unfinished, completions, strict=True):
             rollout.write(*completion)
             _answer(rollout, chat, limits)
-        live = [rollout for rollout in live if rollout.reward is None]
+        unfinished = [rollout for rollout in unfinished if rollout.reward is None]
         turn += 1
 
 
@@ -232,10 +257,39 @@ def _answer(rollout: Rollout, chat: Chat, limits: Limits) -> None:
         rollout.end(reply.reward)
         return
     if reply.new_context:
-        before, read = 0, chat.prompt(rollout.episode, reply.messages)
+        num_seen, tokens = 0, chat.prompt(rollout.episode, reply.messages)
     else:
-        before, read = len(rollout.context), chat.observation(reply.messages)
-    if before + len(read) >= limits.rollout:
+        num_seen, tokens = len(rollout.context), chat.observation(reply.messages)
+    if num_seen + len(tokens) >= limits.rollout:
         rollout.end(0.0, is_cut_off=True)
         return
-    rollout.read(read, reply.new_context)
+    rollout.read(tokens, reply.new_context)
+
+
+def token_paths(
+    rollouts: Sequence[Rollout], name: str, advantage: str, options: Mapping[str, Any]
+) -> list[TokenPath]:
+    """Returns the finished rollouts of one task as training samples, one for each context.
+
+    Advantages are computed for whole rollouts, as if their contexts were one history.
+
+    Args:
+        name: the task's name, with which the ids of paths begin.
+        advantage: the estimator, a name in ``registry.ADVANTAGES``.
+        options: keyword arguments for the estimator.
+    """
+    histories = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    inherited = [rollout.inherited for rollout in rollouts]
+    values = advantages(advantage, histories, rewards, inherited=inherited, **options)
+    return [
+        path
+        for i, (rollout, values_of_rollout) in enumerate(zip(rollouts, values, strict=True))
+        for path in rollout.paths(values_of_rollout, f"{name}/{i}")
+    ]
+
+
+def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:
+    """Returns the mean reward of finished rollouts, over all tasks together."""
+    rewards = [rollout.reward for rollout in chain.from_iterable(groups)]
+    return statistics.fmean(reward for reward in rewards if reward is not None)

@@ -4,33 +4,111 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from pathlib import Path
+
+import torch
 
 from titan_tree.checkpoint.changes import DECISIVE, config_changes
 from titan_tree.config import LoRAConfig, LossConfig, LRSchedulerConfig
 from titan_tree.config.rl import RLConfig, RLRunConfig, WarmStartConfig
 from titan_tree.config.toml import load_tables
+from titan_tree.distributed.parallelize import check_quantize
 from titan_tree.errors import UserError
-from titan_tree.rl.checks import check_without_weights
+from titan_tree.models.lora.adapters import add_lora
+from titan_tree.rl.environment import Demonstrator
+from titan_tree.rl.rollouts import mean_reward
 from titan_tree.rl.sampler import Sampler
-from titan_tree.rl.trainer import RLTrainer
-from titan_tree.rl.warm_start import WarmStart
-from titan_tree.run.model_setup import snapshot_model
+from titan_tree.rl.trainer import EpisodeTrainer, RLTrainer, check_model, check_settings
+from titan_tree.run.build import build_router_bias
+from titan_tree.run.model_setup import build_lora, build_model_without_weights, snapshot_model
+from titan_tree.tree.paths import TokenPath
 
 logger = logging.getLogger(__name__)
 
-RANDOM_WEIGHTS = ("model.flavor", "model.name", "model.overrides.", "training.seed")  # keys that choose them
+# Keys that determine random weights.
+RANDOM_WEIGHTS = ("model.flavor", "model.name", "model.overrides.", "training.seed")
+
+
+class WarmStart(EpisodeTrainer):
+    """Trains a model on demonstrations until its sampled rollouts reach ``warm_start.reward``.
+
+    ``warm_start_config`` makes its configuration. metrics.csv gets the column ``validation_reward``, the mean
+    reward of rollouts on tasks that no step has shown.
+    """
+
+    reward: float | None = None  # the newest measurement
+
+    def open_data(self) -> int:
+        steps = super().open_data()
+        if not isinstance(self.environment, Demonstrator):
+            raise UserError(
+                f"warm_start.steps: expected 0, because the environment {self.config.rl.environment!r} has "
+                "no method demonstrations; add one, or start from model.hf_path"
+            )
+        return steps
+
+    def train(self) -> None:
+        if step := self.progress.step:
+            self.validate(step)  # again, because a checkpoint does not tell whether the reward was reached
+        super().train()
+
+    def paths(self, step: int) -> list[list[TokenPath]]:
+        """Returns the demonstrations of each task."""
+        assert self.tokenizer is not None
+        assert isinstance(self.environment, Demonstrator)
+        by_task = []
+        for task in range(self.config.data.global_batch_groups):
+            name = f"{self.config.data.seed}/warm start/{step}/{task}"
+            demonstrations = self.environment.demonstrations(random.Random(name))
+            tools = getattr(self.environment.episode(random.Random(name)), "tools", None)
+            by_task.append(
+                [
+                    path
+                    for messages in demonstrations
+                    for path in self.tokenizer.samples(messages, tools, turns="whole")
+                ]
+            )
+        self.check_limits(by_task)
+        return by_task
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measures the reward if it is due, and ends the run if it is high enough."""
+        if step % self.config.warm_start.interval and step != self.num_steps:
+            return {}
+        self.reward = self._measure(step)
+        if self.reward >= self.config.warm_start.reward:
+            self.num_steps = self.leaving.num_steps = step
+        return {"reward": self.reward}
+
+    def finish(self) -> None:
+        """Exports the weights. Raises UserError if the reward is too low."""
+        warm_start, step = self.config.warm_start, self.progress.step
+        assert self.reward is not None
+        if self.reward < warm_start.reward:
+            raise UserError(
+                f"warm_start.reward: expected a mean reward of at least {warm_start.reward}, got "
+                f"{self.reward:.3f} after {step} steps; lower it, or raise warm_start.steps"
+            )
+        logger.info("warm start: mean reward %.3f after %d steps", self.reward, step)
+        super().finish()
+
+    def _measure(self, step: int) -> float:
+        tasks = range(self.config.warm_start.measured_tasks)
+        return mean_reward(
+            self.sample([f"{self.config.data.seed}/measured/{step}/{task}" for task in tasks], 1)
+        )
 
 
 def run(config: RLRunConfig, sampler: Sampler | None = None) -> None:
     """Trains until ``training.steps``, starting from the newest checkpoints if there are some.
 
     Args:
-        sampler: see ``RLTrainer``. A warm start always samples from the weights that it trains.
+        sampler: samples turns, see ``RLTrainer``. A warm start always uses the weights that it trains.
 
     Raises:
         Interrupted: a signal ended the run.
-        UserError: as ``Trainer``, or the warm start did not reach its reward.
+        UserError: the warm start did not reach its reward, or an error of ``Trainer``.
     """
     trainer = RLTrainer(after_warm_start(config, sampler), sampler)
     trainer.train()
@@ -63,7 +141,7 @@ def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLR
     """Runs the warm start, if there is one and it is not complete, and returns the configuration after it.
 
     Args:
-        sampler: of the training that follows, see ``run``.
+        sampler: the sampler of the training that follows, see ``run``.
 
     Raises:
         UserError: see ``run``.
@@ -91,3 +169,27 @@ def after_warm_start(config: RLRunConfig, sampler: Sampler | None = None) -> RLR
         logger.info("changed since the warm start: %s", change)
     model = snapshot_model(config.model, str(folder / "hf"))
     return dataclasses.replace(config, model=model, warm_start=WarmStartConfig())
+
+
+def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -> None:
+    """Raises UserError for all that ``RLTrainer`` would refuse and that does not depend on weights.
+
+    A warm start takes minutes, so these checks run before it.
+
+    Args:
+        sampler: the sampler that Python code passes, see ``check_settings``.
+    """
+    check_settings(config, sampler)
+    if config.lora.quantize != "none":
+        check_quantize(config.training.float8, config.training.compile)
+    with torch.device("meta"):
+        model = build_model_without_weights(config.model)
+    updates, _ = build_lora(config.lora, model)
+    if updates is not None:
+        add_lora(model, updates)
+    build_router_bias(config.router_bias, model)
+    check_model(config, model, sampler)
+    if config.rl.server.url is not None:
+        from titan_tree.rl.server.served import build_server_sampler
+
+        build_server_sampler(config, model, run="")  # sends no request

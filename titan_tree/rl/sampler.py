@@ -1,4 +1,4 @@
-"""Sampler: what continues contexts of token ids with one turn each."""
+"""Sampler: the protocol of objects that continue contexts of token ids with one turn each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Completion(NamedTuple):
     """A sampled turn. It ends with the stop token, unless the limit of tokens cut it off.
 
     Attributes:
-        logprobs: of these tokens in nats, at temperature 1.
-        experts: [t, L, k], the experts of the first t tokens of the context and the turn, see ``TokenPath``;
-            None if they were not recorded.
+        logprobs: log-probs of these tokens in nats, at temperature 1.
+        experts: [t, L, k], the experts of the first t tokens of the context and the turn, see ``TokenPath``.
+            None if the sampler did not record them.
     """
 
     tokens: list[int]
@@ -35,10 +35,10 @@ class Sampler(Protocol):
 
         Args:
             contexts: token ids. Several may be equal.
-            max_tokens: limit of each turn.
+            max_tokens: maximal number of tokens of each turn.
             stop: the id that ends a turn.
-            seed: from 0 to 2**62. With the same weights and arguments, the same seed gives the same turns if
-                the sampler is deterministic.
+            seed: a number from 0 to 2**62. With the same weights and arguments, the same seed gives the same
+                turns if the sampler is deterministic.
         """
         ...
 
@@ -50,20 +50,20 @@ class RemoteSampler(Sampler, Protocol):
     def update(self, model: TreeModel, step: int) -> None:
         """Takes over the weights of ``model``, which ``step`` optimizer steps have trained.
 
-        It is called in the main thread, before the first ``sample`` with these weights, and never during one.
+        The main thread calls it before the first ``sample`` with these weights, never during a ``sample``.
         """
         ...
 
     def close(self) -> None:
-        """Ends a ``sample`` that is under way with any exception, and frees what the sampler holds."""
+        """Ends a running ``sample``, which may raise any exception, and frees the sampler's resources."""
         ...
 
 
 def longest_row(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], num_positions: int) -> int:
-    """Returns the tokens of the longest context with its turn.
+    """Returns the number of tokens of the longest context with its turn.
 
     Raises:
-        UserError: they are more than ``num_positions``, the model's.
+        UserError: the model has fewer positions (``num_positions``).
     """
     size = max(len(context) + limit for context, limit in zip(contexts, max_tokens, strict=True))
     if size > num_positions:

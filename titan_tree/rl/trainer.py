@@ -3,8 +3,8 @@
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
 The weights sample right before the step that trains on the rollouts. Only a server may sample one step ahead
-(ahead.py). All random choices of a step follow from ``data.seed`` and its number, so a resumed run needs no
-other state.
+(async_sampling.py). All random choices of a step follow from ``data.seed`` and the step's number, so a
+resumed run needs no other state.
 """
 
 from __future__ import annotations
@@ -14,28 +14,25 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any
 
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.data.advantages import advantages
+from titan_tree.config.tables import check_warmup
+from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.branching import branches
-from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.checks import check_model, check_settings
+from titan_tree.rl.async_sampling import AsyncSampling, InterruptedSampling
 from titan_tree.rl.environment import Environment
-from titan_tree.rl.generate_sampler import GenerateSampler
-from titan_tree.rl.reference_policy import Reference
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, play
+from titan_tree.rl.generate_sampler import default_sampler
+from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
+from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, mean_reward, play, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler
-from titan_tree.rl.server.ahead import Ahead, InterruptedSampling
-from titan_tree.rl.server.served import build_server_sampler
-from titan_tree.run.build import DEFAULT_STEPS
+from titan_tree.run.build import DEFAULT_STEPS, build_loss
 from titan_tree.run.stopping import AgreedInput
 from titan_tree.run.trainer import Trainer
 from titan_tree.scoring.score_trees import path_logprobs
@@ -46,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeTrainer(Trainer, ABC):
-    """A Trainer without data files: each step calls ``paths`` for its samples.
+    """A Trainer without data files. Each step calls ``paths`` for its samples.
 
     Args:
-        sampler: samples turns. Default: the weights that are trained, through ``default_sampler``.
+        sampler: samples turns. By default, ``default_sampler`` samples from the weights that are trained.
 
     Raises:
         UserError: the configuration, the environment and the checkpoints do not fit together.
@@ -61,12 +58,12 @@ class EpisodeTrainer(Trainer, ABC):
     sampler: Sampler
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
-        self._given_sampler = sampler
+        self._custom_sampler = sampler
         super().__init__(config)
 
     @abstractmethod
     def paths(self, step: int) -> list[list[TokenPath]]:
-        """Returns the samples of each task of a step, which counts from 1."""
+        """Returns the samples of each task of a step. Steps count from 1."""
 
     def open_data(self) -> int:
         """Makes the environment and the sampler. Returns the number of steps of the whole run."""
@@ -85,13 +82,13 @@ class EpisodeTrainer(Trainer, ABC):
             )
         self.environment = ENVIRONMENTS[config.rl.environment]()
         self.chat = Chat(self.tokenizer)
-        self.sampler = self._given_sampler or default_sampler(self.model)
+        self.sampler = self._custom_sampler or default_sampler(self.model)
         logger.info("rollouts: sampled by %s", type(self.sampler).__name__)
         self.validation_inputs, self.data_sizes = [], None
         return config.training.steps or DEFAULT_STEPS
 
     def resume_data(self) -> None:
-        """Does nothing: a step depends only on its number."""
+        """Does nothing, because a step depends only on its number."""
 
     def data_state(self) -> dict[str, Any]:
         return {}
@@ -101,10 +98,10 @@ class EpisodeTrainer(Trainer, ABC):
         return self.leaving.agree(self._inputs())
 
     def log_sample(self) -> None:
-        """Logs nothing: the first step has not been sampled yet."""
+        """Logs nothing, because the first step has not been sampled yet."""
 
     def sample(self, tasks: Sequence[str], number: int) -> list[list[Rollout]]:
-        """Returns ``number`` independent rollouts for each task, which its seed determines."""
+        """Returns ``number`` independent rollouts for each task. A task's name is its seed."""
         groups = [self.chat.start(self.environment.episode(random.Random(task)), number) for task in tasks]
         self._play(list(chain.from_iterable(groups)), tasks[0])
         return groups
@@ -129,7 +126,7 @@ class EpisodeTrainer(Trainer, ABC):
             yield self.tree_step.prepare(pack(trees, data.max_tokens)), position
 
     def check_limits(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
-        """Raises UserError if the model cannot read a path. Samplers of other weights have other limits."""
+        """Raises UserError if the model cannot read a path. Samplers with other weights have other limits."""
         config, experts = self.model.config, self.model.experts
         limits = ModelLimits(
             config.max_position_embeddings, config.vocab_size, experts.sizes if experts else None
@@ -143,12 +140,12 @@ class RLTrainer(EpisodeTrainer):
 
     metrics.csv gets the columns ``reward`` (mean over independent rollouts; branches do not count),
     ``cut_off`` (share of rollouts that a limit ended), ``rollouts``, ``sampled_tokens``, ``sampling_s`` and
-    ``scoring_s``.
-    If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps since it got them.
+    ``scoring_s``. If the sampler has weights of its own, ``weights_age`` is the number of optimizer steps
+    since it got them.
     """
 
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
-    ahead: Ahead[tuple[list[list[Rollout]], dict[str, float]]] | None = None  # of a RemoteSampler
+    async_sampling: AsyncSampling[tuple[list[list[Rollout]], dict[str, float]]] | None = None
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
         check_settings(config, sampler)
@@ -156,14 +153,16 @@ class RLTrainer(EpisodeTrainer):
 
     def open_data(self) -> int:
         config = self.config
-        check_model(config, self.model, self._given_sampler)
+        check_model(config, self.model, self._custom_sampler)
         if config.rl.server.url is not None:
-            self._given_sampler = build_server_sampler(config, self.model, self.folder.run)
+            from titan_tree.rl.server.served import build_server_sampler
+
+            self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step) if needs_reference else None
         steps = super().open_data()
         if isinstance(self.sampler, RemoteSampler):
-            self.ahead = Ahead(self.sampler, self.rollouts, config.rl.async_steps, steps)
+            self.async_sampling = AsyncSampling(self.sampler, self.rollouts, config.rl.async_steps, steps)
         return steps
 
     def resume_data(self) -> None:
@@ -178,17 +177,18 @@ class RLTrainer(EpisodeTrainer):
         try:
             super().train()
         finally:
-            if self.ahead is not None:
-                self.ahead.close()
+            if self.async_sampling is not None:
+                self.async_sampling.close()
 
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the rollouts of each task, branches included, with advantages and log-probs."""
-        if self.ahead is None:
+        if self.async_sampling is None:
             groups, values = self.rollouts(step)
         else:
-            sampled = self.ahead.step(step, self.model, lambda: self.leaving.signals.received)
-            groups, values = sampled.value
-            values["weights_age"] = step - 1 - sampled.weights
+            (groups, values), sampled_after = self.async_sampling.step(
+                step, self.model, is_interrupted=lambda: self.leaving.signals.received
+            )
+            values["weights_age"] = step - 1 - sampled_after
         self.rollout_values = values
         rl = self.config.rl
         by_task = [
@@ -205,12 +205,12 @@ class RLTrainer(EpisodeTrainer):
         return by_task
 
     def _score(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
-        """Calls the sampler's log-probs ``rollout_logprobs``, and sets ``old_logprobs`` to the trainer's."""
+        """Moves the sampler's log-probs to ``rollout_logprobs``. ``old_logprobs`` become the trainer's."""
         data = self.config.data
         trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
-        logprobs = path_logprobs(self.model, trees, data.max_tokens, self.tree_step.partitioner)
-        for path, found in zip(chain.from_iterable(by_task), logprobs, strict=True):
-            path.rollout_logprobs, path.old_logprobs = path.old_logprobs, found
+        scores = path_logprobs(self.model, trees, data.max_tokens, self.tree_step.partitioner)
+        for path, logprobs in zip(chain.from_iterable(by_task), scores, strict=True):
+            path.rollout_logprobs, path.old_logprobs = path.old_logprobs, logprobs
 
     def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
         """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""
@@ -222,19 +222,19 @@ class RLTrainer(EpisodeTrainer):
             for task, group in zip(tasks, groups, strict=True)
         ]
         self._play(list(chain.from_iterable(forks)), f"{tasks[0]}/branches")
-        groups = [group + own for group, own in zip(groups, forks, strict=True)]
-        everything = list(chain.from_iterable(groups))
-        if self.config.data.replay != "off" and not all(rollout.experts for rollout in everything):
+        groups = [group + group_forks for group, group_forks in zip(groups, forks, strict=True)]
+        all_rollouts = list(chain.from_iterable(groups))
+        if self.config.data.replay != "off" and not all(rollout.experts for rollout in all_rollouts):
             raise UserError(
                 f"data.replay: expected a sampler that records experts, but {type(self.sampler).__name__} "
                 'recorded none; give ServerSampler the argument experts, or set data.replay = "off"'
             )
         return groups, {
             "reward": reward,
-            "cut_off": statistics.fmean(rollout.is_cut_off for rollout in everything),
-            "rollouts": len(everything),
+            "cut_off": statistics.fmean(rollout.is_cut_off for rollout in all_rollouts),
+            "rollouts": len(all_rollouts),
             "sampled_tokens": sum(
-                sum(rollout.mask[rollout.starts[rollout.inherited] :]) for rollout in everything
+                sum(rollout.mask[rollout.starts[rollout.inherited] :]) for rollout in all_rollouts
             ),
             "sampling_s": time.perf_counter() - started,
         }
@@ -245,43 +245,51 @@ class RLTrainer(EpisodeTrainer):
         return [f"{data.seed}/{step}/{task}" for task in range(data.global_batch_groups)]
 
 
-def default_sampler(model: TreeModel) -> Sampler:
-    """Returns a sampler of the weights of ``model``: ``CachedSampler`` if it can, else ``GenerateSampler``.
-
-    Raises:
-        UserError: neither can.
-    """
-    try:
-        return CachedSampler(model)
-    except UserError:
-        return GenerateSampler(model)
-
-
-def token_paths(
-    rollouts: Sequence[Rollout], name: str, advantage: str, options: Mapping[str, Any]
-) -> list[TokenPath]:
-    """Returns the finished rollouts of a task as training samples, one for each context.
-
-    Advantages are those of whole rollouts, as if their contexts were one history.
+def check_settings(config: RLRunConfig, sampler: Sampler | None = None) -> None:
+    """Raises UserError if settings do not fit together, whatever the model is.
 
     Args:
-        rollouts: of one task.
-        name: of the task; the ids of paths begin with it.
-        advantage: the estimator, a name in ``registry.ADVANTAGES``.
-        options: of the estimator.
+        sampler: the sampler that Python code passes, see ``EpisodeTrainer``. None: the run makes its own.
     """
-    histories = [TokenPath(rollout.tokens, rollout.mask) for rollout in rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    inherited = [rollout.inherited for rollout in rollouts]
-    values = advantages(advantage, histories, rewards, inherited=inherited, **options)
-    return [
-        path
-        for i, (rollout, own) in enumerate(zip(rollouts, values, strict=True))
-        for path in rollout.paths(own, f"{name}/{i}")
-    ]
+    rl = config.rl
+    check_options(rl.advantage, rl.advantage_options, "rl")
+    if rl.branches and rl.advantage in WITHOUT_BRANCHES:
+        raise UserError(
+            f"rl.branches: expected 0, because rl.advantage = {rl.advantage!r} would take branches for "
+            f'independent rollouts, got {rl.branches}; set rl.advantage = "spo", or rl.branches = 0'
+        )
+    if rl.server.url is not None and sampler is not None:
+        raise UserError(
+            "rl.server.url: expected none together with a sampler that Python code gives; remove one"
+        )
+    if rl.async_steps and rl.server.url is None and not isinstance(sampler, RemoteSampler):
+        raise UserError(
+            "rl.async_steps: expected 0, because the sampler has no weights of its own to sample from while "
+            "the model trains; set rl.server.url"
+        )
+    if config.data.replay != "off" and rl.server.url is None and sampler is None:
+        raise UserError(
+            "data.replay: expected 'off' without a server, because the model that is trained records no "
+            f"experts when it samples, got {config.data.replay!r}; set it to 'off', or set rl.server.url"
+        )
+    check_warmup(config.lr_scheduler.warmup_steps, config.training.steps or DEFAULT_STEPS)
+    check_reference(config, build_loss(config.loss))
 
 
-def mean_reward(groups: Sequence[Sequence[Rollout]]) -> float:
-    """Returns the mean reward of finished rollouts."""
-    rewards = [rollout.reward for rollout in chain.from_iterable(groups)]
-    return statistics.fmean(reward for reward in rewards if reward is not None)
+def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None = None) -> None:
+    """Raises UserError if settings do not fit the model, which may be on the meta device.
+
+    Args:
+        sampler: as for ``check_settings``. Its contexts may be shorter than ``rl.max_rollout_tokens``.
+    """
+    limit, positions = config.rl.max_rollout_tokens, model.config.max_position_embeddings
+    if sampler is None and limit > positions:
+        raise UserError(
+            f"rl.max_rollout_tokens: expected at most the model's {positions:,} positions, got {limit:,}; "
+            "lower it"
+        )
+    if config.data.replay != "off" and model.experts is None:
+        raise UserError(
+            f"data.replay: expected 'off' for a model without experts, got {config.data.replay!r}"
+        )
+    check_vocabulary(config, model)

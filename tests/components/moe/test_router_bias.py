@@ -82,6 +82,7 @@ def test_wrong_options_are_refused(arguments, message):
         RouterBias(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", ["paths", "tokens"])
 def test_biases_balance_a_router(counts):
     """A fresh router gives some expert more than half again the mean load. Only the biases change."""

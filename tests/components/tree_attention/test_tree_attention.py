@@ -289,6 +289,7 @@ def test_any_address_and_stride_works():
         assert (a - b).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_operator_keeps_its_contract():
     layout = TreeAttention("triton").prepare(make_layout(SMALL["chain of 5"]))
     q, k, v, _ = random_qkv(5, 5, (2, 1), 16)

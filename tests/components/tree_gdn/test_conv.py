@@ -202,6 +202,7 @@ def test_nothing_leaks(way):
         assert ((dx != 0).cpu().numpy() == in_window[token, :, None]).all()
 
 
+@pytest.mark.slow
 def test_results_repeat_bit_for_bit(way):
     before = predecessors(TREES["deep"])
     level = random_levels(before, seed=1)
@@ -232,6 +233,7 @@ def test_bf16_is_rounded_once(weight_dtype, way):
         assert ((got - exact).abs() <= unit * 2 ** exact.abs().log2().ceil() + 2e-6).all()
 
 
+@pytest.mark.slow
 def test_operators_keep_their_contract():
     """Fake results have the true shapes, strides and dtypes, and autograd is registered correctly."""
     layout = make_layout(np.array([-3, 0, 1, 1, -1, -2, 5]), np.array([1, 5, 6]))

@@ -52,6 +52,7 @@ def test_interpreted_kernels_equal_recurrence(name):
     assert_relative(got, exact_rule(case), 5e-6)
 
 
+@pytest.mark.slow
 @in_interpreter
 def test_interpreted_kernels_repeat_bit_for_bit():
     case = gdn_case(SMALL_GATEWAY)
@@ -129,6 +130,7 @@ def test_inductor_and_checkpointing_change_nothing():
         assert all(map(torch.equal, results(function, case.inputs, case.upstream), want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=in_interpreter), "reference"])
 def test_operator_keeps_its_contract(backend):
     """Fake results have the true shapes, strides and dtypes, and inputs stay unchanged."""

@@ -68,6 +68,7 @@ def read_tasks(file: Path) -> Iterator[dict]:
     return map(json.loads, gzip.decompress(file.read_bytes()).splitlines())
 
 
+@pytest.mark.slow
 def test_random_conversations_have_the_same_samples_under_every_template():
     counts = fuzz(10, seed=0)
     assert counts["samples"] > 500
@@ -83,6 +84,7 @@ def test_the_bundled_sample_has_the_same_samples(template):
     assert counts[0]["refused"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 @pytest.mark.parametrize("template", BUILT_IN)
 def test_real_rollouts_have_the_same_samples(template):

@@ -1,5 +1,6 @@
 """TreePartitioner: cuts a token tree into partitions, each run in one forward pass.
 
+none.py             the whole tree in one partition
 traversals.py       code shared by the next three files: a *traversal* runs whole paths, without context
 single_path.py      each traversal shares one prefix: a dynamic program
 multi_path.py       the fewest executed tokens: exact, for trees of moderate size
@@ -17,15 +18,10 @@ from __future__ import annotations
 from titan_tree.components.tree_partitioner import auto
 from titan_tree.errors import UserError
 from titan_tree.registry import PARTITION_STRATEGIES, unknown_name
-from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
+from titan_tree.tree.partition import PartitionPlan
 from titan_tree.tree.token_tree import TokenTree
 
 __all__ = ["TreePartitioner"]
-
-
-def one_partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
-    """Returns one partition of all tokens, for the strategy "none". It ignores both limits."""
-    return list(one_pass(tree).partitions)
 
 
 class TreePartitioner:

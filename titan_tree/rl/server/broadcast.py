@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import snapshot_tensors
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.background import in_daemon
+from titan_tree.rl.async_sampling import in_daemon
 from titan_tree.rl.server.engines import Engine
 
 T = TypeVar("T")
