@@ -35,7 +35,7 @@ def test_packed_trees_fit_and_have_the_records_of_their_paths(mode):
             places = [int(path.id) for path in tree.paths]
             assert places == sorted(places)  # so "first" means first in the file
             for i, want in enumerate(expected_records(tree.paths, mode)[0]):
-                got = tree.records.experts[tree.indices_of(i)]
+                got = tree.routed_experts.experts[tree.indices_of(i)]
                 assert np.array_equal(np.sort(got), np.sort(want))
 
 

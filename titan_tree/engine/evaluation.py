@@ -16,7 +16,7 @@ from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 
 def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device) -> dict[str, float]:
@@ -67,7 +67,7 @@ def score(
     return scored
 
 
-def equal_schedule(step: StepInput, share: Share) -> list[list[TreeBatch]]:
+def equal_schedule(step: StepInput, share: TokenShard) -> list[list[TreeBatch]]:
     """Returns the micro-batches of this rank, with dummy batches so that all ranks run equally many passes.
 
     Ranks communicate in every forward pass. Dummy micro-batches come last.

@@ -79,7 +79,7 @@ class Attention(Mixer):
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
         num_heads = self.config.num_key_value_heads
         if self.exchange is not None:
-            num_heads = self.exchange.num_own(num_heads)
+            num_heads = self.exchange.num_local_heads(num_heads)
         return (x.new_zeros(PAD, 2, num_heads, self.config.head_dim),)
 
     def flops(self, num_tokens: int, num_pairs: int) -> int:

@@ -153,7 +153,7 @@ class Hybrid(Decoder):
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         plan = prepare_conv(layout, self.config.linear_conv_kernel_dim)
-        return dataclasses.replace(super().prepare(layout), conv_plan=plan)
+        return dataclasses.replace(super().prepare(layout), conv_index=plan)
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
         c = self.config

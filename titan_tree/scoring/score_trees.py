@@ -254,7 +254,7 @@ class _Experts:
                 if not self.of_tokens.numel():
                     self.of_tokens = used.new_full((self._num_tokens, *used.shape[1:]), -1)
                 scored = torch.from_numpy(partition.scores)
-                self.of_tokens[torch.from_numpy(partition.own).long()[scored]] = used[scored]
+                self.of_tokens[torch.from_numpy(partition.own_tokens).long()[scored]] = used[scored]
             yield batch, out
 
     def _of_all(self, used: Tensor, num_tokens: int) -> Tensor:

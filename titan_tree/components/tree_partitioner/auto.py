@@ -40,7 +40,7 @@ def choose(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> Pa
 def seconds(plan: PartitionPlan) -> float:
     """Returns the estimated time of all forward and backward passes of a plan, in seconds."""
     # A token at position p sees p + 1 tokens.
-    pairs = sum(int((plan.tree.positions[p.own] + 1).sum(dtype=int)) for p in plan.partitions)
+    pairs = sum(int((plan.tree.positions[p.own_tokens] + 1).sum(dtype=int)) for p in plan.partitions)
     return (
         TOKEN_SECONDS * plan.stats.n_part
         + PAIR_SECONDS * pairs
