@@ -6,6 +6,7 @@ expression for ``-m`` decides instead. Tests marked ``exhaustive`` run only if s
 
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from functools import partialmethod
 from pathlib import Path
@@ -90,6 +91,19 @@ def _seed() -> None:
 def _no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes COLUMNS, which Python's readline sets in the workers of xdist. Tables would become narrow."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Restores the default handlers of signals that a shell ignores for programs that run in its background.
+
+    Processes that the test starts inherit them. nohup ignores SIGHUP, and "&" in a script ignores SIGINT.
+    """
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    earlier = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

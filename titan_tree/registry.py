@@ -233,7 +233,7 @@ ADVANTAGES: Registry[Estimator] = Registry(
 READERS: Registry[type[Reader]] = Registry(
     "data format",
     {
-        "jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader",
+        "jsonl": "titan_tree.data.readers.rows:OwnSchemaReader",
         "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
         "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
@@ -244,7 +244,7 @@ READERS: Registry[type[Reader]] = Registry(
         "tau_bench": "titan_tree.data.readers.tau_bench:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.tau2_bench:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.swe_agent:SweAgentReader",
-        "token_store": "titan_tree.data.readers.token_store:TokenStoreReader",
+        "token_store": "titan_tree.data.token_store:TokenStoreReader",
     },
 )
 

@@ -22,10 +22,9 @@ from partition_table import read_trees
 
 from titan_tree import build_model
 from titan_tree.balance.assignment import Assignment, idle_share, planned_work
-from titan_tree.balance.balancing import start_costs
 from titan_tree.balance.splitting import StepPlanner
-from titan_tree.balance.tree_costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.data.packing import first_fit
+from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     versions = environment(default_device())
     with torch.device("meta"):
-        costs = start_costs(build_model(*args.model))
+        costs = build_model(*args.model).costs().tree_costs()
     all_trees = read_trees(args.files, args.tokenizer, args.template)
     sizes, leaves = tree_sizes(all_trees), list(map(leaf_sizes, all_trees))
     print(f"{len(sizes)} trees of {np.median(sizes[:, 0]):,.0f} (median) to {sizes[:, 0].max():,} tokens")

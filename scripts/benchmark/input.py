@@ -36,7 +36,6 @@ from titan_tree.data.loader import StepLoader
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import write_store
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.models.costs import ModelCosts
 
 ENDLESS = 1_000_000  # steps
 TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executed on an H200, see docs/log/2026-11-20-tau-bench.md
@@ -54,7 +53,7 @@ def main() -> None:
     versions = environment(default_device(), "jinja2", "tiktoken")
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
     with torch.device("meta"):
-        costs = ModelCosts.of(build_model("qwen3", "0.6B"))
+        costs = build_model("qwen3", "0.6B").costs()
     prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", STEP["max_tokens"]))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"

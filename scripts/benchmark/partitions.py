@@ -53,7 +53,6 @@ from trees import long_rollouts, random_tree
 from titan_tree import TokenTree, TreeBatch, TreePartitioner, UserError
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.engine.activations import Activations
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.registry import MODELS
 
@@ -145,7 +144,7 @@ def measure(run: Run, model: Decoder, args: argparse.Namespace, device: torch.de
     started = time.perf_counter()
     prepared = step.prepare([[run.tree]])
     host_s = time.perf_counter() - started
-    flops = ModelCosts.of(model).training_flops(TreeBatch.from_trees([run.tree], edges="loss"))
+    flops = model.costs().training_flops(TreeBatch.from_trees([run.tree], edges="loss"))
     seconds, peak = [], 0
     mallocs = device_mallocs(device)
     for _ in range(args.steps):

@@ -31,7 +31,6 @@ from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.metrics import Logger
-from titan_tree.models.costs import ModelCosts
 from titan_tree.registry import LOGGERS
 from titan_tree.rl.run import after_warm_start
 from titan_tree.rl.trainer import RLTrainer
@@ -115,7 +114,7 @@ class CheckedRLTrainer(RLTrainer):
 
         If the loss has a reference, its weights score.
         """
-        max_tokens, costs = self.config.data.max_tokens, ModelCosts.of(self.model)
+        max_tokens, costs = self.config.data.max_tokens, self.model.costs()
         layouts = {
             "tree": [TokenTree.from_paths(paths) for paths in by_task],
             "flat": flat_trees(list(chain.from_iterable(by_task))),

@@ -37,7 +37,6 @@ from trees import SHAPES, random_tree
 from titan_tree import TreeBatch
 from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.collectives import all_reduce_max
-from titan_tree.models.costs import ModelCosts
 from titan_tree.run.model_setup import build_parallel_model
 
 
@@ -78,7 +77,7 @@ def measure_all(
     for shape in args.tree:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
         prepared = step.prepare([[tree]])
-        flops = ModelCosts.of(model).training_flops(TreeBatch.from_trees([tree]))
+        flops = model.costs().training_flops(TreeBatch.from_trees([tree]))
 
         def measure(prepared=prepared, flops=flops) -> list[dict[str, float]]:
             if cuda:

@@ -55,7 +55,6 @@ from titan_tree import TokenTree, TreeBatch, build_model
 from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
@@ -101,7 +100,7 @@ def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
     def entry(name: str, shape: str, build: Callable[[TokenTree], Step]) -> Entry:
         tree = random_tree(shape, args.tokens, model.config.vocab_size)
         contender = Contender(name, lambda: measure(name, partial(build, tree), args, device))
-        return Entry(contender, tree, ModelCosts.of(model).training_flops(TreeBatch.from_trees([tree])))
+        return Entry(contender, tree, model.costs().training_flops(TreeBatch.from_trees([tree])))
 
     entries = []
     for dtype in args.peer:

@@ -19,13 +19,11 @@ from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree.balance import balancing
-from titan_tree.balance.balancing import start_costs
 from titan_tree.balance.work_timer import WorkTimer
 from titan_tree.checkpoint.storage import read_manifest
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.errors import AgreedError
-from titan_tree.models.decoder import build_model
 
 CASES: dict[str, dict[str, Any]] = {
     "ragged": {"data__global_batch_groups": 7, "data__max_tokens": 70},
@@ -101,8 +99,8 @@ def run(rank: int, ports: list[int], folder: Path, workers: list[int]) -> None:
             fixed_times(rank, patch)
             trainer = train(tiny_config(folder, **options, data__workers=number, data__max_tokens=70))
             assert trainer.balancing is not None
-            start, fitted = trainer.balancing.costs
-            assert start == start_costs(trainer.model) != fitted
+            start = trainer.balancing.estimated
+            assert start == trainer.model.costs().tree_costs() != trainer.balancing.fitted is not None
 
 
 @pytest.mark.exhaustive
@@ -208,14 +206,3 @@ def time_sharded_layers(rank: int, ports: list[int]) -> None:
 @pytest.mark.slow
 def test_a_timer_measures_work_without_waits() -> None:
     run_ranks(time_sharded_layers, 1)
-
-
-def test_start_costs_are_those_of_the_published_rates() -> None:
-    """Qwen3-8B without recomputation: 7.4e-5 s per token, 4.1e-9 s per pair, 6.7e-6 s per edge."""
-    with torch.device("meta"):
-        costs = start_costs(build_model("qwen3", "8B"))
-        recurrent = start_costs(build_model("qwen3_5", "debug"))
-    assert costs.token == pytest.approx(7.4e-5, rel=0.02)
-    assert costs.pair == pytest.approx(4.1e-9, rel=0.02)
-    assert costs.edge == pytest.approx(6.7e-6, rel=0.02)
-    assert costs.chunk == 0 < recurrent.chunk

@@ -23,9 +23,9 @@ from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
 from titan_tree.balance.data_group import DataAddress
 from titan_tree.balance.sharing import TreeSharing
-from titan_tree.balance.tree_costs import TreeCosts, tree_sizes
 from titan_tree.data.packing import MicroBatches
 from titan_tree.errors import LostRankError, UserError
+from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.token_tree import TokenTree
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from tests.balance.test_assignment import assert_complete
 from tests.support.oracle import random_groups
 from tests.support.paths import random_token_lists
 from titan_tree.balance.splitting import MIN_GAIN, StepPlan, StepPlanner, best_cuts, may_split, unit_sizes
-from titan_tree.balance.tree_costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.balance.tree_splits import split_tree
+from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

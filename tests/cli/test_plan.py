@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from titan_tree.balance.assignment import assign_freely
-from titan_tree.balance.balancing import start_costs
-from titan_tree.balance.tree_costs import tree_sizes
 from titan_tree.cli import main
-from titan_tree.cli.plan import activations, hardware
+from titan_tree.cli.plan import activations
 from titan_tree.cli.plan.activations import Kept
 from titan_tree.cli.plan.hardware import GIB, GPUS, Gpu
 from titan_tree.cli.plan.planner import Planner, changed
@@ -20,8 +18,9 @@ from titan_tree.cli.plan.timing import total
 from titan_tree.config.toml import load_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.models.costs import ModelCosts
 from titan_tree.run import build
+from titan_tree.tree import costs as rates
+from titan_tree.tree.costs import tree_sizes
 from titan_tree.tree.token_shards import TokenShard
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
@@ -91,7 +90,7 @@ def training_steps(config, model, is_balanced, owners=2, steps=2):
         [tree for micro_batch in step for tree in micro_batch]
         for step in islice(TreeDataset(config.data, reader, allow_larger=True), steps)
     ]
-    costs, limit = start_costs(model), config.data.max_tokens
+    costs, limit = model.costs().tree_costs(), config.data.max_tokens
     chosen = [assign_freely(tree_sizes(trees), costs, owners, limit) for trees in by_step]
     for owner in range(owners):
         micro_batches = [
@@ -109,7 +108,7 @@ def test_the_steps_are_those_of_training(is_balanced, share):
     balance = f"parallel.balance={str(is_balanced).lower()}"
     config = load_config(DEMO, [*overrides, balance, f"parallel.sequence_parallel={share}"])
     made = Planner(config, 2 * share, GPUS["h200"], num_groups=4)
-    found, costs = made.steps(config), ModelCosts.of(made.model)
+    found, costs = made.steps(config), made.model.costs()
     for owner, inputs in enumerate(training_steps(config, made.model, is_balanced)):
         for step, expected in zip(found, inputs, strict=True):
             own, counts = step[owner], expected.counts
@@ -191,10 +190,10 @@ def test_the_suggestion_is_the_fastest_that_fits_and_keeps_partitions_possible()
 
 
 def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(monkeypatch):
-    monkeypatch.setattr(hardware, "HOST_SECONDS", 0.0)  # the model is tiny, so launches would take longest
-    monkeypatch.setattr(hardware, "ALL_TO_ALL_SECONDS", 0.0)
+    monkeypatch.setattr(rates, "LAUNCH_SECONDS", 0.0)  # the model is tiny, so launches would take longest
+    monkeypatch.setattr(rates, "ALL_TO_ALL_SECONDS", 0.0)
     one_group = "data.global_batch_groups=1"
-    waiting = planner(one_group, gpus=4)
+    waiting = planner(one_group, "parallel.balance=false", gpus=4)
     assert waiting.estimate.idle_share == pytest.approx(3 / 4)
     assert waiting.best_parallel()["parallel.sequence_parallel"] == 4
     assert waiting.of(changed(waiting.config, waiting.best_parallel())).idle_share == 0
@@ -213,7 +212,7 @@ def test_machines_should_be_replicas():
     assert tried == {1, 2}
     for exposed in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hardware, "HOST_SECONDS", 0.0 if exposed else 1.0)  # hides all communication
+            patch.setattr(rates, "LAUNCH_SECONDS", 0.0 if exposed else 1.0)  # hides all communication
             assert planner(gpus=16).best_parallel()["parallel.replicate"] == 1 + exposed
 
 

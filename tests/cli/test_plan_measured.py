@@ -18,7 +18,6 @@ from titan_tree.cli.plan.workload import OwnerStep
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, DataConfig, ModelConfig
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSID
         built = build_model(model, flavor, **({"num_hidden_layers": layers} if layers else {}))
     built.compute_dtype = torch.bfloat16
     sharding = Sharding.of(gpus, config.parallel)
-    preparer = StepPreparer("token_mean", False, ModelCosts.of(built), partitioner)
+    preparer = StepPreparer("token_mean", False, built.costs(), partitioner)
     trees = [[[tree] for tree in make_trees(owner)] for owner in range(sharding.owners)]
     step = [OwnerStep.of(preparer(each), sharding.sequence_parallel) for each in trees]
     memory = MemoryPlan(built, config, gpus, LayerMemory(built, torch.bfloat16, sharding))

@@ -6,10 +6,11 @@ import pytest
 
 from tests.cli.test_plan_memory import EXPERTS, REST, ROOT, config_of, model_of
 from titan_tree.cli.plan import hardware
-from titan_tree.cli.plan.hardware import GPUS, Gpu, attention_seconds, find_gpu
+from titan_tree.cli.plan.hardware import GPUS, Gpu, find_gpu
 from titan_tree.cli.plan.timing import Timing, total
 from titan_tree.cli.plan.workload import OwnerStep, Pass
 from titan_tree.errors import UserError
+from titan_tree.tree import costs as rates
 from titan_tree.tree.batch import CacheRows
 
 PASS = Pass(tokens=1000, keys=1000, pairs=440_000, edges=100)
@@ -76,8 +77,8 @@ def test_losses_of_whole_paths_score_partitions_first():
 
 
 def test_the_idle_share_is_what_gpus_wait_for_the_slowest(monkeypatch):
-    monkeypatch.setattr(hardware, "HOST_SECONDS", 0.0)
-    monkeypatch.setattr(hardware, "PARTITION_SECONDS", 0.0)
+    monkeypatch.setattr(rates, "LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr(rates, "PARTITION_SECONDS", 0.0)
     twice = dataclasses.replace(PASS, tokens=2000, pairs=880_000, edges=200)
     model = timing("qwen3", gpus=2)
     assert model.idle_share([owner_step(PASS), owner_step(PASS)]) == pytest.approx(0)
@@ -118,13 +119,6 @@ def test_delta_net_costs_its_value_dims_in_three_of_four_layers():
     assert shared["DeltaNet"] == pytest.approx(rate * 500 * values + 3 * 16 * 2.2e-6)  # the chain stays
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
-
-
-def test_attention_rates_are_interpolated():
-    assert attention_seconds(1e12, 16_384, 1) == pytest.approx(1 / 635 + 2.5 / 564)
-    assert attention_seconds(1e12, 10**6, 2) == pytest.approx(2 / 635 + 2.5 / 564)
-    middle = (440 * 2740) ** 0.5
-    assert attention_seconds(1e12, middle, 1) == pytest.approx(2 / (298 + 536) + 2.5 * 2 / (241 + 452))
 
 
 def test_gpus_wait_for_each_other_in_every_micro_batch_unless_trees_are_partitioned():

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer, vocabulary
-from titan_tree.data.readers import decompress, jsonl, read_records
+from titan_tree.data.readers import containers, decompress, read_records
 from titan_tree.errors import UserError
 
 MB = 1 << 20
@@ -37,7 +37,7 @@ def bomb(tmp_path):
 @pytest.mark.parametrize("content", [b" " * MB, b"[" * MB, b'{"a": "' + b"x" * MB])
 def test_a_decompression_bomb_is_refused_in_one_line(bomb, monkeypatch, kind, content):
     monkeypatch.setattr(decompress, "FREE_BYTES", 4 * MB)
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 12 * MB)
+    monkeypatch.setattr(containers, "MAX_LINE_BYTES", 12 * MB)
     file = bomb(kind, content, 16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as error:
@@ -48,7 +48,7 @@ def test_a_decompression_bomb_is_refused_in_one_line(bomb, monkeypatch, kind, co
 
 
 def test_a_line_without_end_is_refused_with_its_number(bomb, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(containers, "MAX_LINE_BYTES", 1000)
     file = bomb("gz", b'{"tokens": [1]}\n' + b"x" * 2000, 1)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz:2: expected at most 1,000 bytes per line"):
         list(read_records(file))

@@ -24,7 +24,6 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.shards import weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import adaptable, add_lora, init_lora
 from titan_tree.models.transformers import TransformersModel
@@ -243,7 +242,7 @@ def test_frozen_weights_have_the_compute_dtype_and_cost_less() -> None:
     assert all(
         dtype == (torch.float32 if "_lora_" in name else torch.bfloat16) for name, dtype in dtypes.items()
     )
-    full, cheap = ModelCosts.of(trained), ModelCosts.of(frozen)
+    full, cheap = trained.costs(), frozen.costs()
     factors = 2 * (128 + 128)  # two layers, rank 1
     assert cheap.flops_per_token == full.flops_per_token * 4 // 6 + 6 * factors
     assert cheap.flops_per_edge == full.flops_per_edge * 4 // 6

@@ -20,7 +20,6 @@ from tests.support.oracle import (
     tree_model,
 )
 from titan_tree.errors import UserError
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import build_model
 from titan_tree.models.qwen3 import Qwen3
 from titan_tree.tree.paths import TokenPath
@@ -204,7 +203,7 @@ def test_training_flops_equal_a_count_by_hand():
     matrices = 3 * (2 * d * heads * head_dim + 2 * d * kv_heads * head_dim + 3 * d * hidden)
     attention = 12 * 3 * heads * head_dim * visible_pairs
     for edges, num_edges in (("all", 5), ("loss", 4)):
-        flops = ModelCosts.of(model).training_flops(tree_batch([paths], edges=edges))
+        flops = model.costs().training_flops(tree_batch([paths], edges=edges))
         assert flops == 6 * matrices * 7 + 6 * 512 * d * num_edges + attention
 
 

@@ -23,7 +23,6 @@ from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import build_model
 from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
 from titan_tree.tree.paths import TokenPath
@@ -146,7 +145,7 @@ def test_flops_count_the_operations_of_each_layer():
     matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
     pairs = 1 + 2 + 3 + 2
     mixing = 3 * 18 * 4 * (4 * 8 * 16) + 12 * 4 * 16 * pairs
-    assert ModelCosts.of(model).training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
+    assert model.costs().training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
 
 
 def test_a_step_counts_the_bytes_of_gateways():

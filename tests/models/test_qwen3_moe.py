@@ -27,7 +27,6 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
@@ -252,7 +251,7 @@ def test_flops_count_only_the_experts_of_a_token():
     matrices = attention + 4 * 64 + 2 * 3 * 32 * 64
     pairs = 1 + 2 + 3 + 2
     mixing = 12 * 4 * 32 * pairs
-    assert ModelCosts.of(model).training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + mixing
+    assert model.costs().training_flops(batch) == 6 * (4 * matrices + 3 * 512 * 64) + mixing
 
 
 def test_fresh_weights_have_the_published_deviation():

@@ -212,6 +212,7 @@ def test_a_failed_update_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -> None:
     """The server stops answering after its second update. The run ends after a checkpoint."""

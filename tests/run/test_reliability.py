@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "reliability"
 CAMPAIGNS = ("kills", "damage", "signals", "ranks", "lines", "templates", "combined", "ragged", "costs")
 

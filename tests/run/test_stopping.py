@@ -29,7 +29,9 @@ from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.tree.token_tree import TokenTree
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("default_signals")
+
+ROOT = Path(__file__).parents[2]
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_tree.balance.tree_costs import TreeCosts
 from titan_tree.data.packing import first_fit
+from titan_tree.tree.costs import TreeCosts
 
 # For each owner, its micro-batches as lists of tree numbers. An owner is a rank, or several that share trees.
 Assignment = list[list[list[int]]]

@@ -19,32 +19,16 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.balance.assignment import idle_share
+from titan_tree.balance.cost_fit import CostFit, finite_array
 from titan_tree.balance.data_group import DataAddress
 from titan_tree.balance.sharing import TreeSharing
-from titan_tree.balance.tree_costs import CostFit, TreeCosts, finite_array
 from titan_tree.balance.work_timer import WorkTimer
 from titan_tree.distributed.collectives import call_on_rank_0
 from titan_tree.engine.step_io import GlobalSizes, StepInput
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.tree.costs import TreeCosts
 
-# Operations per second of one H200 (docs/performance.md): matrix products, those of experts, attention.
-DENSE, EXPERTS, ATTENTION = 560e12, 330e12, 430e12
-CHUNK_S = 3.5e-3 / 512  # of a DeltaNet layer, whose forward and backward pass take 3.5 ms for 512 chunks
 FIT_STEPS = 64  # steps that are measured; more than any rank makes ahead of training
-LAYER_S = 4e-3  # to launch the kernels of a layer's forward and backward pass
-
-
-def start_costs(model: TreeModel) -> TreeCosts:
-    """Returns estimated costs of a model, from its sizes and the rates of one H200."""
-    costs = ModelCosts.of(model)
-    return TreeCosts(
-        token=costs.flops_per_token / (EXPERTS if model.experts else DENSE),
-        pair=costs.flops_per_pair / ATTENTION,
-        edge=costs.flops_per_edge / DENSE,
-        chunk=costs.num_recurrent_layers * CHUNK_S,
-        forward=costs.num_layers * LAYER_S,
-    )
 
 
 class Balancing:
@@ -75,9 +59,9 @@ class Balancing:
         self.max_tokens, self.expert_parallel, self.splits = max_tokens, expert_parallel, splits
         self.timer = None if expert_parallel else WorkTimer(model, device)
         self.is_fixed = fixed or expert_parallel
-        costs = start_costs(model)
-        self.costs = [costs]  # estimated, and fitted if known
-        self.fit = CostFit(costs)
+        self.estimated = model.costs().tree_costs()
+        self.fitted: TreeCosts | None = None  # known after ``fit_step``
+        self.fit = CostFit(self.estimated)
         self.fit_step: int | None = None  # the last measured step, if steps are measured
         self._address: DataAddress | None = None
         self._is_first_step = True
@@ -90,10 +74,11 @@ class Balancing:
         """
         self._address = DataAddress.new(start_timeout_s, timeout_s, start_steps)
         self._is_first_step = True
-        if not self.is_fixed and len(self.costs) == 1 and (self.fit_step or 0) <= step:
+        if not self.is_fixed and self.fitted is None and (self.fit_step or 0) <= step:
             self.fit_step = step + FIT_STEPS
-        for version, costs in enumerate(self.costs):
-            self._publish(version, costs)
+        self._publish(0, self.estimated)
+        if self.fitted is not None:
+            self._publish(1, self.fitted)
         return TreeSharing(
             self._address,
             dist.get_rank(),
@@ -126,33 +111,38 @@ class Balancing:
             self.timer.stop()
         if is_good:
             work = self._gather(step_input, sizes)  # [ranks, rows, 6]
-            is_fitted = self.fit_step is not None and step > self.fit_step + FIT_STEPS
-            values["planned_idle_share"] = idle_share(self.costs[is_fitted].seconds(work[..., 1:]))
+            values["planned_idle_share"] = idle_share(self._costs_of(step).seconds(work[..., 1:]))
             if self.timer:
                 values["idle_share"] = idle_share(work[..., 0])
             if not self._is_first_step:  # which compiles and allocates
                 self._add(work)
             self._is_first_step = False
         if step == self.fit_step:
-            fitted = self.fit.solve()
-            self.costs.append(TreeCosts(*call_on_rank_0(lambda: fitted)))
-            self._publish(1, self.costs[1])
+            self.fitted = TreeCosts(*call_on_rank_0(self.fit.solve))
+            self._publish(1, self.fitted)
         return values
+
+    def _costs_of(self, step: int) -> TreeCosts:
+        """Returns the costs with which trees were assigned in a step, numbered from 1."""
+        if self.fitted is not None and self.fit_step is not None and step > self.fit_step + FIT_STEPS:
+            return self.fitted
+        return self.estimated
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the costs and the measurements as JSON values."""
-        costs = [list(costs) for costs in self.costs]
+        costs = [list(costs) for costs in (self.estimated, self.fitted) if costs is not None]
         return {"costs": costs, "fit_step": self.fit_step, "fit": self.fit.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
         given, fit_step = state.get("costs"), state.get("fit_step")
-        shape = (2 if isinstance(given, list) and len(given) == 2 else 1, len(self.costs[0]))
+        shape = (2 if isinstance(given, list) and len(given) == 2 else 1, len(self.estimated))
         costs = [TreeCosts(*row) for row in finite_array("costs", given, shape).tolist()]
         if self.is_fixed or fit_step is None:
-            self.costs = costs[-1:]
+            self.estimated = costs[-1]
             return
-        self.costs, self.fit_step = costs, int(finite_array("fit_step", fit_step, ()))
+        self.estimated, self.fitted = costs[0], costs[1] if len(costs) == 2 else None
+        self.fit_step = int(finite_array("fit_step", fit_step, ()))
         self.fit.load_state_dict(state.get("fit") or {})
 
     def _gather(self, step_input: StepInput, sizes: GlobalSizes) -> np.ndarray:
@@ -173,7 +163,7 @@ class Balancing:
 
     def _add(self, work: np.ndarray) -> None:
         """Adds the measurements of a step, see ``_gather``, until the costs are fitted."""
-        if self.fit_step is None or len(self.costs) > 1:
+        if self.fit_step is None or self.fitted is not None:
             return
         for seconds, *sizes in work.reshape(-1, work.shape[-1]):
             if sizes[-1]:  # the rank had trees

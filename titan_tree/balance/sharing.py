@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from titan_tree.balance.splitting import StepPlan, StepPlanner, may_split
-from titan_tree.balance.tree_costs import SIZES, TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
+from titan_tree.tree.costs import SIZES, TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

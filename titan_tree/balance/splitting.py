@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step, step_seconds
-from titan_tree.balance.tree_costs import TreeCosts
 from titan_tree.balance.tree_splits import split_tree
+from titan_tree.tree.costs import TreeCosts
 from titan_tree.tree.paths import PER_TOKEN, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.tree_bytes import ALIGNMENT, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
@@ -40,12 +41,12 @@ class TokenStore:
     """A store opened for reading. It can be pickled: a copy in another process maps the file again.
 
     Args:
-        file: its path.
+        file: path of the store.
 
     Attributes:
         header: what the store was made of, as ``write_store`` got it, and "version".
-        ids: of the groups.
-        checksum: of the whole content.
+        ids: the ids of the groups, in their order.
+        checksum: CRC-32 of the footer, which holds the checksums of all groups.
         table: [groups] of dtype ``GROUP``: the place and the sizes of each group.
 
     Raises:
@@ -59,7 +60,7 @@ class TokenStore:
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         offset, size, crc, magic = TRAILER.unpack(self._map[-TRAILER.size :].rjust(TRAILER.size, b"\0"))
         footer = self._map[offset : offset + size] if magic == MAGIC else b""
-        self.checksum = crc  # of the footer, which holds the checksums of the groups
+        self.checksum = crc
         if magic != MAGIC or zlib.crc32(footer) != crc:
             raise UserError(f"{file}: this token store is incomplete or damaged; copy or ingest it again")
         header, ids, table = footer.split(b"\n", 2)
@@ -109,6 +110,18 @@ class StoredGroup:
     def tree(self) -> TokenTree:
         """Returns the tree of the group's samples. It equals ``TokenTree.from_paths`` of them."""
         return tree_from_bytes(self.store.read(self.index))
+
+
+class TokenStoreReader(Reader):
+    """Yields the groups of a store. A record has the group's id, and a StoredGroup, which reads the tree."""
+
+    def recognizes(self, source: Source) -> bool:
+        return source.head.startswith(MAGIC)
+
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        store = TokenStore(source.path)
+        for number, (id, group) in enumerate(zip(store.ids, store, strict=True), start=1):
+            yield f"{source.path}: group {number}", {"id": id, STORED: group}
 
 
 def is_store(file: Path) -> bool:

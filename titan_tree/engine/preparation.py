@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from titan_tree.components.tree_loss import Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
-from titan_tree.models.costs import ModelCosts
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import WHOLE, TokenShard
@@ -28,7 +29,7 @@ class StepPreparer:
     Args:
         reduction: of the loss; it decides the normalizer.
         needs_whole_paths: whether a token's loss depends on other tokens of its path.
-        costs: of the model.
+        costs: the model's operations and bytes.
         partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
         share: which tokens of each forward pass this rank computes. Ranks that share them get the same trees.
     """
@@ -41,7 +42,7 @@ class StepPreparer:
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
-        plan = one_pass if self.partitioner is None else self.partitioner.plan
+        plan = one_pass if self.partitioner is None else partial(self.partitioner.plan, costs=self.costs)
         plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
@@ -79,7 +80,7 @@ class StepPreparer:
         path_ids = tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans)
         newest = int(max(versions, default=-1))
         sizes = tuple(
-            (*map(sum, zip(*map(self.costs.sizes, partitions), strict=True)), len(partitions))
+            (*map(sum, zip(*map(batch_sizes, partitions), strict=True)), len(partitions))
             for partitions in batches
         )
         own = [[self.share.of(batch) for batch in partitions] for partitions in batches]

@@ -81,7 +81,7 @@ class StepInput:
     newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
     path_ids: tuple[tuple[str, ...], ...] = ()  # of each micro-batch's paths; "?" for a path without an id
     tree_ids: tuple[str, ...] = ()  # of the first path of each tree
-    # For each micro-batch, ``ModelCosts.sizes`` of its batches together, and the number of its batches.
+    # For each micro-batch, the sum of its batches' ``batch_sizes`` (tree/costs.py), and their number.
     sizes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod

@@ -32,7 +32,6 @@ from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.engine.whole_path_loss import Scores
 from titan_tree.errors import AgreedError, UserError, require_list
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
@@ -95,7 +94,7 @@ class TreeStep:
         return StepPreparer(
             self.loss.reduction,
             self.loss.spec.needs_whole_paths,
-            ModelCosts.of(self.model),
+            self.model.costs(),
             self.partitioner,
             self.model.share,
         )

@@ -68,7 +68,7 @@ def row_scores(
     """
     forest = TokenTree.forest(rows.trees)
     batch = rows.batch().to(view.embedding_weight.device)
-    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(forest)
+    plan = None if max_tokens is None else TreePartitioner("auto", max_tokens).plan(forest, view.costs())
     if plan is None or len(plan) == 1:
         out = view(batch, entropy=entropy, statistics=statistics)
         values = _columns(out)

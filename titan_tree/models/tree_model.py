@@ -25,6 +25,7 @@ from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.models.expert_blocks import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 from titan_tree.tree.token_shards import TokenShard
@@ -232,6 +233,22 @@ class TreeModel(nn.Module, ABC):
         """The share of each batch that this rank computes."""
         group = self.sequence_group
         return TokenShard() if group is None else TokenShard(group.rank(), group.size())
+
+    def costs(self) -> ModelCosts:
+        """Returns the operations and bytes per token, pair and edge of this model."""
+        dtype = self.compute_dtype or self.embedding_weight.dtype
+        cached = row_bytes(self.cache_streams, self.empty_rows(torch.empty(0, dtype=dtype, device="meta")))
+        head = self.embedding_weight if self.output_weight is None else self.output_weight
+        return ModelCosts(
+            flops_per_token=self.layer_flops(1, 0),
+            flops_per_pair=self.layer_flops(0, 1),
+            flops_per_edge=matrix_flops([head]),
+            num_layers=len(self.layers),
+            num_recurrent_layers=self.num_recurrent_layers,
+            has_experts=self.experts is not None,
+            key_bytes=cached["keys"],
+            state_bytes=cached["states"],
+        )
 
     def num_parameters(self) -> int:
         """Returns the number of parameters. A tied embedding counts once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -142,7 +143,7 @@ def score_trees(
     _check_arguments(model, max_tokens, routed_experts)
     everything = [list(range(len(trees)))] if trees else []
     chosen = everything if max_tokens is None else first_fit(list(map(len, trees)), max_tokens)
-    split = one_pass if partitioner is None else partitioner.plan
+    split = one_pass if partitioner is None else partial(partitioner.plan, costs=model.costs())
     forwards: Iterable[_Forward] = _forwards(model, trees, chosen, split)
     is_shared = world_size() > 1 and (isinstance(model.root, FSDPModule) or model.communicates)
     if is_shared:

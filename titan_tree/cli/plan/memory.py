@@ -24,9 +24,9 @@ from titan_tree.config import Config
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Mixer
-from titan_tree.models.costs import row_bytes
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
+from titan_tree.tree.costs import row_bytes
 from titan_tree.tree.token_shards import TokenShard
 
 Parts = dict[str, float]  # bytes by name

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_tree.balance.balancing import start_costs
 from titan_tree.cli.plan.activations import LayerMemory
-from titan_tree.cli.plan.hardware import NODE_GPUS, PEAK_FLOPS, Gpu
+from titan_tree.cli.plan.hardware import Gpu
 from titan_tree.cli.plan.memory import RANDOM_ROUTER, Load, MemoryPlan, Parts
 from titan_tree.cli.plan.sharding import Sharding
 from titan_tree.cli.plan.timing import Seconds, Timing, add, total
@@ -25,6 +24,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_model_without_weights
+from titan_tree.tree.costs import NODE_GPUS, PEAK_FLOPS
 
 Settings = Mapping[str, Any]  # values by key of the configuration, such as "data.max_tokens"
 
@@ -189,7 +189,7 @@ class Planner:
         if key not in self._steps:
             loss = build.build_loss(config.loss)
             preparer = build.build_tree_step(config, self.model, loss, torch.device("cpu")).preparer()
-            costs = start_costs(self.model)
+            costs = self.model.costs().tree_costs()
             self._steps[key] = sample_steps(config, self.sample, preparer, costs, self.gpus, self.num_steps)
         return self._steps[key]
 

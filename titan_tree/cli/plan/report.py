@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from titan_tree.cli.plan.hardware import GIB, NODE_GPUS
+from titan_tree.cli.plan.hardware import GIB
 from titan_tree.cli.plan.planner import MARGIN, Estimate, Planner, Settings
 from titan_tree.cli.plan.timing import total
+from titan_tree.tree.costs import NODE_GPUS
 
 WIDTH = 80
 NAME_WIDTH = 26

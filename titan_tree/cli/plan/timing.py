@@ -1,4 +1,4 @@
-"""The expected time of a step, part by part: operations divided by the rates of hardware.py.
+"""The expected time of a step, part by part: operations divided by the rates of tree/costs.py.
 
 Kernels of one GPU run one after another. FSDP2 gathers weights and sums gradients beside them; only the rest
 that no kernel hides counts. The exchanges of tokens for experts and for heads hide behind nothing.
@@ -13,16 +13,16 @@ from itertools import zip_longest
 import numpy as np
 
 from titan_tree.balance.assignment import idle_share
-from titan_tree.cli.plan import hardware
-from titan_tree.cli.plan.hardware import Gpu, attention_seconds, bandwidth
+from titan_tree.cli.plan.hardware import GPUS, Gpu, bandwidth
 from titan_tree.cli.plan.sharding import Sharding, exchanged, ranks_of_token
 from titan_tree.cli.plan.workload import Pass, Step
 from titan_tree.config import Config
 from titan_tree.models.block import Block
-from titan_tree.models.costs import ModelCosts
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.run.build import build_loss
+from titan_tree.tree import costs as rates
+from titan_tree.tree.costs import attention_seconds
 
 Seconds = dict[str, float]  # by part of a step
 
@@ -74,10 +74,10 @@ class Timing:
         self.model, self.config, self.gpus, self.gpu = model, config, gpus, gpu
         self.sharding = Sharding.of(gpus, config.parallel)
         self.item = 4 if config.training.dtype == "float32" else 2
-        self.costs = ModelCosts.of(model)
+        self.costs = model.costs()
         self.forwards = Forwards.of(config.training.activation_checkpoint)
         self.loss = build_loss(config.loss)
-        self.slower = hardware.GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
+        self.slower = GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
 
     def step(self, step: Step, imbalance: float = 1.0) -> Seconds:
         """Returns the seconds of a step, by part.
@@ -119,8 +119,8 @@ class Timing:
         seconds = add([self.of_pass(each, imbalance, is_scored_first) for each in passes])
         layer_passes = len(self.model.layers) * len(passes)
         if len(passes) > 1:
-            seconds["partitions"] = hardware.PARTITION_SECONDS * layer_passes
-        waits = hardware.HOST_SECONDS * layer_passes - total(seconds)
+            seconds["partitions"] = rates.PARTITION_SECONDS * layer_passes
+        waits = rates.LAUNCH_SECONDS * layer_passes - total(seconds)
         return seconds | {"waiting for the host": max(0.0, waits)}
 
     def of_pass(self, each: Pass, imbalance: float = 1.0, is_scored_first: bool = False) -> Seconds:
@@ -142,27 +142,27 @@ class Timing:
         projections = own * (costs.flops_per_token - 6 * active - delta_net)
         logits = each.edges * model.config.vocab_size
         seconds: Seconds = {
-            "projections": _passes(forwards.matrices) * projections / hardware.GEMM_FLOPS,
+            "projections": _passes(forwards.matrices) * projections / rates.MATRIX_FLOPS,
             "attention": attention_seconds(
                 each.pairs * costs.flops_per_pair / 3 / ranks, each.pairs / each.tokens, forwards.attention
             ),
             "vocabulary": _passes(forwards.logits)
             * (
-                each.edges * costs.flops_per_edge / hardware.GEMM_FLOPS
-                + hardware.VOCABULARY_BYTES * logits / self.gpu.bandwidth
+                each.edges * costs.flops_per_edge / rates.MATRIX_FLOPS
+                + rates.VOCABULARY_BYTES * logits / self.gpu.bandwidth
             ),
             "norms, RoPE, SwiGLU": _passes(forwards.others)
-            * (hardware.ELEMENTWISE_SECONDS * self.slower * own * len(model.layers)),
+            * (rates.ELEMENTWISE_SECONDS * self.slower * own * len(model.layers)),
         }
         if delta_nets:
             values = each.tokens * sum(mixer.config.value_dim for mixer in delta_nets) / ranks
             chunks = each.serial_chunks * len(delta_nets)
             seconds["DeltaNet"] = _passes(forwards.others) * (
-                hardware.DELTA_NET_SECONDS * values + hardware.DELTA_NET_CHUNK_SECONDS * chunks
+                rates.DELTA_NET_SECONDS * values + rates.SERIAL_CHUNK_SECONDS * chunks
             )
         if active:
             flops = 6 * active * own * (imbalance if self.sharding.expert_parallel > 1 else 1)
-            seconds["experts"] = _passes(forwards.others) * flops / hardware.EXPERT_FLOPS
+            seconds["experts"] = _passes(forwards.others) * flops / rates.EXPERT_FLOPS
             seconds["exchange for experts"] = self._exchange(own, imbalance, forwards.exchanges)
         if ranks > 1:
             seconds["exchange for heads"] = self._exchange_heads(own, forwards.exchanges / 2)
@@ -174,7 +174,7 @@ class Timing:
         ranks, sizes = self.sharding.expert_parallel, self.model.experts.sizes
         rows = tokens * ranks_of_token(sizes, ranks) * imbalance * (ranks - 1) / ranks
         size = rows * self.model.config.hidden_size * self.item
-        return exchanges * sizes.num_layers * size / bandwidth(hardware.ALL_TO_ALL, ranks)
+        return exchanges * sizes.num_layers * size / bandwidth(rates.ALL_TO_ALL, ranks)
 
     def _exchange_heads(self, tokens: int, passes: float) -> float:
         """Returns the seconds of the exchanges around all mixers, each with one copy that sorts the numbers.
@@ -186,8 +186,8 @@ class Timing:
         ranks = self.sharding.sequence_parallel
         tensors = [[*sent, out] for sent, out in (exchanged(b.mixer, ranks) for b in self.model.blocks)]
         size = self.item * tokens * sum(map(sum, tensors))
-        sent = size * (ranks - 1) / ranks / bandwidth(hardware.ALL_TO_ALL, ranks)
-        calls = hardware.ALL_TO_ALL_SECONDS * sum(map(len, tensors))
+        sent = size * (ranks - 1) / ranks / bandwidth(rates.ALL_TO_ALL, ranks)
+        calls = rates.ALL_TO_ALL_SECONDS * sum(map(len, tensors))
         return passes * (sent + calls + 2 * size / self.gpu.bandwidth)
 
     def _fsdp(self, compute: float, micro_batches: int) -> float:
@@ -205,8 +205,8 @@ class Timing:
         parallel, number = self.config.parallel, len(self.model.layers)
         layers, everything = sum(map(self._moved, self.model.blocks)), self._moved(self.model)
         ranks, blocks = self.sharding.ranks, sum(sum(self.sharding.shards(b)) for b in self.model.blocks)
-        gather = self.item * layers / number / bandwidth(hardware.ALL_GATHER, ranks)
-        reduce = 4 * layers / number / bandwidth(hardware.REDUCE_SCATTER, ranks)
+        gather = self.item * layers / number / bandwidth(rates.ALL_GATHER, ranks)
+        reduce = 4 * layers / number / bandwidth(rates.REDUCE_SCATTER, ranks)
         reduce += self._over_replicas(blocks) / number
         sums = micro_batches if parallel.reduce_gradients == "every" else 1
         forward = compute / micro_batches / number / (self.forwards.matrices + 2)
@@ -218,8 +218,8 @@ class Timing:
             + (micro_batches - sums) * max(0.0, again - backward)
         )
         root = everything - layers
-        at_root = micro_batches * self.item * root / bandwidth(hardware.ALL_GATHER, ranks)
-        at_root += sums * 4 * root / bandwidth(hardware.REDUCE_SCATTER, ranks)
+        at_root = micro_batches * self.item * root / bandwidth(rates.ALL_GATHER, ranks)
+        at_root += sums * 4 * root / bandwidth(rates.REDUCE_SCATTER, ranks)
         at_root += sums * self._over_replicas(sum(self.sharding.shards(self.model)) - blocks)
         return number * per_layer + at_root
 
@@ -229,7 +229,7 @@ class Timing:
         A ring sends each number twice, to all but one of the replicas.
         """
         replicas = self.sharding.replicate
-        return 2 * 4 * parameters * (replicas - 1) / replicas / bandwidth(hardware.REDUCE_SCATTER, self.gpus)
+        return 2 * 4 * parameters * (replicas - 1) / replicas / bandwidth(rates.REDUCE_SCATTER, self.gpus)
 
     def _moved(self, module: Decoder | Block) -> int:
         """Returns how many parameters a rank receives when it gathers a module."""
@@ -240,8 +240,8 @@ class Timing:
         own = sum(self.sharding.shards(self.model))
         casts = (4 + self.item) * own * (1 if self.gpus == 1 else micro_batches) / self.gpu.bandwidth
         if self.config.optimizer.name == "adamw8bit":
-            return casts + hardware.ADAM_8BIT_SECONDS * own * self.slower
-        return casts + hardware.ADAM_BYTES * own / self.gpu.bandwidth
+            return casts + rates.ADAM_8BIT_SECONDS * own * self.slower
+        return casts + rates.ADAM_BYTES * own / self.gpu.bandwidth
 
 
 def _is_partitioned(step: Step) -> bool:

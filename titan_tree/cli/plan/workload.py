@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from titan_tree.balance.sharing import TreeSharing
-from titan_tree.balance.tree_costs import TreeCosts
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.groups import Group
@@ -22,9 +21,9 @@ from titan_tree.data.packing import shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.step_io import StepInput
-from titan_tree.models.costs import num_pairs
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.chains import Chains
+from titan_tree.tree.costs import TreeCosts, num_pairs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree

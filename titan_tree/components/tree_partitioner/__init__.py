@@ -7,7 +7,7 @@ multi_path.py       the fewest executed tokens: exact, for trees of moderate siz
 greedy.py           fills traversals in DFS order: linear time
 redundancy_free.py  runs every token once, in connected pieces that read from a gateway cache
 subtree_cut.py      where redundancy_free cuts subtrees that are too large
-auto.py             chooses none, greedy or redundancy_free by estimated time
+auto.py             chooses none, greedy or redundancy_free by the model's estimated time
 
 A new strategy is one file with a function ``partition(tree, max_tokens, max_chain_tokens)`` that returns
 partitions, and one line in ``titan_tree.registry.PARTITION_STRATEGIES``.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from titan_tree.components.tree_partitioner import auto
 from titan_tree.errors import UserError
 from titan_tree.registry import PARTITION_STRATEGIES, unknown_name
+from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts
 from titan_tree.tree.partition import PartitionPlan
 from titan_tree.tree.token_tree import TokenTree
 
@@ -40,7 +41,7 @@ class TreePartitioner:
     | multi_path      | 102k            | traversals that share all they can, with the fewest tokens         |
     | redundancy_free | 83k             | connected pieces that read their context from the gateway cache    |
 
-    "auto" is none if the tree fits max_tokens, else greedy or redundancy_free, by estimated time.
+    "auto" is none if the tree fits max_tokens, else greedy or redundancy_free, by the model's estimated time.
 
     Args:
         strategy: "auto" or a name in ``PARTITION_STRATEGIES``.
@@ -64,8 +65,13 @@ class TreePartitioner:
                 raise UserError(f"TreePartitioner: {name}: expected at least 1, got {value}")
         self.strategy, self.max_tokens, self.max_chain_tokens = strategy, max_tokens, max_chain_tokens
 
-    def plan(self, tree: TokenTree) -> PartitionPlan:
+    def plan(self, tree: TokenTree, costs: ModelCosts = QWEN3_1_7B) -> PartitionPlan:
         """Returns the partitions of a tree, or of a forest (a tree with several roots).
+
+        Args:
+            tree: the tree or forest to cut.
+            costs: the model's costs (``TreeModel.costs``), by which "auto" decides. The default is those of
+                Qwen3-1.7B. ``TreeStep`` passes the costs of its model.
 
         Raises:
             UserError: the longest path exceeds what a traversal or a chain may hold, or the tree is too large
@@ -75,6 +81,6 @@ class TreePartitioner:
         if max_chain_tokens is not None:
             max_tokens = min(max_tokens, max_chain_tokens)  # a partition is part of its chain
         if self.strategy == "auto":
-            return auto.choose(tree, max_tokens, max_chain_tokens)
+            return auto.choose(tree, max_tokens, max_chain_tokens, costs)
         partitions = PARTITION_STRATEGIES[self.strategy](tree, max_tokens, max_chain_tokens)
         return PartitionPlan(tree, self.strategy, tuple(partitions))

@@ -4,10 +4,10 @@ A record is a dict in titan_tree's own schema (data/schema.py): a task with traj
 token ids. To support another format, write a subclass of ``Reader`` in a new file here and add one line to
 ``READERS`` in titan_tree/registry.py. docs/data.md describes the formats.
 
-containers   a file -> rows: jsonl.py (lines), json_document.py (one JSON value), arrow.py (Parquet, Arrow)
-             rows.py chooses the container; decompress.py reads gzip and Zstandard
-formats      a row -> a record: own_schema.py, openai_chat.py, anthropic.py, token_rows.py, ...
-             chat.py holds what several of them need
+containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
+             decompress.py reads gzip and Zstandard; strict_json.py refuses what JSON parsers would change
+formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
+             rows.py has their base class and the reader of titan_tree's own schema; chat.py has shared parts
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reader(ABC):
     def recognizes(self, source: Source) -> bool:
         """Returns whether the content is of this format. It is used with ``data.format = "auto"``.
 
-        It must be cheap: look at ``source.head``, or at ``rows.first_rows(source)``.
+        It must be cheap: look at ``source.head``, or at ``containers.first_rows(source)``.
         """
 
     @abstractmethod

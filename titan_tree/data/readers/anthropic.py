@@ -17,7 +17,8 @@ from titan_tree.data.readers.chat import (
     text_of,
     without,
 )
-from titan_tree.data.readers.rows import RowReader, expect, first_rows
+from titan_tree.data.readers.containers import first_rows
+from titan_tree.data.readers.rows import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these

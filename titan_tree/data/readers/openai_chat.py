@@ -15,7 +15,8 @@ from titan_tree.data.readers.chat import (
     text_of,
     without,
 )
-from titan_tree.data.readers.rows import PAIR_COLUMNS, RowReader, expect, first_rows
+from titan_tree.data.readers.containers import first_rows
+from titan_tree.data.readers.rows import PAIR_COLUMNS, RowReader, expect
 from titan_tree.errors import UserError
 
 

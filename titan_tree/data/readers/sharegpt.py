@@ -63,8 +63,8 @@ def _message(turn: Any, where: str) -> Message:
     calls = calls if isinstance(calls, list) else [calls]
     converted = []
     for item in calls:
-        expect(item, dict, f"{where}.value", "calls with name and arguments")
-        converted.append(call(item.get("name"), item.get("arguments"), None))
+        function = expect(item, dict, f"{where}.value", "calls with name and arguments")
+        converted.append(call(function.get("name"), function.get("arguments"), None))
     return {"role": "assistant", "content": "", "tool_calls": converted}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titan_tree.errors import UserError, require_unicode
 
@@ -20,17 +20,17 @@ class _Constant(NamedTuple):
     name: str  # NaN, Infinity or -Infinity
 
 
-def parse_text(text: str, place: str) -> Any:
+def parse_text(text: str, place: str) -> object:
     """Returns the JSON value that a string holds, such as a field with JSON text; see ``parse_json``."""
     return parse_json(text.encode(errors="surrogatepass"), place)
 
 
-def parse_json(content: bytes, place: str) -> Any:
+def parse_json(content: bytes, place: str) -> object:
     """Returns the JSON value that ``content`` holds.
 
     Args:
         content: one JSON value in UTF-8.
-        place: where the content comes from; errors start with it.
+        place: the content's place, with which errors start.
 
     Raises:
         UserError: the content is not strict JSON.
@@ -54,7 +54,7 @@ def parse_json(content: bytes, place: str) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
@@ -65,7 +65,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check(value: Any, where: str) -> None:
+def _check(value: object, where: str) -> None:
     """Raises UserError for constants and lone surrogates in a parsed value, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():

@@ -7,8 +7,8 @@ from typing import Any
 
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
-from titan_tree.data.readers.json_document import load_document
-from titan_tree.data.readers.rows import expect, first_rows
+from titan_tree.data.readers.containers import first_rows, load_document
+from titan_tree.data.readers.rows import expect
 from titan_tree.data.readers.tau_bench import by_task
 from titan_tree.errors import errors_at
 
@@ -31,9 +31,9 @@ class Tau2BenchReader(Reader):
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         document = load_document(source)
         with errors_at(source.path):
-            expect(document, dict, "document", "an object with simulations")
-            simulations = expect(document.get("simulations"), list, "simulations", "a list")
-            info = expect(document.get("info") or {}, dict, "info", "an object")
+            run = expect(document, dict, "document", "an object with simulations")
+            simulations = expect(run.get("simulations"), list, "simulations", "a list")
+            info = expect(run.get("info") or {}, dict, "info", "an object")
             environment = expect(
                 info.get("environment_info") or {}, dict, "info.environment_info", "an object"
             )

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.readers.json_document import load_document
+from titan_tree.data.readers.containers import first_rows, load_document
 from titan_tree.data.readers.openai_chat import converted_messages
-from titan_tree.data.readers.rows import expect, first_rows, warn_once
+from titan_tree.data.readers.rows import expect, warn_once
 from titan_tree.errors import UserError, errors_at, shorten
 
 NO_TOOLS = "the file has no schemas of the tools; the samples are rendered without them"
@@ -26,10 +26,10 @@ class TauBenchReader(Reader):
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         document = load_document(source)
         with errors_at(source.path):
-            expect(document, list, "document", "a list of results")
+            results = expect(document, list, "document", "a list of results")
         warn_once(source.path, NO_TOOLS)
         yield from by_task(
-            [(f"{source.path}:[{index}]", result, _record) for index, result in enumerate(document)]
+            [(f"{source.path}:[{index}]", result, _record) for index, result in enumerate(results)]
         )
 
 

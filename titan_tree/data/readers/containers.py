@@ -1,0 +1,213 @@
+"""Containers of rows, recognized by a file's content.
+
+A container is JSON Lines, a JSON array of objects, one JSON object over several lines, a Parquet file, or a
+folder of Arrow files that ``datasets.Dataset.save_to_disk`` wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers.strict_json import parse_json
+from titan_tree.errors import UserError
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
+BATCH_ROWS = 64  # rows of Parquet and Arrow files that are converted to Python objects at once
+MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
+MAX_DEPTH = 200  # brackets that may be open where the beginning of a document ends
+STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
+
+
+def rows(source: Source) -> Iterator[tuple[Place, Record]]:
+    """Yields the rows of a file, each with its place.
+
+    Raises:
+        UserError: a malformed file, or a row that is not an object.
+    """
+    if _is_arrow(source):
+        yield from arrow_rows(source)
+    elif not _is_document(source.head):
+        with source.open() as file:
+            yield from json_objects(file, source.path)
+    elif isinstance(document := load_document(source), dict):
+        yield source.path, document
+    else:
+        assert isinstance(document, list)  # the head begins with "[" or "{"
+        for index, row in enumerate(document):
+            place = f"{source.path}:[{index}]"
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
+            yield place, row
+
+
+@functools.lru_cache(maxsize=1)
+def first_rows(source: Source) -> list[Record]:
+    """Returns the first rows for recognition. A row that is longer than ``source.head`` lacks members.
+
+    Content that is not JSON has no rows.
+    """
+    if _is_arrow(source):
+        return [row for _, row in islice(arrow_rows(source, batch_rows=FIRST_ROWS), FIRST_ROWS)]
+    text = source.head.decode(errors="replace").lstrip()
+    if _is_document(source.head):
+        document = parse_beginning(text)
+        values = document if isinstance(document, list) else [document]
+    else:
+        values = [parse_beginning(line) for line in text.split("\n")[:FIRST_ROWS] if line.strip()]
+    return [row for row in values[:FIRST_ROWS] if isinstance(row, dict)]
+
+
+def json_objects(file: BinaryIO, name: str) -> Iterator[tuple[Place, Record]]:
+    """Yields the JSON object on each line that is not blank, with "name:line".
+
+    Raises:
+        UserError: a line that is not one JSON object, see ``parse_json``.
+    """
+    for number in count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        place = f"{name}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise UserError(f"{place}: expected at most {MAX_LINE_BYTES:,} bytes per line; split the record")
+        if not line.strip():
+            continue
+        record = parse_json(line.rstrip(b"\r\n"), place)
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: expected one JSON object per line, got {type(record).__name__}")
+        yield place, record
+
+
+def load_document(source: Source) -> object:
+    """Returns the JSON value that a file holds. The file is read as a whole.
+
+    Raises:
+        UserError: the file is not one JSON value, see ``parse_json``.
+    """
+    with source.open() as file:
+        return parse_json(file.read(), source.path)
+
+
+def parse_beginning(text: str) -> object:
+    """Returns the value of which ``text`` is the beginning, without the members that are cut off.
+
+    For example, '[{"a": 1, "b": [2' becomes [{"a": 1, "b": []}]. Returns None if this fails.
+    """
+    closers: list[str] = []
+    cut, tail = 0, ""  # where to cut the text, and the brackets that close it there
+    for match in STRINGS_AND_BRACKETS.finditer(text):
+        token = match[0]
+        if token in "[{":
+            closers.append("]" if token == "[" else "}")
+        elif token in "]}":
+            if not closers:
+                return None
+            closers.pop()
+        elif token != ",":
+            continue
+        cut, tail = match.start() if token == "," else match.end(), "".join(reversed(closers))
+        if not closers or len(closers) > MAX_DEPTH:
+            break
+    try:
+        return json.loads(text[:cut] + tail)
+    except (ValueError, RecursionError):
+        return None
+
+
+def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[Place, Record]]:
+    """Yields the rows of a Parquet file or an Arrow folder, each with its place, "path:row 0" and so on.
+
+    Arrow stores the union of the fields of all rows, and fills those that a row lacks with null. Nulls inside
+    of structs are therefore removed; nulls in lists of numbers stay.
+
+    Raises:
+        UserError: pyarrow is missing, the folder holds no data set, or a file is damaged or compressed.
+    """
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(
+            "reading Parquet and Arrow files needs the package pyarrow; run pip install 'titan_tree[data]'"
+        ) from None
+    if not source.is_folder and source.compression:
+        raise UserError(f"{source.path}: a Parquet file must not be compressed as a whole; decompress it")
+    batches = _folder_batches(source) if source.is_folder else _parquet_batches(source, batch_rows)
+    number = 0
+    try:
+        for batch in batches:
+            names = batch.schema.names
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise UserError(f"{source.path}: {twice}: the column appears twice; rename one")
+            for start in range(0, batch.num_rows, batch_rows):
+                for row in batch.slice(start, batch_rows).to_pylist():
+                    yield f"{source.path}:row {number}", {name: _without_nulls(row[name]) for name in row}
+                    number += 1
+    except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{source.path}: damaged file after row {number} ({reason}); copy it again") from None
+
+
+def _is_arrow(source: Source) -> bool:
+    return source.is_folder or source.head.startswith(b"PAR1")
+
+
+def _is_document(head: bytes) -> bool:
+    """Returns whether the head begins one JSON value over several lines, rather than JSON Lines."""
+    text = head.lstrip()
+    if text.startswith(b"["):
+        return text[1:].lstrip()[:1] in (b"{", b"]")
+    first_line, newline, rest = text.partition(b"\n")
+    return text.startswith(b"{") and bool(newline and rest.strip()) and first_line.rstrip()[-1:] in b"{[,:"
+
+
+def _parquet_batches(source: Source, batch_rows: int) -> Iterator[RecordBatch]:
+    import pyarrow.parquet
+
+    with source.open() as file:
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=batch_rows)
+
+
+def _folder_batches(source: Source) -> Iterator[RecordBatch]:
+    """Yields the record batches of the files that the folder's state.json lists, in its order."""
+    import pyarrow.ipc
+
+    folder = Path(source.path)
+    for name in _arrow_files(folder):
+        with source.open_file(str(folder / name)) as file:
+            yield from pyarrow.ipc.open_stream(file)
+
+
+def _arrow_files(folder: Path) -> list[str]:
+    if (splits := folder / "dataset_dict.json").is_file():
+        names = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise UserError(f"{splits}: the data set has several splits ({names}); set data.files to one of them")
+    state = folder / "state.json"
+    if not state.is_file():
+        raise UserError(
+            f"{folder}: expected a file, or a folder that datasets.save_to_disk wrote; "
+            "name the files of a folder with a pattern such as folder/*.jsonl"
+        )
+    try:
+        return [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(
+            f'{state}: expected {{"_data_files": [{{"filename": str}}]}}; save the data set again'
+        ) from None
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,268 @@
+"""How long trees take to train: the cost model of "auto" partitioning, balance and ``titan-tree plan``.
+
+    sizes of trees                x   work of one model   /   rates of a GPU      =   seconds
+    tokens, pairs, edges, chunks      ModelCosts              the tables below        TreeCosts
+
+``TreeCosts`` is linear in the sizes of trees. It compares trees, ranks and partitions quickly, and balance
+fits it to measured times. ``titan-tree plan`` instead adds up the parts of each forward and backward pass, at
+the rates of single kernels (cli/plan/timing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.chunks import CHUNK
+from titan_tree.tree.partition import PAD
+from titan_tree.tree.token_tree import TokenTree
+
+# ---- Rates of one H200 in bf16. Most were measured or fitted to measured steps, see docs/performance.md and
+# docs/memory.md. Only their ratios matter for "auto" and for balance.
+
+# FLOP/s of a whole model, forward and backward. They include norms, RoPE, SwiGLU and activations of layers.
+DENSE_FLOPS = 560e12  # of all that a dense model does for each token, and of the output projection
+MOE_FLOPS = 330e12  # of all that a model with experts does for each token
+PAIR_FLOPS = 430e12  # of attention, as a mean over trees of different shapes
+CHUNK_SECONDS = 3.5e-3 / 512  # per chunk and DeltaNet layer: a layer takes 3.5 ms for 512 chunks
+# Seconds per layer and forward pass, with its backward pass.
+LAUNCH_SECONDS = 4e-3  # in which the host launches the kernels: the least time of a small batch
+PARTITION_SECONDS = 15e-3 / 28  # that a partition adds: smaller kernels, weight gradients that are added
+# Bytes of cached keys and values per second. They are gathered twice, and their gradients are added.
+CONTEXT_BANDWIDTH = 164e9
+
+# FLOP/s of single kernels.
+PEAK_FLOPS = 989e12  # dense bf16, as the vendor states it: MFU (model FLOPs utilization) refers to it
+MATRIX_FLOPS = 640e12  # matrix products
+EXPERT_FLOPS = 438e12  # a layer of experts: router, sorting, grouped matrix products
+# (keys that a query sees on average, FLOP/s forward, FLOP/s backward) of attention on the trees in
+# docs/performance.md: bushy, agent-fine, agent, group, agent-long and chain. Shorter paths have more partly
+# visible blocks.
+ATTENTION_FLOPS = (
+    (440, 298e12, 241e12),
+    (2_740, 536e12, 452e12),
+    (5_560, 580e12, 518e12),
+    (7_700, 624e12, 518e12),
+    (13_570, 609e12, 495e12),
+    (16_384, 635e12, 564e12),
+)
+ATTENTION_BACKWARD = 2.5  # operations of the backward pass behind these rates, relative to the forward pass
+ELEMENTWISE_SECONDS = 50e-9  # of norms, RoPE, SwiGLU and residuals, per token and layer
+# The core of a DeltaNet layer and its convolution: 5.1 ms for a chain of 32,768 tokens and 4,096 value dims.
+# Chunks that run one after another take as long with a part of the heads.
+SERIAL_CHUNK_SECONDS = 2.2e-6
+DELTA_NET_SECONDS = (5.1e-3 - 512 * SERIAL_CHUNK_SECONDS) / 32_768 / 4096  # per token and value dim
+VOCABULARY_BYTES = 18  # read and written per logit, besides the matrix products
+ADAM_BYTES = 32  # read and written per parameter, by the norm and the fused kernel
+ADAM_8BIT_SECONDS = 52e-12  # per parameter of a shard; estimated from whole steps of torchao's AdamW8bit
+# Bytes per second and GPU of collectives: within a node as measured, across nodes as usual, not measured.
+NODE_GPUS = 8  # GPUs that NVLink connects
+ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = 316e9, 305e9, 301e9
+ALL_TO_ALL_SECONDS = 75e-6  # added by each call; 97 GB/s at 16 MiB and 264 at 128 MiB were measured
+NETWORK = 50e9
+
+
+# Distinct tokens; pairs of a token and a token that it sees, itself included; edges that the loss counts;
+# chunks of the recurrence (tree/chunks.py).
+SIZES = ("tokens", "pairs", "edges", "chunks")
+
+
+class TreeCosts(NamedTuple):
+    """Seconds of a forward and backward pass, per unit of each size and per forward pass."""
+
+    token: float
+    pair: float
+    edge: float
+    chunk: float
+    forward: float
+
+    def seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns [...] float64: the seconds of trees or of passes.
+
+        Every rank must get the same bits, so this sums element by element in a fixed order. BLAS sums in an
+        order that depends on the CPU.
+
+        Args:
+            sizes: [..., 4] of ``SIZES``, or [..., 5] with the number of forward passes.
+        """
+        total = np.zeros(sizes.shape[:-1])
+        for i in range(sizes.shape[-1]):
+            total = total + self[i] * sizes[..., i].astype(np.float64)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """Operations and bytes of one model. It can be pickled, so data workers can plan without the model.
+
+    ``TreeModel.costs`` returns those of a model.
+
+    Attributes:
+        flops_per_token: operations of all layers per token, forward and backward, without recomputation.
+        flops_per_pair: the same per pair of a token and a token that it sees, itself included.
+        flops_per_edge: operations of the output projection per scored edge.
+        num_layers: number of all layers.
+        num_recurrent_layers: number of Gated DeltaNet layers.
+        has_experts: whether some layers are mixtures of experts.
+        key_bytes: bytes of the keys and values of one token, in all layers.
+        state_bytes: bytes of the recurrent states after one token, in all layers.
+    """
+
+    flops_per_token: int
+    flops_per_pair: int
+    flops_per_edge: int
+    num_layers: int
+    num_recurrent_layers: int
+    has_experts: bool
+    key_bytes: int
+    state_bytes: int
+
+    def tree_costs(self) -> TreeCosts:
+        """Returns estimated seconds of the model on one H200."""
+        return TreeCosts(
+            token=self.flops_per_token / (MOE_FLOPS if self.has_experts else DENSE_FLOPS),
+            pair=self.flops_per_pair / PAIR_FLOPS,
+            edge=self.flops_per_edge / DENSE_FLOPS,
+            chunk=self.num_recurrent_layers * CHUNK_SECONDS,
+            forward=self.num_layers * LAUNCH_SECONDS,
+        )
+
+    def partition_seconds(
+        self, num_tokens: int, num_pairs: int, num_partitions: int, num_context: int
+    ) -> float:
+        """Returns the estimated seconds of all forward and backward passes of a partitioned tree.
+
+        They exclude the output projection: it takes the same time however a tree is partitioned.
+
+        Args:
+            num_tokens: number of executed tokens of all partitions.
+            num_pairs: number of pairs of an executed token and a token that it sees, itself included.
+            num_partitions: number of partitions.
+            num_context: number of tokens whose keys and values partitions read from the gateway cache.
+        """
+        costs = self.tree_costs()
+        return (
+            (costs.token + costs.chunk / CHUNK) * num_tokens
+            + costs.pair * num_pairs
+            + PARTITION_SECONDS * self.num_layers * num_partitions
+            + self.key_bytes / CONTEXT_BANDWIDTH * num_context
+        )
+
+    def training_flops(self, batch: TreeBatch) -> int:
+        """Returns the floating-point operations of a forward and backward pass, without recomputation.
+
+        Each token counts 6 per parameter of the layers' matrices, or 4 if it is frozen; of the routed
+        experts, only those that the token uses count. Each edge counts the same for the output projection.
+        ``Mixer.flops`` adds what mixes tokens. The batch must be on the CPU.
+        """
+        tokens, pairs, edges, _ = batch_sizes(batch)
+        return self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_edge * edges
+
+    def gateway_bytes(self, batch: TreeBatch) -> int:
+        """Returns how many bytes the batch's partition reads from the partitions above it."""
+        layout = batch.layout
+        num_keys = len(layout.subtree_end) - len(batch)
+        num_states = 0
+        if self.state_bytes and layout.predecessor is not None:
+            num_states = len(torch.unique(layout.predecessor[layout.predecessor < -1]))
+        return num_keys * self.key_bytes + num_states * self.state_bytes
+
+
+# The costs of Qwen3-1.7B in bf16, for trees whose model is not known.
+QWEN3_1_7B = ModelCosts(
+    flops_per_token=6 * 28 * (2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144),
+    flops_per_pair=12 * 28 * 16 * 128,
+    flops_per_edge=6 * 2048 * 151_936,
+    num_layers=28,
+    num_recurrent_layers=0,
+    has_experts=False,
+    key_bytes=28 * 2 * 8 * 128 * 2,
+    state_bytes=0,
+)
+
+
+def attention_seconds(forward_flops: float, keys: float, forwards: float) -> float:
+    """Returns the time of a forward and backward pass of attention on a tree.
+
+    Args:
+        forward_flops: number of operations of one forward pass.
+        keys: mean number of keys that a query sees.
+        forwards: number of forward passes: 2 if the backward pass recomputes the first one.
+    """
+    names, *columns = zip(*ATTENTION_FLOPS, strict=True)
+    forward, backward = (float(np.interp(math.log(keys), np.log(names), column)) for column in columns)
+    return forward_flops * (forwards / forward + ATTENTION_BACKWARD / backward)
+
+
+def row_bytes(streams: Iterable[str], rows: Iterable[Tensor]) -> dict[str, int]:
+    """Returns the bytes of a row of the gateway cache by stream.
+
+    Args:
+        streams: the stream of each tensor.
+        rows: PAD rows of each tensor.
+    """
+    sizes = {"keys": 0, "states": 0}
+    for stream, tensor in zip(streams, rows, strict=True):
+        sizes[stream] += tensor.nbytes // PAD
+    return sizes
+
+
+def batch_sizes(batch: TreeBatch) -> tuple[int, int, int, int]:
+    """Returns the ``SIZES`` of a batch. The batch must be on the CPU."""
+    chunks = 0 if batch.layout.chunks is None else len(batch.layout.chunks.before)
+    return len(batch), num_pairs(batch), len(batch.edge_label), chunks
+
+
+def num_pairs(batch: TreeBatch) -> int:
+    """Returns the number of pairs of a token and a token that it sees, itself included.
+
+    The batch must be on the CPU.
+    """
+    layout = batch.layout
+    # The tokens with key <= key_index < subtree_end see a key (``TreeLayout``).
+    end = layout.subtree_end.numpy()
+    first = np.arange(len(end))
+    if len(batch) < len(end):  # a partition runs only some of its keys
+        first, end = np.searchsorted(layout.key_index.numpy(), [first, end])
+    return int((end - first).sum())
+
+
+def tree_sizes(trees: Sequence[TokenTree]) -> np.ndarray:
+    """Returns [trees, 4] int64: the ``SIZES`` of each tree."""
+    return np.array([_node_sizes(tree).sum(0) for tree in trees], np.int64).reshape(-1, len(SIZES))
+
+
+def leaf_sizes(tree: TokenTree) -> np.ndarray:
+    """Returns [leaves, 2, 4] int64: the ``SIZES`` that each leaf adds to a tree or to a piece of it.
+
+    For each leaf in DFS order, entry 0 holds the sizes of the tokens that its path does not share with the
+    paths of earlier leaves. Entry 1 holds those of the tokens that it shares: a piece that starts with this
+    leaf (balance/splitting.py) computes them again. The tokens and pairs of a piece are the sums of these
+    entries. Its edges and chunks are at most the sums.
+    """
+    nodes = _node_sizes(tree)
+    down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node
+    for node, parent in enumerate(tree.node_parent.tolist()):
+        down_to[node] = down_to[parent] + nodes[node]
+    starts = np.append(0, tree.leaves[:-1] + 1)  # the first node that each leaf adds
+    return np.stack([np.add.reduceat(nodes, starts), down_to[tree.node_parent[starts]]], axis=1)
+
+
+def _node_sizes(tree: TokenTree) -> np.ndarray:
+    """Returns [K, 4] int64: the ``SIZES`` of each node."""
+    is_scored = np.concatenate([path.loss_mask for path in tree.paths]) > 0
+    is_scored[tree.path_offsets[:-1]] = False  # no edge predicts the first token of a path
+    is_label = np.zeros(len(tree), bool)
+    is_label[tree.path_index[is_scored]] = True
+    starts, tokens = tree.node_offsets[:-1], tree.node_length
+    pairs = np.add.reduceat(tree.positions, starts, dtype=np.int64) + tokens
+    edges = np.add.reduceat(is_label, starts, dtype=np.int64)
+    chunks = -(-tokens // CHUNK)  # a node without siblings may share a chunk with its parent
+    return np.stack([tokens, pairs, edges, chunks], axis=1).astype(np.int64)
