@@ -29,7 +29,7 @@ def test_a_tree_keeps_its_records(replay: Replay) -> None:
     copy = tree_from_bytes(tree_to_bytes(tree))
     assert (copy.records is None) == (tree.records is None) == (replay == "off")
     if copy.records is not None and tree.records is not None:
-        np.testing.assert_array_equal(copy.records.experts, tree.records.experts)
+        np.testing.assert_array_equal(copy.routed_experts.experts, tree.routed_experts.experts)
         assert copy.records[1:] == tree.records[1:]
-        assert tree.records.num_disagreeing
+        assert tree.routed_experts.num_disagreeing
     assert_same_tree(copy, tree)
