@@ -41,7 +41,7 @@ RESULT = StepResult(
     num_micro_batches=2,
 )
 REPORT = StepReport(
-    RESULT,
+    result=RESULT,
     seconds=2.0,
     world_size=2,
     device=torch.device("cpu"),

@@ -20,8 +20,7 @@ from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.parallelize import parallelize
-from titan_tree.distributed.shards import weight_shards
+from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model

@@ -55,7 +55,7 @@ class AllToAllExchange:
 
     Args:
         group: name of the process group.
-        share: of this rank.
+        share: the share of this rank.
     """
 
     def __init__(self, group: str, share: TokenShard) -> None:

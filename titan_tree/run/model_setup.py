@@ -22,8 +22,7 @@ from titan_tree.config import (
 from titan_tree.distributed import ao
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0
 from titan_tree.distributed.mesh import OneRank
-from titan_tree.distributed.parallelize import parallelize
-from titan_tree.distributed.shards import weight_shards
+from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.hf.snapshot_files import fingerprint

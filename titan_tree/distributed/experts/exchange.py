@@ -168,7 +168,7 @@ def dispatch(
         x: [N, d].
         weight: [N, k] fp32 or wider, the router weights.
         expert: [N, k] int64, different experts in each row.
-        counts, sizes: from ``count_rows``.
+        counts, sizes: the results of ``count_rows``.
         group: name of the process group.
     """
     assert weight.element_size() >= 4, "numbers of experts travel in the weight's dtype"

@@ -84,7 +84,7 @@ def sharded_experts(
         gate_up: [e, 2 m, d] in x's dtype, for each expert of this rank the rows of the gate first.
         down: [e, d, m] in x's dtype.
         gate_up_a, gate_up_b, down_a, down_b: factors of their updates, see ``ExpertWeight``.
-        arrived, sizes: from ``dispatch`` and ``count_rows``.
+        arrived, sizes: the results of ``dispatch`` and ``count_rows``.
         group: name of the process group.
     """
     a = Arrived(*arrived)
@@ -117,7 +117,7 @@ def sharded_experts_backward(
 
     Args:
         weights: gate_up and down, three tensors each.
-        is_trained: for each of ``weights``, whether to return its gradient.
+        is_trained: whether to return the gradient of each of ``weights``.
     """
     a, parts = Arrived(*arrived), halves(sizes)
     gate_up, down = _expert_weights(weights)
