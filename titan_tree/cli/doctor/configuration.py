@@ -22,8 +22,8 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.shards import whole_weights
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import whole_weights
 from titan_tree.registry import LOGGERS, OPTIMIZERS
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_lora, build_model_without_weights

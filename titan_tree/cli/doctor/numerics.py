@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from titan_tree.cli.doctor import Finding, Subject, attempt, problem
-from titan_tree.components.backends import AUTO, resolve
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS
+from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.registry import ATTENTION_BACKENDS, AUTO, GDN_BACKENDS
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -48,7 +46,7 @@ def backends(subject: Subject) -> Iterator[Finding]:
         ("attention", ATTENTION_BACKENDS, (x, x, Scoring(), False)),
         ("gdn", GDN_BACKENDS, (x, x, x)),
     ):
-        chosen = resolve(component, registry, AUTO, device, *inputs)
+        chosen = registry.resolve(AUTO, device, *inputs)
         for backend in registry:
             text = "used only if a configuration names it"
             if backend == chosen:
