@@ -40,8 +40,8 @@ class OpenAIChatReader(RowReader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""
-        found = first_rows(source)
-        return any(map(self.claims, found)) and not any(map(anthropic.claims, found))
+        first = first_rows(source)
+        return any(map(self.claims, first)) and not any(map(anthropic.claims, first))
 
     def claims(self, row: Record) -> bool:
         if isinstance(row.get("messages"), list | str):

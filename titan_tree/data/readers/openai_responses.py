@@ -60,11 +60,11 @@ class OpenAIResponsesReader(RowReader):
         messages: list[Message] = []
         if instructions := row.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
-        given = row.get("input")
-        if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
-            given = []
-        prompt = self._messages(given, "input")
+        items = row.get("input")
+        if isinstance(items, str):
+            messages.append({"role": "user", "content": items})
+            items = []
+        prompt = self._messages(items, "input")
         if any(message["role"] == "assistant" for message in prompt) and row.get("output") is not None:
             self.warn(EARLIER_TURNS)
         messages += prompt

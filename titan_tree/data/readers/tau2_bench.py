@@ -50,12 +50,14 @@ class Tau2BenchReader(Reader):
 
 
 def _simulation(simulation: Record, environment: Record) -> Record:
-    given = expect(simulation.get("messages"), list, "messages", "a list of messages")
+    recorded = expect(simulation.get("messages"), list, "messages", "a list of messages")
     messages: list[Message] = []
     policy = environment.get("policy")
-    if policy and not any(isinstance(message, dict) and message.get("role") == "system" for message in given):
+    if policy and not any(
+        isinstance(message, dict) and message.get("role") == "system" for message in recorded
+    ):
         messages.append({"role": "system", "content": policy})
-    for index, message in enumerate(given):
+    for index, message in enumerate(recorded):
         messages += _seen_by_agent(message, f"messages[{index}]")
     reward_info = expect(simulation.get("reward_info") or {}, dict, "reward_info", "an object")
     tools = environment.get("tool_defs")

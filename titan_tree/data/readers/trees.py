@@ -49,8 +49,8 @@ class TreeReader(RowReader):
         parents = _parents(nodes)
         ends = _sample_ends(nodes, parents)
         prompt = row.get("prompt") or []
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        shared = converted_messages(given, "prompt")
+        prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        shared = converted_messages(prompt_messages, "prompt")
         trajectories = [_sample(nodes, parents, end, shared) for end in ends]
         return {**without(row, ("nodes", "prompt")), "trajectories": trajectories}
 
