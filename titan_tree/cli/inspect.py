@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from itertools import count, islice
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -221,14 +220,14 @@ def _similar(name: str, names: Sequence[str]) -> str:
     return f"the first ones are {', '.join(names[:3])}"
 
 
-def _as_json(stats: list[NamedStats]) -> dict[str, Any]:
+def _as_json(stats: list[NamedStats]) -> dict[str, object]:
     return {
         "trees": [{"id": name, **_json_numbers(tree)} for name, tree in stats],
         "all": _json_numbers(TreeStats.total([tree for _, tree in stats])),
     }
 
 
-def _json_numbers(stats: TreeStats) -> dict[str, Any]:
+def _json_numbers(stats: TreeStats) -> dict[str, object]:
     return asdict(stats) | {"por": stats.por, "branching": stats.branching}
 
 

@@ -131,7 +131,7 @@ def is_store(file: Path) -> bool:
 
 
 def write_store(
-    file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, Any]
+    file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, object]
 ) -> np.ndarray:
     """Writes a store. The file appears under its name only when it is complete.
 

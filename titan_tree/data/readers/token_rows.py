@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import without
@@ -101,12 +100,12 @@ class _Columns:
     def __init__(self, row: Record, num_tokens: int, num_prompt: int) -> None:
         self.row, self.num_tokens, self.num_prompt = row, num_tokens, num_prompt
 
-    def values(self, name: str, fill: float | None) -> Any:
+    def values(self, name: str, fill: float | None) -> object:
         """Returns one value per token, with ``fill`` for the prompt, or the single number of the row."""
         column = self.row[name]
         if isinstance(column, int | float) and not isinstance(column, bool):
             return column
-        expect(column, list, name, "a list of numbers")
+        column = expect(column, list, name, "a list of numbers")
         num_response = self.num_tokens - self.num_prompt
         if len(column) == num_response:
             return [fill] * self.num_prompt + column
@@ -159,8 +158,8 @@ def _loss_mask(row: Record, columns: _Columns, tokens: list[int]) -> list[float]
     return product
 
 
-def _mask_of_labels(labels: Any, tokens: list[int]) -> list[int]:
-    expect(labels, list, "labels", "a list of token ids")
+def _mask_of_labels(labels: object, tokens: list[int]) -> list[int]:
+    labels = expect(labels, list, "labels", "a list of token ids")
     if len(labels) != len(tokens):
         raise UserError(f"labels: expected {len(tokens)} entries, one per token, got {len(labels)}")
     for index, (label, token) in enumerate(zip(labels, tokens, strict=True)):
@@ -175,7 +174,7 @@ def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
     if attention is None:
         is_real = [True] * columns.num_tokens
     else:
-        expect(attention, list, "attention_mask", "a list of 0 and 1")
+        attention = expect(attention, list, "attention_mask", "a list of 0 and 1")
         if len(attention) != columns.num_tokens:
             raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(attention)}")
         is_real = [bool(entry) for entry in attention]
@@ -200,7 +199,7 @@ def _remove_padding(record: Record, is_real: list[bool]) -> None:
             record[field] = [value for value, real in zip(values, is_real, strict=True) if real]
 
 
-def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> Any:
+def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> object:
     values = columns.values(name, None)
     if not isinstance(values, list):
         return values
@@ -231,7 +230,7 @@ def _ids(row: Record, name: str) -> list[int]:
     return ids
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
