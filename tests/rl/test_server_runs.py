@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from tests.support.cases import slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
@@ -95,7 +96,7 @@ def test_the_command_samples_from_a_server(
     assert "secret" not in (tmp_path / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize("async_steps", slow_except([1], [0, 1]))
 @pytest.mark.parametrize(
     ("api", "weights", "more"),
     [

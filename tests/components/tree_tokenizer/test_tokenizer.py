@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tests.support.cases import for_each
 from tests.support.datasets import REAL_DATA
 from titan_tree.components.tree_tokenizer import TreeTokenizer, bpe
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
@@ -180,7 +181,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED)
+@for_each(("changes", "message"), MALFORMED.values())
 def test_unsupported_tokenizers_are_refused(changes, message, qwen_like, tmp_path):
     spec = save(qwen_like, tmp_path)
     for field, value in changes.items():
