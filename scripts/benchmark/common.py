@@ -30,13 +30,12 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
-from titan_tree.distributed.parallelize import parallelize
-from titan_tree.distributed.shards import weight_shards
+from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import init_lora
-from titan_tree.models.registry import build_model
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.model_setup import build_parallel_model
 

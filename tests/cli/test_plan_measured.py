@@ -18,7 +18,7 @@ from titan_tree.cli.plan.workload import OwnerStep
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, DataConfig, ModelConfig
 from titan_tree.engine.preparation import StepPreparer
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "benchmark"))
@@ -30,7 +30,7 @@ PARAMETERS = ("weights", "optimizer states", "gradients")
 
 def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSIDE, layers=None, **values):
     """Returns GiB, except the parts named ``without``, and seconds, for the trees of each rank."""
-    config = Config(model=ModelConfig(model, flavor), data=DataConfig(files="demo"))
+    config = Config(model=ModelConfig(name=model, flavor=flavor), data=DataConfig(files="demo"))
     for key, value in {"training__dtype": "bfloat16", **values}.items():
         table, _, name = key.partition("__")
         setattr(getattr(config, table), name, value)

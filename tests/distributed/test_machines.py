@@ -45,7 +45,7 @@ def step_with_fault(trainer, inputs):
         return
     if fault == "signal":
         os.kill(os.getppid(), signal.SIGUSR1)
-        while not trainer.leaving.signals.received:
+        while not trainer.stopping.signals.received:
             time.sleep(0.01)
     elif is_last_machine:
         open("happened", "w").close()

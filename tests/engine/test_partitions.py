@@ -17,6 +17,7 @@ from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_loss.sequence_ratios import gspo
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
+from titan_tree.engine.forward import forward_passes
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -212,7 +213,7 @@ def test_a_token_does_not_affect_other_branches():
         found = {}
 
         batches = TreeBatch.from_plan(RandomCuts(0.5, 1).plan(tree))
-        for batch, out in PartitionRunner(model, batches, CPU).outputs():
+        for batch, out in forward_passes(model, batches, CPU):
             for source, label, value in zip(batch.edge_source, batch.edge_label, out.logprobs, strict=True):
                 found[int(batch.tokens[source]), int(label)] = value.item()
         return found

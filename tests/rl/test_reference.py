@@ -130,7 +130,7 @@ def test_a_resumed_run_refuses_another_adapter_to_start_from(tmp_path: Path) -> 
     options = (*KL, f"lora.adapter={tmp_path}/adapter", "model.overrides.rope_theta=1000.0")
     (tmp_path / "adapter 0").rename(tmp_path / "adapter")
     trainer = make(tmp_path / "run", *options)
-    trainer.num_steps = trainer.leaving.num_steps = 2
+    trainer.num_steps = trainer.stopping.num_steps = 2
     trainer.train()
     trainer.close()
     make(tmp_path / "run", *options).close()

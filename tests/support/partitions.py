@@ -23,7 +23,7 @@ class RandomCuts:
     def __init__(self, share: float, seed: int = 0) -> None:
         self.share, self.random = share, random.Random(seed)
 
-    def plan(self, tree: TokenTree) -> PartitionPlan:
+    def plan(self, tree: TokenTree, costs: object = None) -> PartitionPlan:
         predecessor = tree.predecessor.tolist()
         parents, members = [-1], [[]]
         of: list[int] = []

@@ -30,7 +30,7 @@ class BackgroundWriter:
     host memory again, because pinning is slow.
 
     Args:
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(self, optimizers: OptimizersContainer, device: torch.device) -> None:

@@ -41,7 +41,7 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
     of 16 for the gradients of weights, so batches may have any size.
 
     Args:
-        model: on any device, also on "meta".
+        model: a model on any device, also on "meta".
         recipe: one of torchao's. "tensorwise" scales each tensor with one number. "rowwise" scales each row,
             which is a token of the activations. "rowwise_with_gw_hp" is "rowwise", but computes the
             gradients of weights in the precision of the model.
@@ -111,8 +111,8 @@ def store_as_nf4(model: nn.Module, device: torch.device | str) -> None:
     is used. Autograd saves it quantized.
 
     Args:
-        model: with LoRA, its weights loaded. On several ranks, each has whole weights of ``nf4_linears``.
-        device: for the model. Weights are quantized there one by one, so the model may be on the CPU.
+        model: a model with LoRA and loaded weights. Each rank has whole weights of ``nf4_linears``.
+        device: the model's new device. Weights are quantized there one by one, so the model may be on a CPU.
     Raises:
         UserError: torchao is missing, or there is no such linear.
     """

@@ -23,6 +23,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """Returns the group of all ranks; None for a single rank."""
+    return dist.group.WORLD if world_size() > 1 else None
+
+
 def rank() -> int:
     """Returns the number of this rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -98,7 +103,7 @@ def call_on_all_ranks(function: Callable[[], T]) -> T:
     """Calls a function on every rank and returns this rank's result.
 
     Raises:
-        AgreedError: on all ranks, if the function raised a UserError on one: the first error of any rank.
+        AgreedError: the function raised a UserError on some rank. All ranks raise the first one.
     """
     results: list[T] = []
     try:

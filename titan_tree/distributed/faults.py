@@ -117,7 +117,10 @@ def _collective(error: BaseException) -> str:
     """Returns the name of the collective that raised ``error``, as far as the traceback shows it."""
     frames = traceback.extract_tb(error.__traceback__)
     calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    places = (os.path.join("torch", "distributed"), os.path.join("titan_tree", "distributed", "exchange"))
+    places = (
+        os.path.join("torch", "distributed"),
+        os.path.join("titan_tree", "distributed", "experts", "exchange"),
+    )
     waits = [frame.name for frame in frames if any(place in frame.filename for place in places)]
     return calls[0] if calls else waits[-1] if waits else "a collective"
 
@@ -140,7 +143,7 @@ def _dump() -> str:
     return f"its last collectives are in {path}; "
 
 
-def check_equal(model: nn.Module, schedule: Any, step: int, interval: int) -> None:
+def check_equal(model: nn.Module, schedule: object, step: int, interval: int) -> None:
     """Compares the weights that ranks gather, their buffers and their schedules. Collective.
 
     A fingerprint is the sum of a tensor's bits, read as integers. It is exact, so its order does not matter,
@@ -150,20 +153,20 @@ def check_equal(model: nn.Module, schedule: Any, step: int, interval: int) -> No
         schedule: what decides the next steps, with a ``repr`` that is the same on every rank.
         interval: steps since the last check.
     Raises:
-        UserError: on all ranks, if any two of them differ.
+        UserError: any two ranks differ. All ranks raise it.
     """
     tensors = model.state_dict(keep_vars=True)  # sharded, even if the step has left gathered weights in place
     sums = torch.stack([_fingerprint(tensor) for tensor in tensors.values()]).tolist()
-    own = (hashlib.sha256(repr(schedule).encode()).hexdigest(), *sums)
-    by_rank: list[tuple[Any, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    fingerprints = (hashlib.sha256(repr(schedule).encode()).hexdigest(), *sums)
+    by_rank: list[tuple[str | int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(by_rank, fingerprints)
     common, votes = Counter(by_rank).most_common(1)[0]
     if votes == len(by_rank):
         return
     names = ["settings or data position", *tensors]
-    different = [name for i, name in enumerate(names) if len({each[i] for each in by_rank}) > 1]
+    different = [name for i, name in enumerate(names) if len({values[i] for values in by_rank}) > 1]
     is_majority = votes > len(by_rank) / 2
-    ranks = [str(rank) for rank, each in enumerate(by_rank) if not (is_majority and each == common)]
+    ranks = [str(rank) for rank, values in enumerate(by_rank) if not (is_majority and values == common)]
     differ = "differs from the others" if is_majority else "differ"
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""
     raise UserError(

@@ -18,7 +18,7 @@ from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.faults import START_TIMEOUT_S
 from titan_tree.errors import UserError
 
-POLL_S = 0.1  # between two looks into the store while a rank waits for the others to start
+POLL_S = 0.1  # interval at which a rank that waits for the others reads the store
 
 
 def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, torch.device]:
@@ -84,15 +84,15 @@ def _store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout_s
     Raises:
         dist.DistStoreError: a rank did not come in time.
     """
-    own, names = secrets.token_hex(8), [f"rank {other}" for other in range(num_ranks)]
-    store.set(names[rank], own)
+    new_id, names = secrets.token_hex(8), [f"rank {other}" for other in range(num_ranks)]
+    store.set(names[rank], new_id)
     deadline, counted = time.monotonic() + timeout_s, ""
     while True:
         if rank == 0:
-            store.set("ranks", " ".join(each.decode() for each in store.multi_get(names)))
+            store.set("ranks", " ".join(id.decode() for id in store.multi_get(names)))
         ids = store.get("ranks").decode()
         start = f"start {hashlib.sha256(ids.encode()).hexdigest()}"
-        if own in ids.split() and start != counted:
+        if new_id in ids.split() and start != counted:
             store.add(start, 1)
             counted = start
         if counted and store.add(counted, 0) == num_ranks:
@@ -129,7 +129,7 @@ class Meshes:
         def mesh(**sizes: int) -> DeviceMesh:
             return init_device_mesh(ranks.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-        size = ranks.size() // replicate  # of a replica
+        size = ranks.size() // replicate  # ranks of a replica
         replicas = {"replicate": replicate} if replicate > 1 else {}
         num_shares = ranks.size() // sequence_parallel
         return Meshes(

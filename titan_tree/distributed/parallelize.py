@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao, titan
@@ -27,6 +29,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import WeightShard, WeightShards
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
 
@@ -62,10 +65,10 @@ def parallelize(
     Args:
         model: on any device, also on "meta".
         mesh: one-dimensional, of all ranks. ``OneRank()`` needs no process group.
-        dtype: of the computation. FSDP2 casts the weights that it gathers. Weights that are not sharded by
-            FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single rank, and
-            experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights once and
-            gradients twice (2 % of a step, docs/performance.md).
+        dtype: the dtype of the computation. FSDP2 casts the weights that it gathers. Weights that are not
+            sharded by FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single
+            rank, and experts that only one rank holds. FSDP2 would compute the same numbers, but copy weights
+            once and gradients twice (2 % of a step, docs/performance.md).
         float8: torchao's recipe for the linears of the blocks, see ``ao.float8_linears``.
         lora: the updates to add, see ``add_lora``; None: the weights of the model are trained.
         quantize: "nf4" does not shard the linears whose frozen weights ``ao.store_as_nf4`` quantizes when
@@ -144,6 +147,26 @@ def check_parallel(
             )
 
 
+def weight_shards(model: nn.Module) -> WeightShards:
+    """Returns this rank's shard of every weight, by the names of ``state_dict``.
+
+    Args:
+        model: plain, or sharded by ``parallelize``.
+    """
+    return {name: _weight_shard(weight) for name, weight in model.state_dict().items()}
+
+
+def _weight_shard(weight: Tensor) -> WeightShard:
+    if not isinstance(weight, DTensor):
+        return WeightShard.whole(weight)
+    # Any other placement could hold elements that are not a box.
+    assert all(type(placement) in (Shard, Replicate) for placement in weight.placements), weight.placements
+    shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    local = weight.to_local().detach()
+    assert local.shape == shape, (local.shape, shape)
+    return WeightShard(local, start, tuple(weight.shape))
+
+
 def _blocks(model: TreeModel) -> Iterable[nn.Module]:
     return model.get_submodule("layers").children()
 
@@ -190,11 +213,11 @@ def keep_compiled(folder: Path) -> Path:
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name, default_cache_dir()) == default_cache_dir():
         os.environ[name] = str(folder.absolute())
-    kept = Path(os.environ[name])
+    cache = Path(os.environ[name])
     # Inductor sets this when it compiles, but not when it finds its graphs in the cache. The next start
     # would look for the kernels that are called directly, such as TreeAttention's, in another folder.
-    os.environ.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
-    return kept
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    return cache
 
 
 def _fully_shard(

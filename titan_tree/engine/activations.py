@@ -34,7 +34,7 @@ class Activations:
     """Decides where the activations of suspended partitions are stored, and moves them.
 
     Args:
-        device: where the model is.
+        device: the device of the model.
         policy:
             "keep": on the device.
             "offload": in pinned host memory.

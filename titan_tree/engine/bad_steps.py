@@ -6,52 +6,24 @@ The optimizer then leaves weights and states unchanged. All ranks know the reduc
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
-from titan_tree.distributed.collectives import rank, world_size
+from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import cast_weights
-from titan_tree.engine.evaluation import equal_schedule
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.forward import scored_batches
 from titan_tree.engine.step_io import StepInput
-from titan_tree.engine.whole_path_loss import Scores, collect_scores
 from titan_tree.errors import AgreedError
-from titan_tree.models.tree_model import ModelOutput, TreeModel
-from titan_tree.tree.batch import TreeBatch
-
-logger = logging.getLogger(__name__)
+from titan_tree.models.tree_model import TreeModel
 
 NAMED_PATHS = 5  # largest number of paths that a message names
 
 
 class BadStepError(AgreedError):
     """A step that cannot change the weights. The message says why."""
-
-
-@dataclass
-class BadSteps:
-    """Counts and reports bad steps."""
-
-    limit: int  # bad steps in a row after which training ends
-    total: int = 0
-    in_a_row: int = 0  # since the last good step, which resets it
-
-    def add(self, step: int, reason: BadStepError) -> None:
-        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row == self.limit:
-            raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.limit} bad "
-                f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
-            )
-        if rank() == 0:
-            logger.warning("step %d is skipped: %s", step, reason)
 
 
 def find_cause(
@@ -70,20 +42,20 @@ def find_cause(
     Args:
         statistics: statistics of the global batch. None: each batch has its own.
     """
-    found = _bad_paths(model, loss, step, device, statistics)
+    bad_paths = _bad_paths(model, loss, step, device, statistics)
     if model.sequence_group is not None:
-        shares = [found] * model.share.num_ranks
-        dist.all_gather_object(shares, found, group=model.sequence_group)
-        found = set().union(*shares)
-    causes = [step.path_ids[i][number] for i, number in sorted(found)]
+        shares = [bad_paths] * model.share.num_ranks
+        dist.all_gather_object(shares, bad_paths, group=model.sequence_group)
+        bad_paths = set().union(*shares)
+    causes = [step.path_ids[i][number] for i, number in sorted(bad_paths)]
     trees = list(step.tree_ids)
     if model.share.rank:  # another rank names the same ones
         causes, trees = [], []
-    own = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])
-    by_rank = [own]
+    of_this_rank = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])
+    by_rank = [of_this_rank]
     if world_size() > 1:
-        by_rank = [own] * world_size()
-        dist.all_gather_object(by_rank, own)
+        by_rank = [of_this_rank] * world_size()
+        dist.all_gather_object(by_rank, of_this_rank)
     num_causes, named_causes, num_trees, named_trees = zip(*by_rank, strict=True)
     if sum(num_causes):
         listed = _listed(named_causes, sum(num_causes))
@@ -100,33 +72,15 @@ def _bad_paths(
     statistics: GlobalStatistics | None,
 ) -> set[tuple[int, int]]:
     """Returns (micro-batch, number of the path) of each path of this rank with a value that is not finite."""
-    found = set()
+    bad_paths: set[tuple[int, int]] = set()
     with torch.no_grad(), cast_weights(model):
-        for i, batches in enumerate(equal_schedule(step, model.share)):
-            runner = PartitionRunner(model, batches, device, entropy=loss.needs_entropy)
-            unpartitioned = step.unpartitioned[i] if i < len(step.unpartitioned) else None
-            if unpartitioned is not None:
-                unpartitioned = unpartitioned.to(device)
-            for batch, scores in _scored(runner.outputs(), unpartitioned, model.sequence_group):
+        for i, batch, scores in scored_batches(model, step, device, entropy=loss.needs_entropy):
+            if len(batch.edge_label):
                 pairs = batch.pairs
-                bad = loss.not_finite(scores["logprobs"], batch, scores.get("entropy"), statistics)
-                found |= {(i, number) for number in pairs.path_number[pairs.path[bad].unique()].tolist()}
-    return found
-
-
-def _scored(
-    outputs: Iterable[tuple[TreeBatch, ModelOutput]],
-    unpartitioned: TreeBatch | None,
-    group: dist.ProcessGroup | None,
-) -> Iterator[tuple[TreeBatch, Scores]]:
-    """Yields batches on which the loss can run, with the scores of their edges."""
-    if unpartitioned is not None:
-        yield unpartitioned, collect_scores(outputs, unpartitioned.edge_token, group)
-        return
-    for batch, out in outputs:
-        if not batch.is_dummy and len(batch.edge_label):
-            entropy = {} if out.entropy is None else {"entropy": out.entropy}
-            yield batch, {"logprobs": out.logprobs, **entropy}
+                is_bad = loss.not_finite(scores.logprobs, batch, scores.entropy, statistics)
+                numbers = pairs.path_number[pairs.path[is_bad].unique()].tolist()
+                bad_paths |= {(i, number) for number in numbers}
+    return bad_paths
 
 
 def _listed(names_by_rank: Sequence[Sequence[str]], count: int) -> str:

@@ -22,8 +22,7 @@ class GatewayCache:
     """Exports of the partitions of one chain, and the sums of their gradients.
 
     Args:
-        streams: for each exported tensor, the stream that its rows belong to, "keys" or "states"
-            (tree/gateway.py).
+        streams: the stream of each exported tensor, "keys" or "states" (tree/gateway.py).
         batches: the partitions that will use the cache. The largest chain among them sets the number of rows.
     """
 
@@ -51,9 +50,9 @@ class GatewayCache:
         """Returns the rows that the ancestors of a partition wrote, as leaves that share the cache's memory.
 
         Each leaf adds its gradient to ``gradients`` as soon as autograd has computed it. Returns None while
-        the cache is empty.
+        the cache is empty, and for a dummy batch.
         """
-        if not self.rows:
+        if not self.rows or not batch.cache_offset.keys:
             return None
         stops = [getattr(batch.cache_offset, stream) for stream in self.streams]
         # ``.data`` gives a leaf its own version counter. Without it, autograd would take later writes to

@@ -13,14 +13,13 @@ Method: Tree Training, arXiv:2511.00413, version 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from titan_tree.components.edge_statistics import Statistic
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.gateway_cache import GatewayCache
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -44,16 +43,15 @@ class _Partition:
 
 
 class PartitionRunner:
-    """Runs the partitions of one plan: ``outputs`` without gradients, ``train`` with them.
+    """Runs the nested forward and backward passes of one plan.
 
     Args:
-        model: the decoder.
+        model: the model to train.
         batches: one per partition, in the plan's order (``TreeBatch.from_plan``), on the host or on
             ``device``.
-        device: where the model is.
+        device: the device of the model.
         entropy: whether the model also returns entropies.
-        statistics: the statistics that the model also returns, see ``edge_statistics``.
-        activations: where suspended partitions keep their activations. None keeps them on the device.
+        activations: stores the activations of suspended partitions. None keeps them on the device.
     Attributes:
         recomputed_tokens: tokens whose forward pass ran twice, because ``activations`` dropped their
             activations.
@@ -66,23 +64,13 @@ class PartitionRunner:
         device: torch.device,
         *,
         entropy: bool = False,
-        statistics: Collection[Statistic] = (),
         activations: Activations | None = None,
     ) -> None:
         self.model, self.batches, self.device = model, batches, device
-        self.entropy, self.statistics = entropy, statistics
+        self.entropy = entropy
         self.activations = activations or Activations(device)
         self.cache = GatewayCache(model.cache_streams, batches)
         self.recomputed_tokens = 0
-
-    @torch.no_grad()
-    def outputs(self) -> Iterator[tuple[TreeBatch, ModelOutput]]:
-        """Yields each partition's batch on the device and its model output, without gradients."""
-        for number in range(len(self.batches)):
-            partition = self._load(number)
-            out = self.forward(partition.batch)
-            self._export(partition, out)
-            yield partition.batch, out
 
     def train(
         self, compute_loss: ComputeLoss, before_last_backward: Callable[[], None] | None = None
@@ -99,21 +87,21 @@ class PartitionRunner:
         try:
             for number, batch in enumerate(self.batches):
                 while suspended and suspended[-1].number != batch.parent:
-                    self.backward(suspended.pop(), compute_loss)
+                    self._backward(suspended.pop(), compute_loss)
                 suspended.append(self._load(number))
                 self._start(suspended[-1], compute_loss)
             while len(suspended) > 1:
-                self.backward(suspended.pop(), compute_loss)
-            self.backward(suspended.pop(), compute_loss, before_last_backward)
+                self._backward(suspended.pop(), compute_loss)
+            self._backward(suspended.pop(), compute_loss, before_last_backward)
         finally:
             self.activations.release()
 
-    def forward(self, batch: TreeBatch) -> ModelOutput:
+    def _forward(self, batch: TreeBatch) -> ModelOutput:
         """Runs the model on one partition, which reads the exports of its ancestors from the cache."""
-        gateway = self.cache.read(batch) if batch.cache_offset.keys else None  # a dummy batch reads nothing
-        return self.model(batch, entropy=self.entropy, gateway=gateway, statistics=self.statistics)
+        out: ModelOutput = self.model(batch, entropy=self.entropy, gateway=self.cache.read(batch))
+        return out
 
-    def score(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
+    def _differentiate_loss(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
         """Computes the partition's loss and differentiates it down to the loss boundary.
 
         The vocabulary projection lies above this boundary, so no logits stay in memory while the children
@@ -131,7 +119,7 @@ class PartitionRunner:
             indexed = enumerate(out.exports or ())
             partition.export_edges = [(get_gradient_edge(x), i) for i, x in indexed if x.requires_grad]
 
-    def backward(
+    def _backward(
         self,
         partition: _Partition,
         compute_loss: ComputeLoss,
@@ -142,7 +130,7 @@ class PartitionRunner:
         It first recomputes the forward pass if the activations were dropped.
         """
         if not partition.keeps_activations:
-            self._forward_and_score(partition, compute_loss, is_suspended=False)
+            self._forward_and_loss(partition, compute_loss, is_suspended=False)
             self.recomputed_tokens += len(partition.batch)
         exports = [(edge, self.cache.gradient(partition.batch, i)) for edge, i in partition.export_edges]
         starts = partition.loss_edges + exports
@@ -161,19 +149,16 @@ class PartitionRunner:
         if partition.has_children and self.activations.are_full():
             partition.keeps_activations = False
             with torch.no_grad():
-                out = self.forward(partition.batch.without_edges())
+                out = self._forward(partition.batch.without_edges())
         else:
-            out = self._forward_and_score(partition, compute_loss, is_suspended=partition.has_children)
-        self._export(partition, out)
+            out = self._forward_and_loss(partition, compute_loss, is_suspended=partition.has_children)
+        if partition.has_children and out.exports:
+            self.cache.write(partition.batch, out.exports)
 
-    def _forward_and_score(
+    def _forward_and_loss(
         self, partition: _Partition, compute_loss: ComputeLoss, is_suspended: bool
     ) -> ModelOutput:
         with self.activations.saving(is_suspended, shared=self.cache.rows):
-            out = self.forward(partition.batch)
-        self.score(partition, out, compute_loss)
+            out = self._forward(partition.batch)
+        self._differentiate_loss(partition, out, compute_loss)
         return out
-
-    def _export(self, partition: _Partition, out: ModelOutput) -> None:
-        if partition.has_children and out.exports:
-            self.cache.write(partition.batch, out.exports)

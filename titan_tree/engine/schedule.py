@@ -1,6 +1,9 @@
-r"""Lockstep: equal schedules for ranks that communicate inside forward and backward passes.
+r"""Equal schedules for ranks that communicate inside forward and backward passes.
 
-Expert-parallel ranks exchange tokens in every pass, so all of them must run the same sequence of passes. The
+Ranks may communicate only in passes that all of them run, so a rank with fewer passes runs dummy batches.
+Without partitions, equally many micro-batches are enough.
+
+*Lockstep* also makes partitions equal. Expert-parallel ranks exchange tokens in every pass. The
 sequence follows from the shape of each micro-batch's tree of partitions. The ranks therefore overlay their
 trees of partitions: root on root, and children in order of decreasing subtree size. Each rank runs the union
 of these trees. Where it has no partition of its own, it runs a dummy batch.
@@ -22,39 +25,44 @@ import torch.distributed as dist
 
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import WHOLE, Share
+from titan_tree.tree.token_shards import WHOLE, TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
 
 
-def in_lockstep(
+def equal_schedule(
     micro_batches: Sequence[Sequence[TreeBatch]],
-    num_micro_batches: int,
-    group: dist.ProcessGroup,
-    share: Share = WHOLE,
+    lockstep: dist.ProcessGroup | None,
+    *,
+    min_micro_batches: int = 0,
+    share: TokenShard = WHOLE,
 ) -> list[list[TreeBatch]]:
-    """Adds dummy batches so that all ranks of ``group`` run trees of partitions of the same shape.
+    """Returns this rank's micro-batches with the dummy batches that other ranks' communication needs.
 
     Args:
         micro_batches: the micro-batches of this rank, each with its partitions in the plan's order.
-        num_micro_batches: the minimum number to return; more if a rank of the group has more.
-        group: the ranks that need equal schedules. They exchange shapes on the host, without the device.
-        share: which tokens of each forward pass this rank computes.
+        lockstep: the ranks that run trees of partitions of the same shape. They exchange shapes on the host,
+            without the device. None: partitions stay as they are.
+        min_micro_batches: the minimum number to return; more if a rank in lockstep has more.
+        share: the tokens of each forward pass that this rank computes.
     Returns:
-        Micro-batches whose partitions are in depth-first order, parents first, with ``TreeBatch.parent``
-        updated.
+        Micro-batches of dummies come last. In lockstep, partitions are in depth-first order, parents first,
+        with ``TreeBatch.parent`` updated.
     """
-    own = [dict(zip(positions(batches), batches, strict=True)) for batches in micro_batches]
-    shapes_by_rank: list[list[list[Position]]] = [[]] * group.size()
-    dist.all_gather_object(shapes_by_rank, [list(tree) for tree in own], group=group)
+    if lockstep is None:
+        num_missing = min_micro_batches - len(micro_batches)
+        return [*map(list, micro_batches), *([dummy_batch(share)] for _ in range(num_missing))]
+    batches_by_position = [dict(zip(positions(batches), batches, strict=True)) for batches in micro_batches]
+    shapes_by_rank: list[list[list[Position]]] = [[]] * lockstep.size()
+    dist.all_gather_object(shapes_by_rank, [list(tree) for tree in batches_by_position], group=lockstep)
     schedule = []
-    for i in range(max(num_micro_batches, *map(len, shapes_by_rank))):
+    for i in range(max(min_micro_batches, *map(len, shapes_by_rank))):
         shapes = [trees[i] for trees in shapes_by_rank if i < len(trees)]
         # Parents come before their children.
         union = sorted({(0,), *(position for shape in shapes for position in shape)})
         number = {position: n for n, position in enumerate(union)}
-        batch_at = own[i] if i < len(own) else {}
+        batch_at = batches_by_position[i] if i < len(batches_by_position) else {}
         schedule.append(
             [
                 dataclasses.replace(
@@ -87,7 +95,7 @@ def positions(batches: Sequence[TreeBatch]) -> list[Position]:
     return result
 
 
-def dummy_batch(share: Share = WHOLE) -> TreeBatch:
+def dummy_batch(share: TokenShard = WHOLE) -> TreeBatch:
     """Returns a rank's share of a batch of two tokens per rank. None of its edges counts for a path.
 
     Its loss is 0, and it reads no gateway.

@@ -23,10 +23,11 @@ from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.forward import Outputs, forward_passes, join_outputs
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_io import GlobalSizes, StepResult
-from titan_tree.engine.whole_path_loss import Scores, WholePathLoss, collect_scores
+from titan_tree.engine.whole_path_loss import WholePathLoss
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
@@ -44,7 +45,7 @@ def plan_passes(
 ) -> list[Pass]:
     """Returns the passes of a step in order.
 
-    Expert-parallel ranks need the same list, and get it from micro-batches of the same shape (lockstep.py).
+    Expert-parallel ranks need the same list, and get it from micro-batches of the same shape (schedule.py).
 
     Args:
         count: whether the router loss needs count passes.
@@ -71,15 +72,13 @@ class LossTotals:
     loss: Tensor  # 0-dim fp32
     sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, and their weight: see TreeLoss
 
-    def add(self, scores: Scores, batch: TreeBatch, is_counted: bool = True) -> Tensor:
-        """Computes the loss of ``scores`` (fields of ModelOutput), adds it to the totals, and returns it.
+    def add(self, scores: ModelOutput, batch: TreeBatch, is_counted: bool = True) -> Tensor:
+        """Computes the loss of log-probs and entropies, adds it to the totals, and returns it.
 
         Args:
             is_counted: False if another rank adds the same loss to its totals.
         """
-        loss, sums = self.function(
-            scores["logprobs"], batch, self.normalizer, scores.get("entropy"), self.statistics
-        )
+        loss, sums = self.function(scores.logprobs, batch, self.normalizer, scores.entropy, self.statistics)
         if not is_counted:
             return loss
         self.loss += loss.detach()
@@ -123,20 +122,20 @@ class StepRun:
         """Counts the choices of micro-batch ``i``, without the vocabulary projection."""
         assert self.routing is not None
         batches = [batch.without_edges() for batch in self.micro_batches[i]]
-        self.routing.count(self._runner(batches, entropy=False).outputs(), is_last)
+        self.routing.count(forward_passes(self.model, batches, self.activations.device), is_last)
 
     def measure(self, i: int, is_last: bool) -> None:
         """Adds micro-batch ``i`` to the mean that the loss depends on. The last one sums it over ranks."""
         batches, loss = self.micro_batches[i], self.totals.function
-        outputs = [(batch, out._replace(exports=None)) for batch, out in self._runner(batches).outputs()]
+        outputs = [(batch, out._replace(exports=None)) for batch, out in self._outputs(batches)]
         self.extra_forward_tokens += sum(map(len, batches))
         whole, root = self._whole(i), outputs[0][0]
         if whole is None and not root.is_dummy:
             whole = root
         if whole is not None:
-            scores = collect_scores(outputs, whole.edge_token, self.model.sequence_group)
+            scores = join_outputs(outputs, whole.edge_token, self.model.sequence_group)
             if self.model.share.rank == 0:  # other ranks that share the tokens have the same scores
-                self._measured += loss.measure(scores["logprobs"], whole).double().cpu()
+                self._measured += loss.measure(scores.logprobs, whole).double().cpu()
         if is_last:
             measured = all_reduce_sum(self._measured.to(self.activations.device))
             self.totals.statistics = dataclasses.replace(self.totals.statistics, measured=measured)
@@ -144,21 +143,27 @@ class StepRun:
     def score(self, i: int) -> None:
         """Scores micro-batch ``i`` and differentiates its loss with respect to the log-probs."""
         batches = self.micro_batches[i]
-        outputs = self._runner(batches).outputs()
+        outputs = self._outputs(batches)
         self.extra_forward_tokens += sum(map(len, batches))
         # Only another rank's micro-batch is partitioned: run the same forward passes.
         if (whole := self._whole(i)) is None:
             for _ in outputs:
                 pass
             return
-        scores = collect_scores(outputs, whole.edge_token, self.model.sequence_group)
+        scores = join_outputs(outputs, whole.edge_token, self.model.sequence_group)
         self._whole_path_losses[i] = WholePathLoss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
         """Runs forward and backward passes of micro-batch ``i``."""
         if not self.is_partitioned:
             self.gradient_sync.sum_in_backward(is_last or self.sums_every_backward)
-        runner = self._runner(self.micro_batches[i])
+        runner = PartitionRunner(
+            self.model,
+            self.micro_batches[i],
+            self.activations.device,
+            entropy=self.totals.function.needs_entropy,
+            activations=self.activations,
+        )
         release = self.gradient_sync.release if self.is_partitioned and is_last else None
         runner.train(lambda batch, out: self._loss(i, batch, out), before_last_backward=release)
         self.extra_forward_tokens += runner.recomputed_tokens
@@ -205,29 +210,22 @@ class StepRun:
         if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
             return whole_path_loss(batch, out)
         if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
-            scores = collect_scores([(batch, out)], whole.edge_token, self.model.sequence_group)
+            scores = join_outputs([(batch, out)], whole.edge_token, self.model.sequence_group)
             return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives
-        scores = {"logprobs": out.logprobs}
-        if out.entropy is not None:
-            scores["entropy"] = out.entropy
-        return self.totals.add(scores, batch)
+        return self.totals.add(out, batch)
 
     def _whole(self, i: int) -> TreeBatch | None:
         """Returns micro-batch ``i`` as a single batch if the loss needs it, see ``StepInput``."""
         whole = self.unpartitioned[i] if i < len(self.unpartitioned) else None
         return None if whole is None else whole.to(self.activations.device, non_blocking=True)
 
-    def _add_whole_paths(self, scores: Scores, whole: TreeBatch) -> Tensor:
+    def _add_whole_paths(self, scores: ModelOutput, whole: TreeBatch) -> Tensor:
         """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""
         return self.totals.add(scores, whole, is_counted=self.model.share.rank == 0)
 
-    def _runner(self, batches: Sequence[TreeBatch], entropy: bool | None = None) -> PartitionRunner:
-        return PartitionRunner(
-            self.model,
-            batches,
-            self.activations.device,
-            entropy=self.totals.function.needs_entropy if entropy is None else entropy,
-            activations=self.activations,
-        )
+    def _outputs(self, batches: Sequence[TreeBatch]) -> Outputs:
+        """Returns the outputs of forward passes without gradients, with the scores that the loss needs."""
+        entropy = self.totals.function.needs_entropy
+        return forward_passes(self.model, batches, self.activations.device, entropy=entropy)

@@ -23,16 +23,15 @@ from titan_tree.distributed.collectives import world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
-from titan_tree.engine.evaluation import evaluate, score
+from titan_tree.engine.forward import evaluate, scored_batches
 from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.router_loss import StepRouting
-from titan_tree.engine.schedule import dummy_batch, in_lockstep
+from titan_tree.engine.schedule import equal_schedule
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult, all_reduce_counts
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
-from titan_tree.engine.whole_path_loss import Scores
 from titan_tree.errors import AgreedError, UserError, require_list
-from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
@@ -46,7 +45,7 @@ class TreeStep:
     partitions, all ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches,
     whose loss is zero. With partitions, ranks run different numbers of passes. FSDP2 then gathers all
     parameters in the first forward pass and sums gradients in the last backward pass. Expert-parallel ranks
-    communicate in every pass, so their schedules are made equal (lockstep.py). Sequence-parallel ranks run
+    communicate in every pass, so their schedules are made equal (schedule.py). Sequence-parallel ranks run
     the same trees, and so the same passes.
 
     Args:
@@ -162,13 +161,15 @@ class TreeStep:
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
 
-    def score(self, step: StepInput) -> list[tuple[TreeBatch, Scores]]:
-        """Returns each micro-batch as a single batch, with the scores of its edges, see ``score``.
+    def score(self, step: StepInput) -> list[tuple[TreeBatch, ModelOutput]]:
+        """Returns each micro-batch as a single batch on the device, with the scores of its edges.
 
         The loss must need whole paths. Call it on every rank.
         """
         self._gradient_sync.hold(False)
-        return score(self.model, step, self.device, self.loss.needs_entropy)
+        with torch.no_grad(), cast_weights(self.model):
+            scored = scored_batches(self.model, step, self.device, entropy=self.loss.needs_entropy)
+            return [(batch, scores) for _, batch, scores in scored]
 
     def find_cause(self, step: StepInput, statistics: GlobalStatistics | None = None) -> str:
         """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
@@ -188,13 +189,13 @@ class TreeStep:
 
     def _schedule(self, step: StepInput, sizes: GlobalSizes) -> list[list[TreeBatch]]:
         """Returns this rank's micro-batches, with dummy batches if FSDP2 or expert parallelism needs them."""
-        experts = self.model.experts
-        if experts and experts.group:
-            return in_lockstep(step.micro_batches, sizes.max_micro_batches, experts.group, self.model.share)
-        num_missing = sizes.max_micro_batches - len(step.micro_batches)
-        if sizes.is_partitioned:  # ranks may differ, but each needs one pass for the collectives of FSDP2
-            num_missing = 0 if step.micro_batches else 1
-        return [*step.micro_batches, *([dummy_batch(self.model.share)] for _ in range(num_missing))]
+        lockstep = self.model.experts.group if self.model.experts else None
+        min_micro_batches = sizes.max_micro_batches
+        if sizes.is_partitioned and lockstep is None:
+            min_micro_batches = 1  # ranks may differ, but each needs one pass for the collectives of FSDP2
+        return equal_schedule(
+            step.micro_batches, lockstep, min_micro_batches=min_micro_batches, share=self.model.share
+        )
 
     def _make_run(self, step: StepInput, sizes: GlobalSizes, micro_batches: list[list[TreeBatch]]) -> StepRun:
         counts = sizes.counts

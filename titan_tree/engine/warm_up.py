@@ -29,7 +29,7 @@ def warm_up_inputs(
     """Returns the inputs of steps on two random trees: in one pass and, with a partitioner, in partitions.
 
     Args:
-        num_tokens: of both trees, approximately. They have LENGTH tokens at least.
+        num_tokens: approximate number of tokens of both trees. They have LENGTH tokens at least.
         vocab_size: token ids are smaller.
         experts: the sizes of recorded experts; None: the trees have none.
     """

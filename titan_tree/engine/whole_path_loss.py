@@ -9,60 +9,36 @@ one more forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from titan_tree.distributed.sequence_parallel import join
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
-
-Scores = dict[str, Tensor]  # fields of ModelOutput, "logprobs" and on request "entropy", [E] each
-
-
-def collect_scores(
-    outputs: Iterable[tuple[TreeBatch, ModelOutput]],
-    edge_token: Tensor,
-    group: dist.ProcessGroup | None = None,
-) -> Scores:
-    """Joins the scores of all partitions of a micro-batch, and of all ranks that share its tokens.
-
-    Args:
-        edge_token: [E] of the micro-batch as a single batch, on the same device, see ``TreeBatch``.
-        group: the ranks that share the tokens. Collective.
-    Returns:
-        [E] each, in nats, in the order of ``edge_token``. Differentiable, see ``join``.
-    """
-    # Without exports, which would keep the keys of all partitions in memory.
-    scored = [(batch.edge_token, out._replace(exports=None)) for batch, out in outputs if not batch.is_dummy]
-    index = torch.searchsorted(edge_token, torch.cat([tokens for tokens, _ in scored]))
-    columns = {name: [getattr(out, name) for _, out in scored] for name in ("logprobs", "entropy")}
-    return {
-        name: join(torch.cat(values), index, len(edge_token), group)
-        for name, values in columns.items()
-        if values[0] is not None
-    }
 
 
 class WholePathLoss:
     """The loss of one partitioned micro-batch, as a weighted sum of the log-probs of its edges.
 
     Args:
-        scores: of all edges, from ``collect_scores``.
+        scores: the scores of all edges, from ``join_outputs``.
         unpartitioned: the micro-batch as a single batch, on the same device.
         loss_function: maps scores and batch to the loss.
     """
 
     def __init__(
-        self, scores: Scores, unpartitioned: TreeBatch, loss_function: Callable[[Scores, TreeBatch], Tensor]
+        self,
+        scores: ModelOutput,
+        unpartitioned: TreeBatch,
+        loss_function: Callable[[ModelOutput, TreeBatch], Tensor],
     ) -> None:
-        scores = {name: score.requires_grad_() for name, score in scores.items()}
+        fields = {"logprobs": scores.logprobs, "entropy": scores.entropy}
+        leaves = {name: score.requires_grad_() for name, score in fields.items() if score is not None}
         loss = loss_function(scores, unpartitioned)
         # A loss may use entropies for its metrics alone. They then have no derivative.
-        gradients = torch.autograd.grad(loss, list(scores.values()), allow_unused=True)
-        named = zip(scores, gradients, strict=True)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        named = zip(leaves, gradients, strict=True)
         self._derivatives = {name: gradient for name, gradient in named if gradient is not None}
         self._edge_token = unpartitioned.edge_token
 

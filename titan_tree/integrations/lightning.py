@@ -29,12 +29,10 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import Position, refuse_in_worker
 from titan_tree.distributed.mesh import all_ranks
 from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
-from titan_tree.engine.bad_steps import BadStepError, BadSteps
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.engine.update import update_weights
 from titan_tree.errors import UserError
-from titan_tree.metrics import StepReport, step_values, validation_values
+from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.build import (
@@ -51,6 +49,7 @@ from titan_tree.run.build import (
     warm_up,
 )
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
+from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
 from titan_tree.run.trainer import resume_data, validate
 
 try:
@@ -146,36 +145,26 @@ class TreeLightningModule(L.LightningModule):
         optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
         scheduler: Any = self.lr_schedulers()
         step = self.global_step + 1
-        torch.manual_seed(hash((self.config.training.seed, step, self.global_rank)))
+        optimizer_step = OptimizerStep(
+            tree_step=self.tree_step,
+            optimizers=[optimizer],
+            lr_schedulers=[scheduler],
+            router_bias=self.router_bias,
+            balancing=self.balancing,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            seed=self.config.training.seed,
+            bad_steps=self.bad_steps,
+        )
         sizes = all_reduce_counts(step_input)
-        update, balance = None, {}
-        if self.balancing:
-            self.balancing.start_step()
-        try:
-            max_grad_norm = self.config.optimizer.max_grad_norm
-            update = update_weights(
-                self.tree_step, [optimizer], self.router_bias, max_grad_norm, step_input, sizes
-            )
-            self.bad_steps.in_a_row = 0
-        except BadStepError as reason:
-            self.bad_steps.add(step, reason)
-            if self.global_step < step:
-                optimizer.step()  # without gradients, it only counts the step
-        lr = float(scheduler.get_last_lr()[0])
-        scheduler.step()
-        if self.balancing:
-            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
+        report = optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
+        if self.global_step < step:
+            optimizer.step()  # without the gradients of a bad step, it only counts the step
         self.position = dict(position)
         self.trainer.should_stop |= step >= self.num_steps
-        if update is None:
+        if report is None:
             # Lightning would log the values of the step before again.
             self._log(dict.fromkeys(self._logged, math.nan) | {"bad_steps": self.bad_steps.total})
             return
-        result, loss, grad_norm = update
-        seconds, device = time.perf_counter() - started, self.tree_step.device
-        report = StepReport(
-            result, seconds, self.mesh.size(), device, loss, grad_norm, lr, position["epoch"], {}, balance
-        )
         values = step_values(report)
         self._logged |= values.keys()
         self._log(values)

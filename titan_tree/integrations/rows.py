@@ -99,7 +99,7 @@ class Rows:
 
         Args:
             values: [E].
-            batch: from ``batch``, or made of ``trees`` by TreeStep, on the device of ``values``.
+            batch: the result of ``batch``, or TreeStep's batch of ``trees``, on the device of ``values``.
         """
         index = self.index.to(values.device)
         flat = values.new_zeros(self.shape.numel()).index_put((index,), values[batch.pairs.edge])

@@ -25,7 +25,7 @@ def score_paths(
 
     Args:
         model: may be sharded over ranks. Every rank then makes the same call, with paths of its own.
-        paths: in any order. Their loss masks have no effect.
+        paths: the paths to score, in any order. Their loss masks have no effect.
         max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
         entropies: also return the entropies of the distributions.
     """

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from titan_tree.components.edge_statistics import Statistic
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.engine.forward import forward_passes, join_outputs
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
@@ -101,13 +102,8 @@ class _Partitions(torch.autograd.Function):
         """Returns log-probs, entropies on request, and ``statistics``, [E] each."""
         ctx.view, ctx.partitions, ctx.edge_token, ctx.parameters = view, partitions, edge_token, parameters
         ctx.set_materialize_grads(False)  # the gradient of an unused output is None
-        runner = PartitionRunner(view, partitions, edge_token.device, entropy=entropy, statistics=statistics)
-        columns: list[Tensor] = []
-        for batch, out in runner.outputs():
-            scores = _columns(out)
-            columns = columns or [score.new_empty(len(edge_token)) for score in scores]
-            for column, score in zip(columns, scores, strict=True):
-                column[torch.searchsorted(edge_token, batch.edge_token)] = score
+        outputs = forward_passes(view, partitions, edge_token.device, entropy=entropy, statistics=statistics)
+        columns = _columns(join_outputs(outputs, edge_token))
         ctx.mark_non_differentiable(*columns[1 + entropy :])
         ctx.entropy = entropy
         return tuple(columns)

@@ -1,9 +1,13 @@
 """Metrics compute the numbers of a step, and loggers record them.
 
+loggers.py        Logger, and the loggers of a run
+step_metrics.py   StepReport, and what is computed from it
+console.py  csv_file.py  tensorboard.py  wandb.py       one logger each
+
 titan_tree/registry.py lists both: METRICS and LOGGERS.
 """
 
 from titan_tree.metrics.loggers import Logger, Loggers
-from titan_tree.metrics.step_report import StepReport, step_values, validation_values
+from titan_tree.metrics.step_metrics import StepReport, step_values, validation_values
 
 __all__ = ["Logger", "Loggers", "StepReport", "step_values", "validation_values"]

@@ -1,14 +1,60 @@
-"""The metrics of an optimizer step: functions from a StepReport to values by name, listed in METRICS.
+"""The outcome of an optimizer step, and its values by name: the columns of metrics.csv.
 
-Counts and tokens per second cover all ranks together.
+METRICS lists functions that compute values from a StepReport. Counts and tokens per second cover all ranks.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from titan_tree.distributed import titan
-from titan_tree.metrics.step_report import StepReport
+from titan_tree.errors import UserError
+from titan_tree.registry import METRICS
+
+if TYPE_CHECKING:
+    import torch
+
+    from titan_tree.engine.step_io import StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The outcome of one optimizer step that changed the weights. Metrics are computed from it."""
+
+    result: StepResult  # of all ranks together
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float  # learning rate of the step
+    epoch: int  # number of epochs completed after the step
+    seconds: float  # wall-clock time of the step
+    world_size: int  # number of ranks
+    device: torch.device  # device of this rank
+    validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
+    balance: Mapping[str, float] = field(default_factory=dict)  # see balance/balancing.py; empty on one rank
+    rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
+
+
+def step_values(report: StepReport) -> dict[str, float]:
+    """Returns all values of a step by name: the columns of metrics.csv, in their order.
+
+    The loss function's and the router's metrics come last. Reading them waits for the device.
+
+    Raises:
+        UserError: two values have the same name.
+    """
+    values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "epoch": report.epoch}
+    loss_metrics = report.result.loss_metrics | report.result.router_metrics
+    for name in METRICS:
+        _add(values, METRICS[name](report), f"metric {name!r}")
+    _add(values, {name: value.item() for name, value in loss_metrics.items()}, "loss")
+    _add(values, validation_values(report.validation), "validation")
+    return values
+
+
+def validation_values(validation: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values of a validation by the names that ``step_values`` gives them."""
+    return {f"validation_{name}": value for name, value in validation.items()}
 
 
 def rollout_metrics(report: StepReport) -> dict[str, float]:
@@ -61,11 +107,11 @@ def replay_metrics(report: StepReport) -> dict[str, float]:
     Returns nothing if no path recorded experts (docs/routing.md).
     """
     counts = report.result.counts
-    if not counts.replayed_rows:
+    if not counts.replayed_token_layers:
         return {}
     return {
-        "replayed_rows": counts.replayed_rows,
-        "replay_disagreement": counts.disagreeing_rows / counts.replayed_rows,
+        "replayed_rows": counts.replayed_token_layers,
+        "replay_disagreement": counts.disagreeing_token_layers / counts.replayed_token_layers,
     }
 
 
@@ -77,8 +123,19 @@ def gpu_metrics(report: StepReport) -> dict[str, float]:
     """
     if report.device.type != "cuda":
         return {}
+    # Imported here, because a script that registers a logger imports this file and should not wait for torch.
+    import torch
+
+    from titan_tree.distributed import titan
+
     peak = titan.peak_flops(torch.cuda.get_device_name(report.device)) * report.world_size
     return {
         "mfu": report.result.counts.flops / report.seconds / peak,
         "peak_memory_gib": torch.cuda.max_memory_allocated(report.device) / 2**30,
     }
+
+
+def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:
+    if taken := [name for name in new if name in values]:
+        raise UserError(f"{source}: returns a value called {taken[0]!r}, a name in use; rename it")
+    values.update(new)

@@ -33,7 +33,7 @@ from titan_tree.rl.reference_policy import Reference, check_reference, check_voc
 from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, mean_reward, play, token_paths
 from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
-from titan_tree.run.stopping import AgreedInput
+from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer
 from titan_tree.scoring.score_trees import path_logprobs
 from titan_tree.tree.paths import ModelLimits, TokenPath
@@ -93,9 +93,9 @@ class EpisodeTrainer(Trainer, ABC):
     def data_state(self) -> dict[str, Any]:
         return {}
 
-    def inputs(self) -> Iterator[AgreedInput]:
+    def inputs(self) -> Iterator[SynchronizedInput]:
         """Returns an iterator over the inputs of the remaining steps, each made when it is needed."""
-        return self.leaving.agree(self._inputs())
+        return self.stopping.synchronized_inputs(self._inputs())
 
     def log_sample(self) -> None:
         """Logs nothing, because the first step has not been sampled yet."""
@@ -116,7 +116,7 @@ class EpisodeTrainer(Trainer, ABC):
             try:
                 by_task = self.paths(step)
             except InterruptedSampling:
-                yield StepInput.nothing(), {}  # ``Leaving`` ends the run
+                yield StepInput.nothing(), {}  # ``StopController`` ends the run
                 return
             if data.layout == "flat":
                 trees = flat_trees(list(chain.from_iterable(by_task)), data.replay)
@@ -186,7 +186,7 @@ class RLTrainer(EpisodeTrainer):
             groups, values = self.rollouts(step)
         else:
             (groups, values), sampled_after = self.async_sampling.step(
-                step, self.model, is_interrupted=lambda: self.leaving.signals.received
+                step, self.model, is_interrupted=lambda: self.stopping.signals.received
             )
             values["weights_age"] = step - 1 - sampled_after
         self.rollout_values = values

@@ -3,6 +3,7 @@
 build.py          makes the components that the tables of the configuration describe
 model_setup.py    makes the model on all ranks, with its weights
 trainer.py        Trainer: the training loop
-folder.py         the run's folder, its lock and its loggers
+optimizer_step.py one optimizer step, shared with Lightning
+folder.py         the run's folder, its lock and its loggers, and what a run says about itself
 stopping.py       when a run ends early: signals, wrong data, other ranks
 """

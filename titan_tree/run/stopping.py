@@ -1,4 +1,4 @@
-"""Leaving: ends a run early on all ranks, between the same two steps and after a checkpoint.
+"""StopController: ends a run early on all ranks, between the same two steps and after a checkpoint.
 
 Before each step, ranks reduce their counts. The reduction also carries a *notice* of each rank, and all ranks
 follow the largest:
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 NONE, CHECKPOINT, SIGNAL, REFUSED = 0, 1, 100, 1000
 SHOWN_PATHS = 4  # in a message
-AgreedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
+SynchronizedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
 
 
-class Leaving:
+class StopController:
     """Decides, together with all ranks, when a run writes checkpoints and when it ends early.
 
     Args:
@@ -55,17 +55,21 @@ class Leaving:
         self._first_step = progress.step
         self._saved_at = time.monotonic()
         self._running: StepInput | None = None
-        self._own_error: UserError | None = None
+        self._error_of_this_rank: UserError | None = None
 
-    def agree(self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]) -> Iterator[AgreedInput]:
+    def synchronized_inputs(
+        self, inputs: Iterator[tuple[StepInput, dict[str, Any]]]
+    ) -> Iterator[SynchronizedInput]:
         """Yields (input, position, sizes of all ranks) as soon as all ranks are ready to run the next step.
+
+        Ranks sum the counts of each step and exchange their notices in the same reduction.
 
         Raises:
             Interrupted: a rank received a signal.
             AgreedError: the data of a rank are wrong.
         """
         while True:
-            error = self._own_error
+            error = self._error_of_this_rank
             try:
                 if (item := next(inputs, None)) is None:
                     return
@@ -77,7 +81,7 @@ class Leaving:
             if sizes.notice == REFUSED:
                 raise AgreedError(_first_message(error))
             if sizes.notice >= SIGNAL:
-                self._leave(sizes.notice - SIGNAL)
+                self._stop(sizes.notice - SIGNAL)
             if sizes.notice == CHECKPOINT:
                 self.save(due=True)
             yield step_input, position, sizes
@@ -89,11 +93,11 @@ class Leaving:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Keeps an error that only rank 0 gets while it logs, until ``agree`` tells all ranks."""
+        """Keeps rank 0's error of a logger until ``synchronized_inputs`` tells all ranks."""
         try:
             yield
         except OSError as error:
-            self._own_error = UserError(
+            self._error_of_this_rank = UserError(
                 f"step {self.progress.step}: its metrics cannot be written: {error}; if the disk is full, "
                 "free some space"
             )
@@ -113,9 +117,9 @@ class Leaving:
             if interval and world_size() > 1 and (is_first or step % interval == 0):
                 check_equal(self.model, self._schedule(), step, interval)
             self.save(due=step == self.num_steps)
-            if self._own_error and step == self.num_steps:  # no later step tells the other ranks
+            if self._error_of_this_rank and step == self.num_steps:  # no later step tells the other ranks
                 self.checkpoints.wait()
-                raise self._own_error
+                raise self._error_of_this_rank
             if is_first:
                 set_timeout(parallel.timeout_s)
 
@@ -158,7 +162,7 @@ class Leaving:
         is_due = minutes is not None and waited >= 60 * minutes
         return CHECKPOINT if is_due and dist.get_rank() == 0 else NONE
 
-    def _leave(self, number: int) -> NoReturn:
+    def _stop(self, number: int) -> NoReturn:
         self.save(due=True)
         self.checkpoints.close()
         if dist.get_rank() == 0:
@@ -186,5 +190,5 @@ def _first_message(error: UserError | None) -> str:
     dist.all_gather_object(
         messages, None if error is None else (isinstance(error, LostRankError), str(error))
     )
-    given = [message for message in messages if message is not None]
-    return min(given, key=lambda message: message[0])[1]
+    present = [message for message in messages if message is not None]
+    return min(present, key=lambda message: message[0])[1]

@@ -39,13 +39,10 @@ from titan_tree.distributed.optimizers import (
     build_optimizers,
 )
 from titan_tree.distributed.parallelize import keep_compiled
-from titan_tree.engine.bad_steps import BadStepError, BadSteps
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.engine.update import update_weights
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.metrics import Loggers, StepReport, step_values, validation_values
-from titan_tree.metrics.summary import data_sizes, introduction, summary
+from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS, OPTIMIZERS
 from titan_tree.run.build import (
@@ -62,9 +59,10 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
-from titan_tree.run.folder import RunFolder
+from titan_tree.run.folder import RunFolder, data_sizes, introduction, summary
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
-from titan_tree.run.stopping import AgreedInput, Leaving
+from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
+from titan_tree.run.stopping import StopController, SynchronizedInput
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -115,7 +113,7 @@ class Trainer:
     num_steps: int  # of the whole run; ``train`` ends as soon as they are done
     progress: Progress
     checkpoints: Checkpoints
-    leaving: Leaving
+    stopping: StopController
     steps_trained: int  # by this process, without bad steps
     counts: StepCounts  # of these steps, summed
     bad_steps: BadSteps  # of this process
@@ -165,13 +163,23 @@ class Trainer:
             run_config=dataclasses.asdict(config),
         )
         self.checkpoints.resume()
-        self.leaving = Leaving(config, self.model, self.checkpoints, self.progress, self.num_steps)
+        self.stopping = StopController(config, self.model, self.checkpoints, self.progress, self.num_steps)
         if self.progress.step:
             self.resume_data()
         if self.balancing and "balance" in self.progress.data:
             self.balancing.load_state_dict(self.progress.data["balance"])
         self._data_state = in_background(self.data_state) if config.checkpoint.interval else dict
         self.loggers = self.folder.open_loggers(self.progress.step, self.num_steps)
+        self.optimizer_step = OptimizerStep(
+            tree_step=self.tree_step,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers.schedulers,
+            router_bias=self.router_bias,
+            balancing=self.balancing,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            seed=config.training.seed,
+            bad_steps=self.bad_steps,
+        )
 
     def open_data(self) -> int:
         """Opens the training and validation data. Returns the number of steps of the whole run."""
@@ -206,7 +214,7 @@ class Trainer:
             logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
             self.log_sample()
-        with self.leaving.signals as signals:
+        with self.stopping.signals as signals:
             inputs = self.inputs()  # the first ones are made while the model compiles
             if self.num_steps > done and config.training.compile:
                 self.compile()
@@ -214,7 +222,7 @@ class Trainer:
             profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
             with self.loggers or nullcontext(), profiler_context as profiler:
                 while self.progress.step < self.num_steps:
-                    with self.leaving.guard_step():
+                    with self.stopping.guard_step():
                         self.train_step(inputs)
                     profiler.step()
                 set_timeout(start_timeout(config.parallel.timeout_s))  # rank 0 alone writes the export
@@ -244,7 +252,7 @@ class Trainer:
         self.folder.close()
         dist.destroy_process_group()
 
-    def inputs(self) -> Iterator[AgreedInput]:
+    def inputs(self) -> Iterator[SynchronizedInput]:
         """Starts to make the inputs of the remaining steps, and returns an iterator over them.
 
         It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
@@ -255,59 +263,31 @@ class Trainer:
         loader = build_step_loader(
             self.config, self.tree_step, self.dataset, self.num_steps - done, self.balancing, done
         )
-        return self.leaving.agree(iter(loader))
+        return self.stopping.synchronized_inputs(iter(loader))
 
-    def train_step(self, inputs: Iterator[AgreedInput]) -> None:
+    def train_step(self, inputs: Iterator[SynchronizedInput]) -> None:
         """Runs one optimizer step on the next of ``inputs``, and logs it if it is due."""
         started = time.perf_counter()
         step_input, position, sizes = next(inputs)
         step = self.progress.step + 1
-        # Each step has a seed of its own, so a resumed run needs no state of random generators.
-        torch.manual_seed(hash((self.config.training.seed, step, dist.get_rank())))
-
-        max_grad_norm, update = self.config.optimizer.max_grad_norm, None
-        balance: dict[str, float] = {}
-        if self.balancing:
-            self.balancing.start_step()
-        try:
-            update = update_weights(
-                self.tree_step, self.optimizers, self.router_bias, max_grad_norm, step_input, sizes
-            )
-            self.steps_trained += 1
-            self.counts += update.result.counts
-            self.bad_steps.in_a_row = 0
-        except BadStepError as reason:
-            self.bad_steps.add(step, reason)
-        lr = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
-        self.lr_schedulers.step()
+        report = self.optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         self.progress.step, self.progress.data = step, self._data_state() | position
         if self.balancing:
-            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
             self.progress.data["balance"] = self.balancing.state_dict()
+        if report is not None:
+            self.steps_trained += 1
+            self.counts += report.result.counts
 
-        seconds = time.perf_counter() - started
         validation = self.validate(step)
         if not self.loggers:
             return
-        with self.leaving.logging():
+        with self.stopping.logging():
             self.loggers.advance(step)
-            if update is None:
+            if report is None:
                 values = {"bad_steps": self.bad_steps.total, **self.rollout_values}
                 self.loggers.log(step, values | validation_values(validation))
             elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
-                report = StepReport(
-                    update.result,
-                    seconds,
-                    dist.get_world_size(),
-                    self.device,
-                    update.loss,
-                    update.grad_norm,
-                    lr,
-                    position["epoch"],
-                    validation,
-                    balance,
-                    self.rollout_values,
-                )
+                report = dataclasses.replace(report, validation=validation, rollouts=self.rollout_values)
                 self.loggers.log(step, step_values(report))
 
     def validate(self, step: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # that 
 LARGE = 0.1  # nats: differences above are counted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoreTotals:
     """What was scored, and how the rollout_logprobs of the sampling engine differ from the scores.
 
@@ -51,8 +51,10 @@ class ScoreTotals:
     tokens: int = 0  # sum of the path lengths
     distinct: int = 0  # tokens of the trees
     compared: int = 0  # tokens with rollout_logprobs
-    abs_sum: float = 0.0  # of |difference|
-    k3_sum: float = 0.0  # of r - 1 - log r, with r = p / p_rollout: the k3 estimate of KL(rollout || scored)
+    abs_sum: float = 0.0  # sum of |difference|
+    k3_sum: float = (
+        0.0  # sum of r - 1 - log r, with r = p / p_rollout: the k3 estimate of KL(rollout || scored)
+    )
     large: int = 0  # tokens whose |difference| is above 0.1
     largest: float = 0.0
 
@@ -78,8 +80,8 @@ def score_files(
     continues it.
 
     Args:
-        config: of training. The tables [model], [lora], [data], [partition], [parallel] and [training]
-            (dtype, seed) are read. ``data.global_batch_groups`` groups are scored at a time.
+        config: a configuration of training. The tables [model], [lora], [data], [partition], [parallel] and
+            [training] (dtype, seed) are read. ``data.global_batch_groups`` groups are scored at a time.
         out: a JSON Lines file to write; it must not exist.
         field: "old_logprobs" or "ref_logprobs": the field of the log-probs.
         entropies: also write ``entropies``, which training ignores.
@@ -178,8 +180,8 @@ class _ScoreRun:
                 routed_experts=self.routed_experts,
             )
         return [
-            self._group_result(group, name, paths, tree, of_paths)
-            for (group, name), paths, tree, of_paths in zip(named, placed, trees, scores, strict=True)
+            self._group_result(group, name, paths, tree, path_scores)
+            for (group, name), paths, tree, path_scores in zip(named, placed, trees, scores, strict=True)
         ]
 
     def _tree(self, placed: Sequence[PlacedPath]) -> TokenTree:
@@ -217,25 +219,26 @@ class _ScoreRun:
         tree: TokenTree,
         scores: Sequence[PathScores],
     ) -> tuple[str, ScoreTotals]:
-        lines, totals = [], ScoreTotals(1, len(placed), len(tree.path_index), len(tree))
-        for (path, fields), of_path in zip(placed, scores, strict=True):
+        lines = []
+        totals = ScoreTotals(groups=1, paths=len(placed), tokens=len(tree.path_index), distinct=len(tree))
+        for (path, fields), path_scores in zip(placed, scores, strict=True):
             values = {
-                self.field: of_path.logprobs,
-                "entropies": of_path.entropies,
-                "routed_experts": of_path.routed_experts,
+                self.field: path_scores.logprobs,
+                "entropies": path_scores.entropies,
+                "routed_experts": path_scores.routed_experts,
             }
             present = {key: value.cpu().numpy() for key, value in values.items() if value is not None}
             lines.append(path_record(group, name, path, fields, present) + "\n")
             totals += _difference(path, present[self.field])
         return "".join(lines), totals
 
-    def _gather(self, mine: list[tuple[str, ScoreTotals]]) -> list[list[tuple[str, ScoreTotals]]]:
+    def _gather(self, results: list[tuple[str, ScoreTotals]]) -> list[list[tuple[str, ScoreTotals]]]:
         """Returns the results of all slots on rank 0, and [] on other ranks."""
         if world_size() == 1:
-            return [mine]
-        results: list[Any] | None = [None] * world_size() if rank() == 0 else None
-        dist.gather_object(mine, results)
-        return results[:: self.sharing] if results else []
+            return [results]
+        by_rank = [results] * world_size() if rank() == 0 else None
+        dist.gather_object(results, by_rank)
+        return by_rank[:: self.sharing] if by_rank else []
 
     def _check_experts(self) -> None:
         if not self.routed_experts:
@@ -268,13 +271,13 @@ def _difference(path: TokenPath, logprobs: np.ndarray) -> ScoreTotals:
     """Compares a path's rollout_logprobs, if there are any, with ``logprobs`` [T]."""
     if path.rollout_logprobs is None:
         return ScoreTotals()
-    ratio = logprobs.astype(np.float64) - path.rollout_logprobs
-    ratio = ratio[np.isfinite(ratio)]
-    size = np.abs(ratio)
+    log_ratio = logprobs.astype(np.float64) - path.rollout_logprobs
+    log_ratio = log_ratio[np.isfinite(log_ratio)]
+    size = np.abs(log_ratio)
     return ScoreTotals(
-        compared=len(ratio),
+        compared=len(log_ratio),
         abs_sum=float(size.sum()),
-        k3_sum=float((np.expm1(np.minimum(ratio, 80)) - ratio).sum()),
+        k3_sum=float((np.expm1(np.minimum(log_ratio, 80)) - log_ratio).sum()),
         large=int((size > LARGE).sum()),
         largest=float(size.max(initial=0)),
     )

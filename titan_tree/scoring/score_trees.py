@@ -9,31 +9,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.packing import first_fit
-from titan_tree.distributed.collectives import call_on_all_ranks, world_size
+from titan_tree.distributed.collectives import call_on_all_ranks, world_group, world_size
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights, reshard
 from titan_tree.distributed.sequence_parallel import join
-from titan_tree.engine.partitions import PartitionRunner
-from titan_tree.engine.schedule import in_lockstep, positions
-from titan_tree.engine.whole_path_loss import collect_scores
+from titan_tree.engine.forward import Outputs, forward_passes, join_outputs
+from titan_tree.engine.schedule import equal_schedule, positions
 from titan_tree.errors import UserError
-from titan_tree.models.tree_model import ModelOutput, TreeModel
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 B = TypeVar("B", Tensor, TreeBatch)
-Outputs = Iterable[tuple[TreeBatch, ModelOutput]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def tree_logprobs(
     result is differentiable under ``torch.enable_grad``.
 
     Args:
-        model: on the device that computes.
+        model: a model on the device that computes.
         token_lists: token ids; each list has at least one.
         max_tokens: maximum tokens of one forward pass; None runs all in one. Larger trees run in partitions.
             Memory then holds one partition, and the keys, values and states of the path above it. This needs
@@ -106,11 +104,11 @@ def tree_logprobs(
     trees = [TokenTree.from_paths(paths)] if paths else []
     partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
     scores = score_trees(model, trees, max_tokens, partitioner, routed_experts=return_routed_experts)
-    of_lists = [each for of_tree in scores for each in of_tree]
-    logprobs = [each.logprobs[1:] for each in of_lists]
+    path_scores = list(chain.from_iterable(scores))
+    logprobs = [path.logprobs[1:] for path in path_scores]
     if not return_routed_experts:
         return logprobs
-    return logprobs, [each.routed_experts for each in of_lists if each.routed_experts is not None]
+    return logprobs, [path.routed_experts for path in path_scores if path.routed_experts is not None]
 
 
 def score_trees(
@@ -131,14 +129,15 @@ def score_trees(
     Args:
         model: may be sharded over ranks.
         trees: this rank's own; may be empty. Ranks that share tokens pass the same trees.
-        max_tokens: of one forward pass; None runs all trees in one. This needs ``torch.no_grad``.
+        max_tokens: maximum tokens of one forward pass; None runs all trees in one pass. A maximum needs
+            ``torch.no_grad``.
         partitioner: splits trees of more than ``max_tokens`` tokens. None runs each tree in one forward pass.
         entropies: also return the entropies.
         routed_experts: also return the experts. The model must have experts.
 
     Raises:
-        UserError: on all ranks, if paths that share a token that counts have different temperatures; for
-            max_tokens with gradients enabled; for experts of a model without experts.
+        UserError: paths that share a token that counts have different temperatures; or max_tokens is set with
+            gradients enabled; or experts are asked of a model without experts. All ranks raise it.
     """
     _check_arguments(model, max_tokens, routed_experts)
     everything = [list(range(len(trees)))] if trees else []
@@ -151,7 +150,7 @@ def score_trees(
     if not torch.is_grad_enabled():
         # A partitioned step keeps weights gathered.
         GradientSync(model, reshard_after_forward=True).hold(False)
-    found: list[list[PathScores]] = [[] for _ in trees]
+    scores_by_tree: list[list[PathScores]] = [[] for _ in trees]
     with nullcontext() if torch.is_grad_enabled() else cast_weights(model):
         for forward in forwards:
             outputs = _outputs(model, forward.partitions, entropies)
@@ -160,12 +159,12 @@ def score_trees(
                     pass
                 continue
             experts = _Experts(model, forward.plan, forward.batches, is_shared) if routed_experts else None
-            scores = _path_scores(model, forward.plan.tree, forward.batches, outputs, experts)
+            path_scores = _path_scores(model, forward.plan.tree, forward.batches, outputs, experts)
             for tree in forward.trees:
-                found[tree] = [next(scores) for _ in trees[tree].paths]
+                scores_by_tree[tree] = [next(path_scores) for _ in trees[tree].paths]
     if not torch.is_grad_enabled():
         reshard(model)
-    return found
+    return scores_by_tree
 
 
 @torch.no_grad()
@@ -173,10 +172,10 @@ def path_logprobs(
     model: TreeModel, trees: Sequence[TokenTree], max_tokens: int, partitioner: TreePartitioner | None
 ) -> list[np.ndarray]:
     """Returns the log-probs [T] of all paths of ``trees``, one after another. See ``score_trees``."""
-    scores = score_trees(model, trees, max_tokens, partitioner)
-    logprobs = torch.cat([found.logprobs for of_paths in scores for found in of_paths]).cpu()  # one copy
+    scores = chain.from_iterable(score_trees(model, trees, max_tokens, partitioner))
+    logprobs = torch.cat([path.logprobs for path in scores]).cpu()  # one copy
     lengths = [len(path) for tree in trees for path in tree.paths]
-    return [found.numpy() for found in logprobs.split(lengths)]
+    return [path_logprobs.numpy() for path_logprobs in logprobs.split(lengths)]
 
 
 class _Forward(NamedTuple):
@@ -203,8 +202,8 @@ def _forwards(
 
 def _in_lockstep(model: TreeModel, forwards: Sequence[_Forward]) -> list[_Forward]:
     """Adds the dummies that the communication of other ranks needs. Collective."""
-    assert dist.group.WORLD is not None
-    schedule = in_lockstep([forward.partitions for forward in forwards], 0, dist.group.WORLD, model.share)
+    partitions = [forward.partitions for forward in forwards]
+    schedule = equal_schedule(partitions, world_group(), share=model.share)
     dummies = [_Forward([], None, [], [])] * (len(schedule) - len(forwards))
     scheduled = zip([*forwards, *dummies], schedule, strict=True)
     return [forward._replace(partitions=partitions) for forward, partitions in scheduled]
@@ -225,10 +224,11 @@ def _check_arguments(model: TreeModel, max_tokens: int | None, routed_experts: b
 def _outputs(model: TreeModel, partitions: Sequence[TreeBatch], entropies: bool) -> Outputs:
     """Returns the batch and the output of each partition. A single one has gradients, if they are enabled."""
     device = next(model.parameters()).device
-    if len(partitions) > 1:
-        return PartitionRunner(model, partitions, device, entropy=entropies).outputs()
-    batch = _to(device, partitions[0])
-    return [(batch, model(batch, entropy=entropies))]
+    batches = [_pinned(device, batch) for batch in partitions]
+    if torch.is_grad_enabled() and len(batches) == 1:
+        batch = batches[0].to(device, non_blocking=True)
+        return iter([(batch, model(batch, entropy=entropies))])
+    return forward_passes(model, batches, device, entropy=entropies)
 
 
 class _Experts:
@@ -243,22 +243,23 @@ class _Experts:
         self._model = model
         self._partitions = [plan.partitions[i] for i in order]
         self._num_tokens = len(plan.tree)
-        self.of_tokens = torch.empty(0, dtype=torch.int16)  # [N, L, k] on the CPU
+        self.by_token = torch.empty(0, dtype=torch.int16)  # [N, L, k] on the CPU
 
-    def keep(self, outputs: Outputs) -> Iterator[tuple[TreeBatch, ModelOutput]]:
+    def record(self, outputs: Outputs) -> Outputs:
+        """Yields ``outputs``, and records their experts."""
         partitions = iter(self._partitions)
         for batch, out in outputs:
             if not batch.is_dummy:
                 # A token that several partitions run is recorded where its edges are scored.
                 partition = next(partitions)
-                used = self._of_all(torch.stack(out.routed_experts, dim=1), len(partition)).cpu()
-                if not self.of_tokens.numel():
-                    self.of_tokens = used.new_full((self._num_tokens, *used.shape[1:]), -1)
+                used = self._join(torch.stack(out.routed_experts, dim=1), len(partition)).cpu()
+                if not self.by_token.numel():
+                    self.by_token = used.new_full((self._num_tokens, *used.shape[1:]), -1)
                 scored = torch.from_numpy(partition.scores)
-                self.of_tokens[torch.from_numpy(partition.own).long()[scored]] = used[scored]
+                self.by_token[torch.from_numpy(partition.own_tokens).long()[scored]] = used[scored]
             yield batch, out
 
-    def _of_all(self, used: Tensor, num_tokens: int) -> Tensor:
+    def _join(self, used: Tensor, num_tokens: int) -> Tensor:
         """Joins the experts of the ranks that share the tokens of a partition, [n, L, k] int16."""
         group = self._model.sequence_group
         if group is None:
@@ -278,25 +279,35 @@ def _path_scores(
     """Yields the scores of each path of a forest. The host does not wait for a GPU."""
     device = next(model.parameters()).device
     edge_token = _to(device, torch.cat([batch.edge_token for batch in batches]).sort().values)
-    kept = outputs if experts is None else experts.keep(outputs)
-    scores = collect_scores(kept, edge_token, model.sequence_group)
+    if experts is not None:
+        outputs = experts.record(outputs)
+    scores = join_outputs(outputs, edge_token, model.sequence_group)
     index = torch.from_numpy(tree.path_index)
     is_counted = np.concatenate([path.loss_mask > 0 for path in tree.paths])
     is_counted[tree.path_offsets[:-1]] = False  # nothing predicts the first token of a path
-    counted, of_path = _to(device, torch.from_numpy(is_counted)), _to(device, index).long()
+    counted, token_of_path = _to(device, torch.from_numpy(is_counted)), _to(device, index).long()
     lengths = list(map(len, tree.paths))
 
     def by_path(values: Tensor) -> Sequence[Tensor]:
-        of_tokens = values.new_full((len(tree),), torch.nan).index_put((edge_token,), values)
-        return torch.where(counted, of_tokens[of_path], torch.nan).split(lengths)
+        by_token = values.new_full((len(tree),), torch.nan).index_put((edge_token,), values)
+        return torch.where(counted, by_token[token_of_path], torch.nan).split(lengths)
 
-    columns = {name: by_path(values) for name, values in scores.items()}
     nothing = [None] * len(tree.paths)
-    used = nothing if experts is None else experts.of_tokens[index.long()].split(lengths)
-    for scored in zip(columns["logprobs"], columns.get("entropy", nothing), used, strict=True):
-        yield PathScores(*scored)
+    columns = zip(
+        by_path(scores.logprobs),
+        nothing if scores.entropy is None else by_path(scores.entropy),
+        nothing if experts is None else experts.by_token[index.long()].split(lengths),
+        strict=True,
+    )
+    for logprobs, entropies, routed_experts in columns:
+        yield PathScores(logprobs, entropies, routed_experts)
 
 
-def _to(device: torch.device, value: B) -> B:
-    """Returns a batch or a tensor of the host on ``device``. The host does not wait for a GPU."""
-    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+def _pinned(device: torch.device, value: B) -> B:
+    """Returns a batch or a tensor in memory from which ``device`` copies without making the host wait."""
+    return value.pin_memory() if device.type == "cuda" else value
+
+
+def _to(device: torch.device, value: Tensor) -> Tensor:
+    """Returns a tensor of the host on ``device``. The host does not wait for a GPU."""
+    return _pinned(device, value).to(device, non_blocking=True)

@@ -75,8 +75,8 @@ def path_record(
     """Returns one line of JSON.
 
     Args:
-        group: that the path belongs to.
-        name: of the group, see ``GroupNames``.
+        group: the group of the path.
+        name: the name of the group, see ``GroupNames``.
         path: its id is kept, without the id of the group.
         fields: further fields.
         scores: arrays of numbers [T] by field; NaN becomes null. "routed_experts" is [T, L, k].
@@ -96,8 +96,8 @@ def path_record(
         record["preference"] = path.preference
         if path.pair != group.id:
             record["pair"] = path.pair.removeprefix(f"{group.id}/")
-    own = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
-    values = {field: array for field, array in own.items() if array is not None} | dict(scores)
+    fields_of_path = {field: getattr(path, field) for field in ("advantage", *LOGPROBS, "routed_experts")}
+    values = {field: array for field, array in fields_of_path.items() if array is not None} | dict(scores)
     if "advantage" in values:
         values["advantage"] = np.nan_to_num(values["advantage"])  # the first token's may be anything
     for field, array in values.items():

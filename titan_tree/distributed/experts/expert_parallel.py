@@ -27,7 +27,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
     whole group.
 
     Args:
-        model: on any device, also on "meta".
+        model: a model on any device, also on "meta".
         mesh: ``Meshes.experts``.
     """
     group = mesh.get_group("ep")

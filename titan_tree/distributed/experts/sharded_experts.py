@@ -22,7 +22,7 @@ from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward
 from titan_tree.distributed.experts.exchange import (
     Arrived,
-    Half,
+    TokenHalf,
     count_rows,
     dispatch,
     halves,
@@ -84,7 +84,7 @@ def sharded_experts(
         gate_up: [e, 2 m, d] in x's dtype, for each expert of this rank the rows of the gate first.
         down: [e, d, m] in x's dtype.
         gate_up_a, gate_up_b, down_a, down_b: factors of their updates, see ``ExpertWeight``.
-        arrived, sizes: from ``dispatch`` and ``count_rows``.
+        arrived, sizes: the results of ``dispatch`` and ``count_rows``.
         group: name of the process group.
     """
     a = Arrived(*arrived)
@@ -117,7 +117,7 @@ def sharded_experts_backward(
 
     Args:
         weights: gate_up and down, three tensors each.
-        is_trained: for each of ``weights``, whether to return its gradient.
+        is_trained: whether to return the gradient of each of ``weights``.
     """
     a, parts = Arrived(*arrived), halves(sizes)
     gate_up, down = _expert_weights(weights)
@@ -167,13 +167,13 @@ def _trained(weights: list[Tensor | None], is_trained: list[bool]) -> list[Tenso
     return [w for w, trained in zip(weights, is_trained, strict=True) if trained and w is not None]
 
 
-def _source(a: Arrived, half: Half) -> Tensor:
+def _source(a: Arrived, half: TokenHalf) -> Tensor:
     """Returns for each copy of a half the row of the half that it is a copy of."""
     return a.slot[half.copies] // a.copy.shape[1] - half.arrived.start
 
 
 def _backward_of_half(
-    a: Arrived, half: Half, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
+    a: Arrived, half: TokenHalf, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
 ) -> tuple[Tensor, Tensor, Products]:
     """Computes gradients from those of the rows of a half: of the copies, and of their scale.
 

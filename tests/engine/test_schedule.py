@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from titan_tree.engine.schedule import in_lockstep, positions
+from titan_tree.engine.schedule import equal_schedule, positions
 from titan_tree.tree.batch import TreeBatch
 
 
@@ -34,7 +34,7 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("titan_tree.engine.schedule.dummy_batch", lambda share: "dummy")
     group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
     for batches in own:
-        schedule = in_lockstep(batches, 3, group)
+        schedule = equal_schedule(batches, group, min_micro_batches=3)
         assert [[parent for _, parent in tree] for tree in schedule] == [[-1, 0, 1, 0], [-1], [-1]]
         ran = [batch for tree in schedule for batch, _ in tree if batch != "dummy"]
         assert sorted(map(id, ran)) == sorted(id(batch) for tree in batches for batch in tree)

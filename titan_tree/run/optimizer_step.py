@@ -1,0 +1,157 @@
+"""OptimizerStep: the step that Trainer and Lightning share, from the seed to the report.
+
+    seed -> forward and backward passes -> clip -> optimizer -> router biases -> learning rate -> report
+
+A bad step (engine/bad_steps.py) leaves weights, optimizer states and router biases unchanged. It still
+counts: the data and the learning rate move on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from titan_tree.balance.balancing import Balancing
+from titan_tree.components.moe import RouterBias
+from titan_tree.distributed.collectives import rank, world_size
+from titan_tree.distributed.optimizers import clip_and_step
+from titan_tree.engine.bad_steps import BadStepError
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.errors import AgreedError
+from titan_tree.metrics import StepReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BadSteps:
+    """Counts and reports bad steps."""
+
+    limit: int  # bad steps in a row after which training ends
+    total: int = 0
+    in_a_row: int = 0  # since the last good step, which resets it
+
+    def add(self, step: int, reason: BadStepError) -> None:
+        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row == self.limit:
+            raise AgreedError(
+                f"step {step}: {reason} (training ended after {self.limit} bad "
+                f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
+            )
+        if rank() == 0:
+            logger.warning("step %d is skipped: %s", step, reason)
+
+
+@dataclass(kw_only=True)
+class OptimizerStep:
+    """Runs the optimizer steps of a run.
+
+    Args:
+        optimizers: the optimizers of all weights, see ``clip_and_step``.
+        lr_schedulers: one per optimizer.
+        router_bias: updates the router biases of a model with experts. None: they stay unchanged.
+        balancing: measures the steps of several ranks. None: nothing is measured.
+        seed: the run's ``training.seed``.
+        bad_steps: counts the bad steps of this process.
+    """
+
+    tree_step: TreeStep
+    optimizers: Collection[torch.optim.Optimizer]
+    lr_schedulers: Sequence[LRScheduler]
+    router_bias: RouterBias | None
+    balancing: Balancing | None
+    max_grad_norm: float
+    seed: int
+    bad_steps: BadSteps
+
+    def run(
+        self, step: int, step_input: StepInput, sizes: GlobalSizes, *, epoch: int, started: float
+    ) -> StepReport | None:
+        """Runs one step. Returns its report, or None for a bad step. Collective.
+
+        Args:
+            step: the number of the step, which counts from 1.
+            step_input: this rank's share.
+            sizes: the sizes of all ranks, from ``all_reduce_counts``.
+            epoch: number of epochs that are complete after the step.
+            started: ``time.perf_counter()`` at the start of the step.
+        Raises:
+            AgreedError: too many steps in a row were bad.
+        """
+        # Each step has a seed of its own, so a resumed run needs no state of random generators.
+        torch.manual_seed(hash((self.seed, step, rank())))
+        update, balance = None, {}
+        if self.balancing:
+            self.balancing.start_step()
+        try:
+            update = update_weights(
+                self.tree_step, self.optimizers, self.router_bias, self.max_grad_norm, step_input, sizes
+            )
+            self.bad_steps.in_a_row = 0
+        except BadStepError as reason:
+            self.bad_steps.add(step, reason)
+        lr = float(self.lr_schedulers[0].get_last_lr()[0])
+        for scheduler in self.lr_schedulers:
+            scheduler.step()
+        if self.balancing:
+            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
+        if update is None:
+            return None
+        return StepReport(
+            result=update.result,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            lr=lr,
+            epoch=epoch,
+            seconds=time.perf_counter() - started,
+            world_size=world_size(),
+            device=self.tree_step.device,
+            balance=balance,
+        )
+
+
+class Update(NamedTuple):
+    """The outcome of a step that changed the weights."""
+
+    result: StepResult
+    loss: float
+    grad_norm: float  # before clipping
+
+
+def update_weights(
+    tree_step: TreeStep,
+    optimizers: Collection[torch.optim.Optimizer],
+    router_bias: RouterBias | None,
+    max_grad_norm: float,
+    step_input: StepInput,
+    sizes: GlobalSizes,
+) -> Update:
+    """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
+
+    Raises:
+        BadStepError: the loss or its gradient is not finite, or the loss counts no token. Weights, optimizer
+            states and router biases are unchanged, and no gradients are left.
+    """
+    result = tree_step.run(step_input, sizes)
+    norm = clip_and_step(optimizers, result.loss, max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    values = {"loss": result.loss.item(), "grad_norm": norm.item()}  # waits for the device
+    if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+        cause = tree_step.find_cause(step_input, result.statistics)
+        raise BadStepError(f"{' and '.join(wrong)}; {cause}; check their values, or lower optimizer.lr")
+    if router_bias:
+        assert result.routing is not None
+        assert tree_step.model.experts is not None
+        router_bias.update(tree_step.model.experts.router_biases().values(), result.routing)
+    return Update(result, **values)
