@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.cases import for_each
 from tests.support.oracle import hf_model
 from tests.support.snapshots import assert_scores_like, edit_config, same_weights
 from titan_tree.errors import UserError
@@ -127,7 +126,7 @@ def test_a_tied_model_may_store_its_embedding_twice_if_both_are_equal(tmp_path):
         load_pretrained(tmp_path)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type: gpt2 has not been tested on trees; expected one of cohere2, "),

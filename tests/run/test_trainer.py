@@ -330,6 +330,7 @@ def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> 
             assert float(ours["validation_loss"]) == expected
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
     """Its worker would otherwise train too, and start workers of its own."""
     script = tmp_path / "script.py"

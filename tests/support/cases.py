@@ -29,16 +29,16 @@ def for_each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[..., 
     Takes what ``pytest.mark.parametrize`` takes. pytest spends more time on an item than such a case takes.
     Each case gets a folder, patches and a random seed of its own.
     """
-    cases = list(cases)
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    # ``pytest.param(..., id=...)`` is accepted, for cases that other tests use one by one.
+    cases = [_values(case, len(names)) for case in cases]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
 
         @functools.wraps(test)
         def run(**fixtures: Any) -> None:
-            for number, case in enumerate(cases):
-                values = case if len(names) > 1 else (case,)
+            for number, values in enumerate(cases):
                 arguments = fixtures | dict(zip(names, values, strict=True))
                 if "tmp_path" in fixtures:
                     arguments["tmp_path"] = fixtures["tmp_path"] / f"case{number}"
@@ -63,3 +63,10 @@ def for_each(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[..., 
 def _describe(name: str, value: object) -> str:
     text = repr(value)
     return f"{name} = {text if len(text) <= 200 else text[:200] + '...'}"
+
+
+def _values(case: Any, number: int) -> tuple[Any, ...]:
+    if hasattr(case, "marks"):
+        assert not case.marks, "a case of a loop has no marks"
+        return tuple(case.values)
+    return tuple(case) if number > 1 else (case,)
