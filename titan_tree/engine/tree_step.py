@@ -24,10 +24,9 @@ from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
 from titan_tree.engine.forward import evaluate, scored_batches
-from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.schedule import equal_schedule
-from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult, all_reduce_counts
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepPreparer, StepResult, all_reduce_counts
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list

@@ -56,10 +56,10 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
         loss,
         device,
         partitioner,
-        build_activations(partition, device),
-        config.parallel.reduce_gradients,
-        config.parallel.reshard_after_forward,
-        RouterLoss(router.balance, router.z, router.scope),
+        activations=build_activations(partition, device),
+        reduce_gradients=config.parallel.reduce_gradients,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        router_loss=RouterLoss(router.balance, router.z, router.scope),
     )
 
 
