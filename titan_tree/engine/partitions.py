@@ -113,7 +113,11 @@ class PartitionRunner:
             if out.loss_boundary:
                 loss.backward()
                 # Frozen tensors have no gradient, nor do routing sums that the loss does not use.
-                starts = [(end, leaf.grad) for end, leaf in out.loss_boundary if leaf.grad is not None]
+                starts = [
+                    (tensor.layers_end, tensor.loss_leaf.grad)
+                    for tensor in out.loss_boundary
+                    if tensor.loss_leaf.grad is not None
+                ]
             partition.loss_edges = [(get_gradient_edge(end), gradient) for end, gradient in starts]
         if partition.has_children:
             indexed = enumerate(out.exports or ())

@@ -141,6 +141,11 @@ class StepInput:
         """Returns the input of a rank without trees."""
         return cls(micro_batches=[], unpartitioned=[], counts=NO_COUNTS, chain_peak=0)
 
+    def whole(self, micro_batch: int, device: torch.device) -> TreeBatch | None:
+        """Returns ``unpartitioned`` of a micro-batch on ``device``, or None, also for one of dummies."""
+        batch = self.unpartitioned[micro_batch] if micro_batch < len(self.unpartitioned) else None
+        return None if batch is None else batch.to(device, non_blocking=True)
+
     def pin_memory(self) -> StepInput:
         """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""
         return dataclasses.replace(
