@@ -30,7 +30,7 @@ PARAMETERS = ("weights", "optimizer states", "gradients")
 
 def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSIDE, layers=None, **values):
     """Returns GiB, except the parts named ``without``, and seconds, for the trees of each rank."""
-    config = Config(model=ModelConfig(model, flavor), data=DataConfig(files="demo"))
+    config = Config(model=ModelConfig(name=model, flavor=flavor), data=DataConfig(files="demo"))
     for key, value in {"training__dtype": "bfloat16", **values}.items():
         table, _, name = key.partition("__")
         setattr(getattr(config, table), name, value)
