@@ -106,9 +106,8 @@ class MicroBatchCosts(NamedTuple):
     @staticmethod
     def of(batches: Sequence[TreeBatch]) -> MicroBatchCosts:
         """Returns the sizes of all partitions together."""
-        return MicroBatchCosts(
-            *np.sum([batch_sizes(batch) for batch in batches], axis=0).tolist(), len(batches)
-        )
+        tokens, pairs, edges, chunks = np.sum([batch_sizes(batch) for batch in batches], axis=0).tolist()
+        return MicroBatchCosts(tokens, pairs, edges, chunks, len(batches))
 
 
 @dataclass(frozen=True, kw_only=True)

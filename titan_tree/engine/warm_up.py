@@ -37,7 +37,8 @@ def warm_up_inputs(
 
     def node(length: int) -> list[int]:
         # Random tokens, because experts would not be balanced if all tokens were alike.
-        return rng.integers(vocab_size, size=length * unit).tolist()
+        tokens: list[int] = rng.integers(vocab_size, size=length * unit).tolist()
+        return tokens
 
     trunk = node(TRUNK)
     branches = [(trunk + node(branch), leaves) for branch, *leaves in (LEFT, RIGHT)]
@@ -47,15 +48,17 @@ def warm_up_inputs(
         TokenTree.from_paths(_warm_up_paths(token_lists, experts), replay)
         for token_lists in (2 * [node(*SMALL)], large)
     ]
-    partitioner = TreePartitioner("redundancy_free", MAX_LENGTH * unit)
-    partitioners = [None] if preparer.partitioner is None else [None, partitioner]
-    return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
+    partitioners: list[TreePartitioner | None] = [None]
+    if preparer.partitioner is not None:
+        partitioners.append(TreePartitioner("redundancy_free", MAX_LENGTH * unit))
+    return [replace(preparer, partitioner=partitioner)([trees]) for partitioner in partitioners]
 
 
 def _warm_up_paths(token_lists: Sequence[list[int]], experts: ExpertSizes | None) -> list[TokenPath]:
     """Returns a path for each of an even number of lists: preference pairs, and then a mismatched path."""
     preferences = ["chosen", "rejected"] * (len(token_lists) // 2)
-    paths = [_warm_up_path(*each, experts) for each in zip(token_lists, preferences, strict=True)]
+    paired = zip(token_lists, preferences, strict=True)
+    paths = [_warm_up_path(tokens, preference, experts) for tokens, preference in paired]
     return [*paths, _warm_up_path(token_lists[-1], "mismatched", experts)]
 
 

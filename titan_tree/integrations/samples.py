@@ -36,9 +36,9 @@ def score_paths(
     partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
     scores = score_trees(model, trees, max_tokens, partitioner, entropies=entropies)
     by_number = {
-        int(path.id): found
-        for tree, of_tree in zip(trees, scores, strict=True)
-        for path, found in zip(tree.paths, of_tree, strict=True)
+        int(path.id): path_scores
+        for tree, scores_of_tree in zip(trees, scores, strict=True)
+        for path, path_scores in zip(tree.paths, scores_of_tree, strict=True)
     }
     return [by_number[number] for number in range(len(paths))]
 

@@ -111,8 +111,8 @@ class TreeEngine(FSDPEngineWithLMHead):
             if loss_function is None:
                 return torch.ones((), device=log_probs.device)  # as verl reports it
             group = self.get_data_parallel_group()
-            loss, found = loss_function(model_output=jagged, data=data, dp_group=group)
-            metrics.update(found)
+            loss, loss_metrics = loss_function(model_output=jagged, data=data, dp_group=group)
+            metrics.update(loss_metrics)
             return loss
 
         loss = RowLoss(rows, compute_loss, entropy=needs_entropy)

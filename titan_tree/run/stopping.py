@@ -133,7 +133,7 @@ class StopController:
 
         return describe
 
-    def _schedule(self) -> tuple[Any, ...]:
+    def _schedule(self) -> tuple[object, ...]:
         """Returns what determines the next steps. It must be the same on all ranks."""
         tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
         settings = [getattr(self.config, table) for table in tables]

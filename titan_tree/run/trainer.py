@@ -242,8 +242,8 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
         started = time.perf_counter()
-        kept = keep_compiled(Path(self.config.folder) / "compiled")
-        logger.info("compiling into %s; a later start reads it from there", kept)
+        cache = keep_compiled(Path(self.config.folder) / "compiled")
+        logger.info("compiling into %s; a later start reads it from there", cache)
         warm_up(self.config, self.tree_step)
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 
