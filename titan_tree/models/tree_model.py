@@ -57,9 +57,6 @@ class ModelOutput(NamedTuple):
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
 
 
-EdgeScores = tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]
-
-
 class LayersOutput(NamedTuple):
     """What the layers of a model return together."""
 
@@ -203,7 +200,7 @@ class TreeModel(nn.Module, ABC):
         experts = tuple(out.routed_experts)
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)
-            return ModelOutput(*scores[:2], routing, routed_experts=experts, statistics=scores[2])
+            return scores._replace(routing=routing, routed_experts=experts)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
@@ -213,7 +210,9 @@ class TreeModel(nn.Module, ABC):
             scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
         routing = Routing(*leaves[1:]) if routing else None
         boundary = tuple(map(BoundaryTensor, ends, leaves))
-        return ModelOutput(*scores[:2], routing, boundary, tuple(out.exports), experts, scores[2])
+        return scores._replace(
+            routing=routing, loss_boundary=boundary, exports=tuple(out.exports), routed_experts=experts
+        )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch.
@@ -275,7 +274,7 @@ class TreeModel(nn.Module, ABC):
 
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
-    ) -> EdgeScores:
+    ) -> ModelOutput:
         """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
 
         Args:
@@ -292,7 +291,7 @@ class TreeModel(nn.Module, ABC):
             hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap
         )
         metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
-        return logprobs, entropies, metrics
+        return ModelOutput(logprobs, entropies, statistics=metrics)
 
 
 def _gateways(
