@@ -32,8 +32,8 @@ ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]
 class _Partition:
     """A partition between its forward and its backward pass."""
 
-    number: int  # in the plan
-    batch: TreeBatch  # on the device
+    number: int  # its number in the plan
+    batch: TreeBatch  # its batch on the device
     has_children: bool
     keeps_activations: bool = True  # if False, the backward pass recomputes the forward pass first
     # The backward pass starts at these tensors: those of the loss, each with its gradient, and the exports,

@@ -18,7 +18,7 @@ from titan_tree.tree.token_tree import TokenTree
 # first partition of the large one exports all of its rows.
 SMALL = (7,)
 TRUNK, LEFT, RIGHT = 20, (23, 8, 27), (29, 9, 25)  # a trunk with two branches, each of which has two leaves
-MAX_LENGTH = 32  # of a partition
+MAX_LENGTH = 32  # maximum length of a partition
 LENGTH = sum(SMALL) + TRUNK + sum(LEFT) + sum(RIGHT)
 
 
@@ -32,7 +32,7 @@ def warm_up_inputs(
         vocab_size: token ids are smaller.
         experts: the sizes of recorded experts; None: the trees have none.
     """
-    unit = max(1, num_tokens // LENGTH)  # in tokens
+    unit = max(1, num_tokens // LENGTH)  # tokens per unit
     rng = np.random.default_rng(0)
 
     def node(length: int) -> list[int]:

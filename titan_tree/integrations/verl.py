@@ -37,7 +37,7 @@ except ImportError as error:
         f"titan_tree.integrations.verl needs verl 0.9.1 ({error}); see docs/verl.md for how to install it"
     ) from None
 
-VERSION = "0.9.1"  # of verl: the engine relies on more than its public interface
+VERSION = "0.9.1"  # the version of verl: the engine relies on more than its public interface
 if (installed := version("verl")) != VERSION:
     raise UserError(
         f"titan_tree.integrations.verl: expected verl {VERSION}, got {installed}; install that version, or "

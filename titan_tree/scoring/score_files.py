@@ -34,7 +34,7 @@ from titan_tree.scoring.scored_records import GroupNames, PlacedPath, path_recor
 from titan_tree.tree.paths import LOGPROBS, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # that can be written
+FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # the ones to write
 LARGE = 0.1  # nats: differences above are counted
 
 

@@ -183,8 +183,8 @@ class _Forward(NamedTuple):
 
     trees: Sequence[int]
     plan: PartitionPlan | None  # None: this rank only takes part in the communication of others
-    batches: Sequence[TreeBatch]  # of the plan
-    partitions: Sequence[TreeBatch]  # that this rank runs: its shares of the batches, and dummies
+    batches: Sequence[TreeBatch]  # the plan's
+    partitions: Sequence[TreeBatch]  # what this rank runs: its shares of the batches, and dummies
 
 
 def _forwards(
