@@ -65,7 +65,7 @@ def test_pieces_count_what_the_tree_counts(seed: int) -> None:
     pieces = split_tree(tree, random_cuts(tree, draw))
     ids = sorted(int(path.id) for piece in pieces for path in piece.paths)
     assert ids == list(range(len(lists)))  # every path is in one piece
-    assert [piece.is_rest for piece in pieces].count(False) == 1
+    assert [piece.is_counted for piece in pieces].count(True) == 1
     assert sum(piece.counted_tokens for piece in pieces) == tree.counted_tokens == len(tree)
     paths_of: dict[Prefix, list[int]] = {}
     for piece in pieces:
@@ -87,7 +87,7 @@ def test_the_example_of_the_module() -> None:
     assert second.node_offsets.tolist() == [0, 2, 3, 4, 5]
     assert second.node_parent.tolist() == [-1, 0, 1, 0]
     assert (first.node_paths.tolist(), second.node_paths.tolist()) == ([3, 2, 1], [0, 0, 1, 1])
-    assert (first.is_rest, second.is_rest) == (True, False)
+    assert (first.is_counted, second.is_counted) == (False, True)
 
 
 @pytest.mark.parametrize("mode", ["first", "majority", "split"])
@@ -98,16 +98,16 @@ def test_pieces_keep_the_experts_of_the_tree(mode: str) -> None:
         lists = random_token_lists(seed)
         paths = [random_recorded_path(tokens, draw, id=str(i)) for i, tokens in enumerate(lists)]
         tree = TokenTree.from_paths(paths, mode)  # type: ignore[arg-type]
-        if tree.records is None:
+        if tree.routed_experts is None:
             continue
         expected, *counts = expected_records(paths, mode)
         pieces = split_tree(tree, random_cuts(tree, draw))
         for piece in pieces:
-            assert piece.records is not None
+            assert piece.routed_experts is not None
             for number, path in enumerate(piece.paths):
-                got = piece.records.experts[piece.indices_of(number)]
+                got = piece.routed_experts.experts[piece.indices_of(number)]
                 np.testing.assert_array_equal(np.sort(got), np.sort(expected[int(path.id)]))
-        summed = np.sum([piece.records[1:] for piece in pieces if piece.records], axis=0)
+        summed = np.sum([piece.routed_experts[1:] for piece in pieces if piece.routed_experts], axis=0)
         assert summed.tolist() == counts
 
 

@@ -17,7 +17,7 @@ from titan_tree.cli.plan.workload import OwnerStep, Pass
 from titan_tree.components.tree_attention import plan
 from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.optimizers import build_optimizers
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.paths import TokenPath

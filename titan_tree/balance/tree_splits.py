@@ -62,11 +62,11 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
     # The subtree of a copied node may also contain tokens before and behind the piece.
     num_before = np.append(0, new_token + 1)
     indices = [tree.indices_of(number) for number in paths.tolist()]
-    counts_tree = paths[0] == 0
-    records = tree.records
-    if records is not None:
-        counts = records[1:] if counts_tree else (0, 0)
-        records = type(records)(records.experts[is_kept], *counts)
+    is_counted = paths[0] == 0
+    recorded = tree.routed_experts
+    if recorded is not None:
+        counts = recorded[1:] if is_counted else (0, 0)
+        recorded = type(recorded)(recorded.experts[is_kept], *counts)
     return TokenTree(
         tokens=tree.tokens[is_kept],
         node_offsets=np.append(0, np.cumsum(tree.node_length[nodes], dtype=np.int32)).astype(np.int32),
@@ -78,6 +78,6 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
         path_node=new_node[tree.path_node[paths]],
         path_offsets=np.cumsum([0, *map(len, indices)]),
         path_index=new_token[np.concatenate(indices)],
-        records=records,
-        is_rest=not counts_tree,
+        routed_experts=recorded,
+        is_counted=is_counted,
     )

@@ -26,7 +26,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import WHOLE, Share
+from titan_tree.tree.token_shards import WHOLE, TokenShard
 from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 
@@ -52,9 +52,9 @@ class StepCounts:
     forwards: int  # one per micro-batch, or one per partition of it
     gateway_bytes: int  # keys, values and states that partitions read from their ancestors
     flops: float  # the model's own operations, forward and backward, without recomputation
-    # A row is one token in one layer with experts (tree/routed_experts.py).
-    replayed_rows: int  # rows with recorded experts
-    disagreeing_rows: int  # those among them on which paths recorded different experts
+    # A token-layer is one token in one layer with experts (tree/routed_experts.py).
+    replayed_token_layers: int  # token-layers with recorded experts
+    disagreeing_token_layers: int  # those among them on which paths recorded different experts
 
     def __add__(self, other: StepCounts) -> StepCounts:
         return StepCounts.of(map(operator.add, self.values(), other.values()))
@@ -227,7 +227,7 @@ class StepPreparer:
     needs_whole_paths: bool
     costs: ModelCosts
     partitioner: TreePartitioner | None = None
-    share: Share = WHOLE
+    share: TokenShard = WHOLE
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
@@ -236,9 +236,9 @@ class StepPreparer:
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
         all_batches = [batch for partitions in batches for batch in partitions]
-        recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
+        recorded = [plan.tree.routed_experts for plan in plans if plan.tree.routed_experts is not None]
         trees = [tree for trees in micro_batches for tree in trees]
-        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if not tree.is_rest)
+        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if tree.is_counted)
         distinct_tokens = sum(tree.counted_tokens for tree in trees)
         counts = StepCounts(
             normalizer=normalizer(self.reduction, paths),
@@ -255,8 +255,8 @@ class StepPreparer:
             forwards=len(all_batches),
             gateway_bytes=sum(map(self.costs.gateway_bytes, all_batches)),
             flops=sum(map(self.costs.training_flops, all_batches)),
-            replayed_rows=sum(records.num_rows for records in recorded),
-            disagreeing_rows=sum(records.num_disagreeing for records in recorded),
+            replayed_token_layers=sum(experts.num_token_layers for experts in recorded),
+            disagreeing_token_layers=sum(experts.num_disagreeing for experts in recorded),
         )
         unpartitioned = [
             TreeBatch.from_trees([plan.tree], edges="loss")

@@ -16,7 +16,6 @@ import torch
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
 from titan_tree.cli.doctor.numerics import training_device
-from titan_tree.components.backends import resolve
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.config.toml import load_config
@@ -25,8 +24,8 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.shards import whole_weights
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import whole_weights
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
@@ -99,14 +98,14 @@ class _Run:
         self._model.attention.prepare(layout)  # some backends refuse a device only here
         x = torch.empty(0, device=device, dtype=dtype)
         chosen = [
-            resolve("TreeAttention", ATTENTION_BACKENDS, names.attention, device, *inputs, deterministic)
+            ATTENTION_BACKENDS.resolve(names.attention, device, *inputs, deterministic)
             for inputs in self._model.attention_inputs(x)
         ]
         chosen = list(dict.fromkeys(chosen))
         if "states" in self._model.cache_streams:
             dims = sizes.linear_key_head_dim, sizes.linear_value_head_dim
             k, v = (torch.empty(1, 1, dim, device=device, dtype=dtype) for dim in dims)
-            chosen.append(resolve("TreeGDN", GDN_BACKENDS, names.gdn, device, k, k, v))
+            chosen.append(GDN_BACKENDS.resolve(names.gdn, device, k, k, v))
         yield Finding("backends", f"{' and '.join(chosen)}, {self.config.training.dtype} on {device.type}")
 
     def tokenizer(self) -> Iterator[Finding]:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
-from titan_tree.components.backends import AUTO, resolve
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, Registry
+from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.registry import ATTENTION_BACKENDS, AUTO, GDN_BACKENDS, BackendRegistry
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -50,7 +48,7 @@ def backends(subject: Subject) -> Iterator[Finding]:
 
 
 def _backends(
-    component: str, registry: Registry[Any], device: torch.device, *inputs: Any
+    component: str, registry: BackendRegistry[Any], device: torch.device, *inputs: Any
 ) -> Iterator[Finding]:
     """Yields the state of each backend. Raises UserError if "auto" can choose none."""
     importable = {}
@@ -62,7 +60,7 @@ def _backends(
             yield problem(f"{component}/{backend}", f"cannot be imported: {error}", fix)
     if len(importable) < len(registry):
         return
-    chosen = resolve(component, registry, AUTO, device, *inputs)
+    chosen = registry.resolve(AUTO, device, *inputs)
     for backend in registry:
         text = "used only if a configuration names it"
         if backend == chosen:

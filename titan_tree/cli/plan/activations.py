@@ -32,13 +32,13 @@ from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
-from titan_tree.distributed.sequence_parallel import HeadExchange
+from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
@@ -150,7 +150,7 @@ def _trace(model: Decoder, block: Block, dtype: torch.dtype, policy: str, shardi
 
     holder = nn.Module()
     holder.layers = nn.ModuleList([copy.deepcopy(block).to(dtype)])
-    share = Share(num_ranks=sharding.sequence_parallel)
+    share = TokenShard(num_ranks=sharding.sequence_parallel)
     path = TokenPath([1] * (TRACED_TOKENS * share.num_ranks))
     batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     layout = model.prepare(batch.to("meta").layout)
@@ -233,7 +233,7 @@ def _exchanges(holder: nn.Module, sharding: Sharding) -> Iterator[None]:
         )
         for module in holder.modules():
             if isinstance(module, Mixer) and heads.size() > 1:
-                module.exchange = HeadExchange(heads.group_name, Share(0, heads.size()))
+                module.exchange = AllToAllExchange(heads.group_name, TokenShard(0, heads.size()))
             elif isinstance(module, Experts) and tokens.size() > 1:
                 module.dispatcher = ShardedExperts(tokens)
         yield

@@ -22,12 +22,12 @@ from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.plan import KEYS, PIECE, QUERIES
 from titan_tree.config import Config
 from titan_tree.distributed.experts.expert_parallel import experts_of
-from titan_tree.distributed.sequence_parallel import HeadExchange
+from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Mixer
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.tree.costs import row_bytes
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 Parts = dict[str, float]  # bytes by name
 
@@ -146,7 +146,7 @@ class MemoryPlan:
         ranks = self.sharding.sequence_parallel
         for block in self.model.blocks:
             mixer = copy.copy(block.mixer)
-            mixer.exchange = HeadExchange("", Share(num_ranks=ranks)) if ranks > 1 else None
+            mixer.exchange = AllToAllExchange("", TokenShard(num_ranks=ranks)) if ranks > 1 else None
             yield mixer
 
     def _gathered(self, load: Load) -> int:

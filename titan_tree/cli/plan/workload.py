@@ -24,7 +24,7 @@ from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.costs import TreeCosts, num_pairs
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -42,7 +42,7 @@ class Pass:
     @classmethod
     def of(cls, batch: TreeBatch, is_suspended: bool, num_ranks: int) -> Pass:
         """Returns the sizes of ``batch``, whose tokens ``num_ranks`` GPUs share."""
-        ends = np.cumsum(Share(num_ranks=num_ranks).sizes(len(batch)))
+        ends = np.cumsum(TokenShard(num_ranks=num_ranks).sizes(len(batch)))
         ranks = np.searchsorted(ends, batch.edge_source.numpy(), side="right")  # of the edges
         edges = int(np.bincount(ranks, minlength=1).max())
         sizes = len(batch), len(batch.layout.subtree_end), num_pairs(batch), edges
