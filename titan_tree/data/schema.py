@@ -8,7 +8,8 @@ missing, and ... stands for the fields that all samples can have:
      "routed_experts"?, ...}                                            token ids
     {"trajectories": [samples of either kind], "tools"?, "turns"?, ...} a task
 
-docs/fields.md describes all fields. Any other field is an error, unless it is one of ``BOOKKEEPING`` or data.ignore_fields lists it.
+docs/fields.md describes all fields. Any other field is an error, unless it is one of ``BOOKKEEPING`` or
+data.ignore_fields lists it.
 """
 
 from __future__ import annotations
