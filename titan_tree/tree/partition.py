@@ -45,7 +45,8 @@ class Partition:
     @cached_property
     def own_tokens(self) -> np.ndarray:
         """[n] int32: the tokens that this partition runs."""
-        return self.keys[self.key_index]
+        tokens: np.ndarray = self.keys[self.key_index]
+        return tokens
 
     @cached_property
     def context_index(self) -> np.ndarray:
@@ -57,7 +58,8 @@ class Partition:
     @cached_property
     def context(self) -> np.ndarray:
         """[m - n] int32: the tokens of the context."""
-        return self.keys[self.context_index]
+        tokens: np.ndarray = self.keys[self.context_index]
+        return tokens
 
 
 @dataclass(frozen=True)

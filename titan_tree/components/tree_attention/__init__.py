@@ -122,15 +122,24 @@ class TreeAttention(nn.Module):
         name = ATTENTION_BACKENDS.resolve(self.backend, q.device, q, v, scoring, deterministic)
         if layout.attention_plan is None:
             layout = self.prepare(layout, [scoring.window])
-        plans, scale = layout.attention_plan, q.shape[-1] ** -0.5 if scale is None else scale
+        plans = layout.attention_plan
+        assert plans is not None
         if scoring.window not in plans:
             raise UserError(
                 f"TreeAttention: window {scoring.window}: the layout was prepared for {list(plans)}; "
                 f"call prepare(layout, windows=[{scoring.window}])"
             )
-        backend = ATTENTION_BACKENDS[name]
-        plan = plans[scoring.window]
-        return backend.attention(q, k, v, context, layout, plan, scale, scoring, deterministic)
+        return ATTENTION_BACKENDS[name].attention(
+            q,
+            k,
+            v,
+            context,
+            layout,
+            plan=plans[scoring.window],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            scoring=scoring,
+            deterministic=deterministic,
+        )
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}, deterministic={self.deterministic}"
