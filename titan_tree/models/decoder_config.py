@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
 from titan_tree.errors import UserError, shorten
 
 INIT_STD = 0.02
+# Sizes that the flavors "debug" of all families share: models for the byte-level demo and for tests on a CPU,
+# with less than a million parameters, or with experts about a million.
+DEBUG: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 MAX_SIZES = {"num_hidden_layers": 10_000, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 40}
 
 
@@ -125,3 +135,23 @@ class DecoderConfig(Checked, ABC):
                     f"got {dict(spelling)}"
                 )
         return {**scaling, **rope}
+
+
+C = TypeVar("C", bound=DecoderConfig)
+
+
+def published(
+    config: type[C], columns: str, table: Mapping[str, Sequence[float | bool]], **common: float
+) -> dict[str, C]:
+    """Returns the published sizes of a family by flavor.
+
+    Args:
+        config: class of the family's configs.
+        columns: fields of the config, separated by spaces, in the order of a row.
+        table: values of these fields for each flavor.
+        common: fields that are equal in all flavors.
+    """
+    sizes: dict[str, dict[str, Any]] = {
+        flavor: common | dict(zip(columns.split(), row, strict=True)) for flavor, row in table.items()
+    }
+    return {flavor: config(**fields) for flavor, fields in sizes.items()}

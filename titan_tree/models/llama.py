@@ -17,7 +17,7 @@ from titan_tree.config.checks import positive_int, positive_number, required, se
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -87,47 +87,19 @@ class LlamaConfig(DecoderConfig):
         return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
 
 
-def _published(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    *,
-    factor: float,
-    head_dim: int = 128,
-    tied: bool = False,
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=head_dim,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=tied,
-        factor=factor,
-    )
-
-
-FLAVORS = {
-    # A few hundred thousand parameters: for the byte-level demo and for tests on a CPU.
-    "debug": LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    ),
-    "3.2-1B": _published(2048, 8192, 16, 32, factor=32.0, head_dim=64, tied=True),
-    "3.2-3B": _published(3072, 8192, 28, 24, factor=32.0, tied=True),
-    "3.1-8B": _published(4096, 14_336, 32, 32, factor=8.0),
-    "3.1-70B": _published(8192, 28_672, 80, 64, factor=8.0),
-}
+FLAVORS = {"debug": LlamaConfig(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+    LlamaConfig,
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim factor tie_word_embeddings",
+    {
+        "3.2-1B": (2048, 8192, 16, 32, 64, 32.0, True),
+        "3.2-3B": (3072, 8192, 28, 24, 128, 32.0, True),
+        "3.1-8B": (4096, 14_336, 32, 32, 128, 8.0, False),
+        "3.1-70B": (8192, 28_672, 80, 64, 128, 8.0, False),
+    },
+    vocab_size=128_256,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+)
 
 
 class Llama(Decoder):

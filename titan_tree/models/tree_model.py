@@ -37,19 +37,16 @@ class ModelOutput(NamedTuple):
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
     routing: Routing | None = None  # sums over tokens, stacked over the L layers with experts
-    # In a partition, one pair per tensor that crosses from the layers into the loss: the end of the layers'
-    # autograd graph, and the leaf where the loss's graph begins. The tensors are the hidden states [E, d] of
-    # the predicting tokens and the sums in ``routing``. The loss, with all its logits, can therefore be
-    # differentiated at once, while the layers' graph stays until child partitions have added their gradients.
+    # In a partition, the backward pass runs in two stages: first through the loss, which frees the logits,
+    # and later through the layers, once child partitions have added their gradients. These pairs (end of the
+    # layers' graph, leaf of the loss's graph) connect both: one for the hidden states [E, d] of the
+    # predicting tokens, and one for each sum in ``routing``.
     loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
     # In a partition, what the layers export for child partitions, one tensor per entry of
     # ``TreeModel.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
-
-
-EdgeScores = tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]
 
 
 class LayersOutput(NamedTuple):
@@ -195,7 +192,7 @@ class TreeModel(nn.Module, ABC):
         experts = tuple(out.routed_experts)
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)
-            return ModelOutput(*scores[:2], routing, routed_experts=experts, statistics=scores[2])
+            return scores._replace(routing=routing, routed_experts=experts)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
@@ -203,9 +200,12 @@ class TreeModel(nn.Module, ABC):
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
-        routing = Routing(*leaves[1:]) if routing else None
-        boundary = tuple(zip(ends, leaves, strict=True))
-        return ModelOutput(*scores[:2], routing, boundary, tuple(out.exports), experts, scores[2])
+        return scores._replace(
+            routing=Routing(*leaves[1:]) if routing else None,
+            loss_boundary=tuple(zip(ends, leaves, strict=True)),
+            exports=tuple(out.exports),
+            routed_experts=experts,
+        )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch.
@@ -267,11 +267,11 @@ class TreeModel(nn.Module, ABC):
 
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
-    ) -> EdgeScores:
-        """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
+    ) -> ModelOutput:
+        """Returns log-probs of the batch's edges, and on request entropies and ``statistics``.
 
         Args:
-            hidden: [E, d], of the tokens that predict.
+            hidden: [E, d], hidden states of the tokens that predict.
             head: [V, d], the output projection, in hidden's dtype.
         """
         cap = None
@@ -284,7 +284,7 @@ class TreeModel(nn.Module, ABC):
             hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap
         )
         metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
-        return logprobs, entropies, metrics
+        return ModelOutput(logprobs, entropies, statistics=metrics)
 
 
 def _gateways(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import SupportsFloat
+from typing import SupportsFloat, cast
 
 import numpy as np
 
