@@ -82,7 +82,7 @@ def factors(
     """Returns A, and B times the scaling, in ``dtype``; None if the weight has no update or updates are off.
 
     Args:
-        module: that of the weight.
+        module: the module that owns the weight.
         weight: attribute name of the weight.
         local: the parameters of ``module`` by name, if its own are DTensors.
     """

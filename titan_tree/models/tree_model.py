@@ -115,7 +115,7 @@ class TreeModel(nn.Module, ABC):
 
         Args:
             batch: see ``forward``.
-            layout: that of the batch, from ``prepare``.
+            layout: the batch's layout, from ``prepare``.
             gateway: a tensor for each of ``cache_streams``, or () if the batch is not a partition.
             embedding: the weight [V, d] of the embedding, in the dtype of the activations.
         """

@@ -94,7 +94,7 @@ def logprob_array(name: str, values: object, shifted: object, loss_mask: np.ndar
     """Returns [T] float32, or None without log-probs. NaN: the token was not scored.
 
     Args:
-        name: of the field.
+        name: the field's name.
         values: T log-probs, or None. NaN and None stand for tokens that were not scored.
         shifted: the T - 1 log-probs of the tokens after the first, or None.
         loss_mask: [T] tokens that the loss counts must have a log-prob.

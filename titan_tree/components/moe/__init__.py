@@ -31,8 +31,9 @@ class Experts(nn.Module):
     """The weights of E SwiGLU networks without biases, by Hugging Face's names.
 
     Attributes:
-        dispatcher: with expert parallelism, computes the experts together with the ranks that hold them.
-        local: with expert parallelism, the parameters of this rank's experts as plain tensors, by name.
+        dispatcher: computes the experts together with the ranks that hold them; None without expert
+            parallelism.
+        local: parameters of this rank's experts as plain tensors, by name; None without expert parallelism.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:

@@ -81,7 +81,7 @@ class Dispatcher(Protocol):
 
         Args:
             weight: [N, k] fp32 or wider.
-            counted: from ``count``.
+            counted: the result of ``count``.
         """
 
 
@@ -106,7 +106,7 @@ def expert_mlps(
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
     Raises:
-        UserError: in bf16 on a GPU, d, m or the rank of an update is not a multiple of 8.
+        UserError: d, m or the rank of an update is not a multiple of 8, for bf16 on a GPU.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = inverse_permutation(order)

@@ -101,9 +101,9 @@ class TreeAttention(nn.Module):
             k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention). With ``context`` only the
                 partition's own tokens: [N, Hkv, D].
             v: like k, but its heads may have another size Dv.
-            layout: of N queries and M keys, from ``prepare``. A layout without plans is prepared here, in
-                every call. The layout's tensors must not change after ``prepare``.
-            context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
+            layout: layout of N queries and M keys, from ``prepare``. A layout without plans is prepared here,
+                in every call. The layout's tensors must not change after ``prepare``.
+            context: [R, 2, Hkv, D], keys and values of a partition's ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
                 "hopper" and "triton" keep no copy of these keys and values for the backward pass.
             scale: factor of the scores instead of 1 / sqrt(D).

@@ -47,7 +47,7 @@ class AttentionBackend(Protocol):
         """Returns what ``attention`` derives from a layout, once per batch and shared by all layers.
 
         Args:
-            window: that of the layers, see ``Scoring``.
+            window: the layers' window, see ``Scoring``.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -102,7 +102,7 @@ class KernelBackend(AttentionBackend, Protocol):
             k: [M, Hkv, D]; v: [M, Hkv, Dv].
             end: [M] int32, ``TreeLayout.subtree_end``.
             column: [N] int32, ``TreeLayout.key_index``.
-            plan: which blocks of queries and keys meet: a ``Plan``, or a ``WindowPlan`` for a window.
+            plan: lists of blocks of queries and keys that meet: a ``Plan``, or a ``WindowPlan`` for a window.
             scale: factor of the scores.
             scoring: options that ``refusal`` has accepted, without the window, which the plan contains.
         """

@@ -79,8 +79,8 @@ class TreeGDN(nn.Module):
             v: [N, G, V] with G a multiple of H: value head i uses key head i // (G / H).
             g: [N, G] fp32, the natural logarithm of each token's decay: 0 or less.
             beta: [N, G], in 0 .. 1.
-            layout: of N tokens, with chunks and chains.
-            states: for a partition, [R, G, K, V] fp32: the states that ``layout.predecessor`` names.
+            layout: layout of N tokens, with chunks and chains.
+            states: [R, G, K, V] fp32, the states that ``layout.predecessor`` names; None: no partition.
 
         Returns:
             o [N, G, V] in v's dtype; for a partition also the states [S, G, K, V] after the tokens

@@ -111,8 +111,9 @@ def tree_causal_conv1d(
     Args:
         x: [N, D].
         weight: [D, W], of any dtype. The last column belongs to the token itself.
-        layout: of N tokens, with predecessors and chunks.
-        tails: for a partition, [R, W - 1, D] in x's dtype: the last inputs of ancestors' paths, newest last.
+        layout: layout of N tokens, with predecessors and chunks.
+        tails: [R, W - 1, D] in x's dtype, the last inputs of ancestors' paths, newest last; None outside of
+            partitions.
         index: a ``ConvIndex`` from ``prepare(layout, W)``. Without it, every call makes a new one.
 
     Returns:

@@ -136,7 +136,7 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights of the model without LoRA that computes the same.
 
     Args:
-        weights: of ``model``, by its names; not sharded. Sums are rounded to the dtype of the weight.
+        weights: the weights of ``model`` by its names; not sharded. Sums are rounded to the weight's dtype.
     """
     assert model.lora is not None
     # Quantized weights are dequantized by ``to``, which returns others as they are.

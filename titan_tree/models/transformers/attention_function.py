@@ -33,7 +33,7 @@ class TreeInputs:
 
     Args:
         attention, gdn: the kernels. Only recurrent layers need the latter.
-        layout: of the tokens, as ``TreeModel.prepare`` returns it.
+        layout: the tokens' layout, as ``TreeModel.prepare`` returns it.
     """
 
     attention: TreeAttention
@@ -145,7 +145,7 @@ class PartitionCache:
 
     Args:
         rows: what earlier partitions exported, two tensors. Those of attention are [R, heads, size].
-        layout: of the partition.
+        layout: the partition's layout.
     Attributes:
         exports: the same of this partition's tokens, for later partitions.
     """

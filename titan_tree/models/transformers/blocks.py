@@ -62,8 +62,8 @@ class TransformersBlock(nn.Module):
         Args:
             hidden: [1, N, d].
             positional, named: the other arguments that transformers gives the layer.
-            layout: of the tokens, with the plan of TreeAttention.
-            rows: in a partition, what the layer exported in earlier ones; otherwise ().
+            layout: the tokens' layout, with the plan of TreeAttention.
+            rows: what the layer exported in earlier partitions; () outside of partitions.
         Returns:
             Hidden states [1, N, d], and in a partition two exported tensors.
         """
@@ -78,8 +78,8 @@ class Pass:
     """One pass over all layers: what their blocks read and export.
 
     Args:
-        layout: of the batch.
-        rows: in a partition, two tensors for each layer; otherwise ().
+        layout: the batch's layout.
+        rows: two tensors for each layer; () outside of partitions.
     """
 
     layout: TreeLayout

@@ -80,8 +80,8 @@ class InPlaceModel(TransformersModel):
         Args:
             root: contains the model, and passes it keyword arguments that it does not know, such as an FSDP2
                 module or a PeftModel.
-            compute_dtype: of the activations; None: that of the weights.
-            device: of the computation; None: that of the weights, which FSDP2 may keep on the host.
+            compute_dtype: dtype of the activations; None: that of the weights.
+            device: device of the computation; None: that of the weights, which FSDP2 may keep on the host.
         Raises:
             UserError: the output projection has been replaced.
         """

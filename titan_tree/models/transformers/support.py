@@ -90,7 +90,7 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
     """Raises UserError unless a model with this config is exact on trees.
 
     Args:
-        config: of the text model.
+        config: the text model's configuration.
         where: the config's source, for the message.
     """
     name = config.model_type
