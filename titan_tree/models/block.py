@@ -43,8 +43,8 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         num_heads: names and numbers of the heads that treat tokens independently of each other.
-        exchange: gives this rank all tokens of some heads; None without sequence parallelism. With it, ``x`` and
-            the output have n of the N tokens, and everything exported belongs to the rank's own heads.
+        exchange: gives this rank all tokens of some heads; None without sequence parallelism. With it, ``x``
+            and the output have n of the N tokens, and everything exported belongs to the rank's own heads.
     """
 
     # One entry per exported tensor: the stream of the gateway cache that stores its rows (tree/gateway.py).

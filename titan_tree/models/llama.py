@@ -47,14 +47,14 @@ class LlamaConfig(DecoderConfig):
         missing = [name for name in SCALING if name not in rope]
         complete = f"llama3 with {', '.join(SCALING)}"
         cls._expect(hf, where, "rope_parameters", not is_scaled or not missing, complete)
-        given = {name: rope[name] for name in SCALING if is_scaled}
+        overrides = {name: rope[name] for name in SCALING if is_scaled}
         # transformers' defaults for fields that older snapshots leave out.
         heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
         if hf.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-            given["head_dim"] = hidden // heads
+            overrides["head_dim"] = hidden // heads
         if hf.get("num_key_value_heads") is None:
-            given["num_key_value_heads"] = heads
-        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **given)
+            overrides["num_key_value_heads"] = heads
+        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the ``config.json`` for transformers."""
@@ -83,8 +83,8 @@ class LlamaConfig(DecoderConfig):
         by ``factor``, those with more than ``high_freq_factor`` stay, and the others lie between.
         """
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
+        unscaled_weight = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(frequencies / self.factor, frequencies, unscaled_weight.clamp(0, 1))
 
 
 FLAVORS = {"debug": LlamaConfig(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(

@@ -299,10 +299,10 @@ def _gateways(
         # both.
         return [rows.requires_grad_(torch.is_grad_enabled()) for rows in model.empty_rows(x)]
     expected = [getattr(offset, stream) for stream in model.cache_streams]
-    given = [len(rows) for rows in gateway or ()]
-    if given != expected or not offset.keys:
+    sizes = [len(rows) for rows in gateway or ()]
+    if sizes != expected or not offset.keys:
         raise UserError(
             f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
-            f"tensor, got {given}"
+            f"tensor, got {sizes}"
         )
     return list(gateway or ())

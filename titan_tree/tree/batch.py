@@ -78,9 +78,9 @@ class PathPairs:
 
         All paths stay, also those without pairs.
         """
-        kept, number = chosen[self.edge], chosen.cumsum(0) - 1
-        per_pair = {name: value[kept] for name in PER_PAIR if (value := getattr(self, name)) is not None}
-        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[kept]]})
+        is_chosen, number = chosen[self.edge], chosen.cumsum(0) - 1
+        per_pair = {name: value[is_chosen] for name in PER_PAIR if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[is_chosen]]})
 
 
 # Fields of PathPairs with one number per path; the others have one per pair.

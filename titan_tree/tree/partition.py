@@ -204,24 +204,28 @@ def _fingerprint(tree: TokenTree) -> str:
 
 
 def in_tree_order(
-    tree: TokenTree, parent: int, own: np.ndarray, context: np.ndarray, scores: np.ndarray | None = None
+    tree: TokenTree,
+    parent: int,
+    own_tokens: np.ndarray,
+    context: np.ndarray,
+    scores: np.ndarray | None = None,
 ) -> Partition:
     """Makes a partition whose own tokens are distinct and in the order of the tree.
 
     Args:
         parent: number of the partition above; -1: none.
-        own: [n] tokens to run, in any order.
+        own_tokens: [n] tokens to run, in any order.
         context: all ancestors of own tokens that are not own.
         scores: [n] bool, for own tokens in ascending order: see ``Partition.scores``. None: all True.
     """
-    own = np.sort(own).astype(np.int32)
-    keys = np.sort(np.concatenate([own, context.astype(np.int32)]))
+    own_tokens = np.sort(own_tokens).astype(np.int32)
+    keys = np.sort(np.concatenate([own_tokens, context.astype(np.int32)]))
     return Partition(
         parent=parent,
         keys=keys,
         subtree_end=np.searchsorted(keys, tree.subtree_end[keys]).astype(np.int32),
-        key_index=np.searchsorted(keys, own).astype(np.int32),
-        scores=np.ones(len(own), bool) if scores is None else scores,
+        key_index=np.searchsorted(keys, own_tokens).astype(np.int32),
+        scores=np.ones(len(own_tokens), bool) if scores is None else scores,
     )
 
 

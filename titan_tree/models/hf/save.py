@@ -142,8 +142,8 @@ def copied_files(source: Path) -> list[Path]:
     return files
 
 
-def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
-    """Returns the source's config.json with the model's ``own`` sizes, and the prefix of the weights' names.
+def _merged_config(model: Decoder, sizes_to_save: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
+    """Returns the source's config.json with ``sizes_to_save``, and the prefix of the weights' names.
 
     If the source is a model with vision, the text model's config becomes its ``text_config``.
     """
@@ -155,15 +155,17 @@ def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dic
         )
     text = source.get("text_config")
     before = source if text is None else text
-    own = own | {"rope_parameters": (before.get("rope_parameters") or {}) | own["rope_parameters"]}
+    sizes_to_save = sizes_to_save | {
+        "rope_parameters": (before.get("rope_parameters") or {}) | sizes_to_save["rope_parameters"]
+    }
     dropped = {"quantization_config", "torch_dtype", "partial_rotary_factor", "full_attention_interval"}
     sizes = {*vars(model.config), *dropped, "rope_parameters", "rope_scaling", "layer_types"}
     identity = {"dtype", "architectures", "model_type"}
-    config = own | {name: value for name, value in before.items() if name not in sizes | identity}
+    config = sizes_to_save | {name: value for name, value in before.items() if name not in sizes | identity}
     if text is None:
         return config, PREFIX
-    kept = {name: value for name, value in source.items() if name not in dropped}
-    return kept | {"text_config": config, "dtype": own["dtype"]}, TEXT_PREFIX
+    vision_config = {name: value for name, value in source.items() if name not in dropped}
+    return vision_config | {"text_config": config, "dtype": sizes_to_save["dtype"]}, TEXT_PREFIX
 
 
 def _weights_not_loaded(folder: Path) -> dict[str, Tensor]:

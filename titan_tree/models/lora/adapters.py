@@ -51,13 +51,13 @@ def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> 
 
 def adaptable(model: nn.Module) -> list[str]:
     """Returns the names that LoRA can target: of linears of the layers, and of weights of routed experts."""
-    found = []
+    names = []
     for path, module in model.named_modules():
         if path.startswith("layers.") and isinstance(module, nn.Linear):
-            found += [path] if path.rpartition(".")[2] not in ROUTERS else []
+            names += [path] if path.rpartition(".")[2] not in ROUTERS else []
         elif isinstance(module, Experts) or is_fused(module):
-            found += [f"{path}.{weight}" for weight in EXPERTS]
-    return found
+            names += [f"{path}.{weight}" for weight in EXPERTS]
+    return names
 
 
 def quantizable(model: nn.Module, multiple: int) -> dict[str, nn.Linear]:

@@ -79,7 +79,7 @@ def read_adapter(model: TreeModel, folder: str | Path) -> Adapter:
     with open_weights(folder / ADAPTER) as file:
         stored: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     names = {_hf_module(name): name for name in adaptable(model)}
-    has_down = any(str(each).endswith("down_proj") for each in config.get("target_parameters") or ())
+    has_down = any(str(name).endswith("down_proj") for name in config.get("target_parameters") or ())
     weights: dict[str, Tensor] = {}
     chosen: set[str] = set()
     for key, tensor in stored.items():

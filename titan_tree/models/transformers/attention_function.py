@@ -163,11 +163,11 @@ class PartitionCache:
         assert self.layout.exports is not None
         assert self.layout.key_source is not None
         # Under autocast, keys may have another dtype than the rows of earlier partitions.
-        own = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
-        self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
+        own_rows = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
+        self.exports = tuple(x.index_select(0, self.layout.exports) for x in own_rows)
         joined = (
             torch.cat(pair).index_select(0, self.layout.key_source)
-            for pair in zip(self.rows, own, strict=True)
+            for pair in zip(self.rows, own_rows, strict=True)
         )
         all_keys, all_values = (x.transpose(0, 1)[None] for x in joined)
         return all_keys, all_values
