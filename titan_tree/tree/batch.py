@@ -27,7 +27,7 @@ from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PathPairs:
     """The F (edge, path) pairs of a batch with P paths, on which losses of single sequences run.
 
@@ -92,7 +92,7 @@ PER_PATH = (
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeBatch:
     """N distinct tokens of several trees, packed one after another without padding, and their E edges.
 

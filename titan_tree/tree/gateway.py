@@ -32,7 +32,7 @@ class CacheRows(NamedTuple):
 NO_CACHE_ROWS = CacheRows(0, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class GatewayAccess:
     """The rows of the gateway cache that one partition reads and writes.
 

@@ -14,7 +14,7 @@ from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeLayout:
     """The structure of N queries among M >= N keys of a packed forest, both in DFS order.
 

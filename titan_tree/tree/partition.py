@@ -29,7 +29,7 @@ MAX_DRAWN = 40  # partitions in a drawing; a longer plan shows its first and las
 PAD = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
     """n own tokens among m keys, the columns of attention. Tokens are named by their index in the tree."""
 
@@ -62,7 +62,7 @@ class Partition:
         return tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanStats:
     """Sizes of a plan, in tokens unless stated otherwise."""
 
@@ -186,7 +186,7 @@ class PartitionPlan:
                 "plan this tree again"
             )
         partitions = tuple(
-            Partition(parent, **{name: array[i] for name, array in arrays.items()})
+            Partition(parent=parent, **{name: array[i] for name, array in arrays.items()})
             for i, parent in enumerate(parents)
         )
         return PartitionPlan(tree, strategy, partitions, reason)

@@ -21,7 +21,7 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeStats:
     """Sizes of one tree, or of several trees together (``TreeStats.total``)."""
 
@@ -67,7 +67,7 @@ class TreeStats:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TokenTree:
     """The trie of P ``paths``: N distinct tokens in K nodes. Tokens and nodes are numbered in DFS order.
 

@@ -91,7 +91,9 @@ class TreeGDN(nn.Module):
         """
         chunks, chains = _check(q, k, v, g, beta, layout)
         name = GDN_BACKENDS.resolve(self.backend, q.device, q, k, v)
-        o, exported = operator.gated_delta_rule(name, q, k, v, g, beta, states, chunks, chains)
+        o, exported = operator.gated_delta_rule(
+            name, q, k, v, g, beta, states=states, chunks=chunks, chains=chains
+        )
         return o, None if layout.state_exports is None else exported
 
     def extra_repr(self) -> str:
