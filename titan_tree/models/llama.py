@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from titan_tree.config.checks import positive_int, positive_number, required, se
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, DecoderConfig, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -40,7 +40,7 @@ class LlamaConfig(DecoderConfig):
     hf_optional: ClassVar[tuple[str, ...]] = (*DecoderConfig.hf_optional, *SCALING)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         rope = cls._read_rope(hf, where, ("default", "llama3"))
         cls._expect(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
         is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
@@ -56,10 +56,10 @@ class LlamaConfig(DecoderConfig):
             overrides["num_key_value_heads"] = heads
         return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers."""
         sizes = {name: value for name, value in vars(self).items() if name not in SCALING}
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        rope: ConfigJson = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.factor != 1:
             rope |= {"rope_type": "llama3", **{name: getattr(self, name) for name in SCALING}}
         return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
@@ -15,7 +15,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, DecoderConfig, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -28,7 +28,7 @@ class Qwen3Config(DecoderConfig):
     intermediate_size: int = required(positive_int)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         rope = cls._read_rope(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(
@@ -45,7 +45,7 @@ class Qwen3Config(DecoderConfig):
         cls._expect(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers, with both spellings of RoPE."""
         return {
             "architectures": ["Qwen3ForCausalLM"],

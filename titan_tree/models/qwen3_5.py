@@ -13,7 +13,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, published
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
 from titan_tree.models.weights import ElementDraws, log
@@ -66,7 +66,7 @@ class HybridConfig(GatedDeltaNetConfig):
         return [FULL if (i + 1) % every == 0 else LINEAR for i in range(self.num_hidden_layers)]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
         text = hf.get("text_config", hf)
         cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
@@ -93,7 +93,7 @@ class HybridConfig(GatedDeltaNetConfig):
         cls._expect(text, where, "attn_output_gate", bool(gated), "true")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         fields = {name: value for name, value in vars(self).items() if name != "full_attention_interval"}
         return {
             **fields,
@@ -118,13 +118,13 @@ class Qwen35Config(HybridConfig):
     intermediate_size: int = required(positive_int)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         text = hf.get("text_config", hf)
         cls._expect(text, where, "num_experts", not text.get("num_experts"), "dense models")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return super().to_hf() | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
-from titan_tree.models.decoder_config import published
+from titan_tree.models.decoder_config import ConfigJson, published
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
 from titan_tree.models.qwen3_moe import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
@@ -35,13 +35,13 @@ class Qwen35MoeConfig(HybridConfig):
         check_experts(self.num_experts, self.num_experts_per_tok)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         text = hf.get("text_config")
         if isinstance(text, dict):
             return super().from_hf({**hf, "text_config": one_spelling_of_experts(text, where)}, where)
         return super().from_hf(one_spelling_of_experts(hf, where), where)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
         return super().to_hf() | names
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
-from titan_tree.models.decoder_config import DEBUG, published
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, published
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
@@ -39,14 +39,14 @@ class Qwen3MoeConfig(Qwen3Config):
         check_experts(self.num_experts, self.num_experts_per_tok)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         hf = one_spelling_of_experts(hf, where)
         # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         cls._expect(hf, where, "use_sliding_window", not windowed, "false")
         return super().from_hf({name: value for name, value in hf.items() if value is not None}, where)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return {
             **super().to_hf(),
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -64,7 +64,7 @@ def check_experts(num_experts: int, per_token: int) -> None:
         raise UserError(f"num_experts_per_tok: expected at most num_experts ({num_experts}), got {per_token}")
 
 
-def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+def one_spelling_of_experts(hf: ConfigJson, where: str) -> ConfigJson:
     """Returns the ``config.json`` with "num_experts", which transformers may save as "num_local_experts".
 
     Raises:
@@ -76,7 +76,7 @@ def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]
     return {**hf, "num_experts": local if number is None else number}
 
 
-DEBUG_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
+DEBUG_EXPERTS: ConfigJson = {"num_experts": 8, "num_experts_per_tok": 2}
 FLAVORS = {
     "debug": Qwen3MoeConfig(
         **DEBUG,

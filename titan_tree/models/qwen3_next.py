@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from titan_tree.models.decoder_config import published
+from titan_tree.models.decoder_config import ConfigJson, published
 from titan_tree.models.qwen3_5_moe import COLUMNS, DEBUG_HYBRID_EXPERTS, Qwen35Moe, Qwen35MoeConfig
 
 
@@ -21,14 +21,14 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     family = "Qwen3-Next"
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
         cls._expect(hf, where, "mlp_only_layers", every, "experts in every layer")
         cls._expect(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return super().to_hf() | {
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",

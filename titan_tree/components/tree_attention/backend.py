@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from titan_tree.components.tree_attention.plan import Plan, WindowPlan
 from titan_tree.tree.layout import TreeLayout
 
 
@@ -91,7 +92,7 @@ class KernelBackend(AttentionBackend, Protocol):
         v: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Any,
+        plan: Plan | WindowPlan,
         scale: float,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ class KernelBackend(AttentionBackend, Protocol):
         lse: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Any,
+        plan: Plan | WindowPlan,
         scale: float,
         scoring: Scoring,
         deterministic: bool,

@@ -161,7 +161,7 @@ def leave_out_frozen(module: nn.Module) -> None:
     # Names of checkpointed layers are longer here.
     missing = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
-    def drop(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+    def drop(_: nn.Module, state_dict: dict[str, object], prefix: str, __: object) -> None:
         for name in frozen:
             state_dict.pop(prefix + name, None)
 

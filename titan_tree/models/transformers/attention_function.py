@@ -105,7 +105,7 @@ def tree_attention(
     s_aux: Tensor | None = None,
     tree: TreeInputs | Probe | None = None,
     without_tree: str = "sdpa",
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention as transformers calls it.
 
@@ -154,7 +154,7 @@ class PartitionCache:
         self.rows, self.layout = rows, layout
         self.exports: tuple[Tensor, ...] = ()
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Returns keys and values of all M keys of the partition, from those of its own N tokens.
 
         Args:
@@ -172,7 +172,7 @@ class PartitionCache:
         all_keys, all_values = (x.transpose(0, 1)[None] for x in joined)
         return all_keys, all_values
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         """Returns 0: positions are given explicitly."""
         return 0
 
@@ -183,11 +183,11 @@ class ProbedKeys:
 
     shapes: list[tuple[int, int]] = field(default_factory=list)  # (heads, size)
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.shapes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
         return keys, values
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         return 0
 
 

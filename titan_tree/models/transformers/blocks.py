@@ -52,8 +52,8 @@ class TransformersBlock(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        positional: Sequence[Any],
-        named: Mapping[str, Any],
+        positional: Sequence[object],
+        named: Mapping[str, object],
         layout: TreeLayout,
         rows: Sequence[Tensor],
     ) -> LayerOutput:
@@ -86,7 +86,14 @@ class Pass:
     rows: Sequence[Tensor]
     exports: list[Tensor] = field(default_factory=list)
 
-    def run(self, index: int, block: nn.Module, hidden: Tensor, positional: Any, named: Any) -> Tensor:
+    def run(
+        self,
+        index: int,
+        block: nn.Module,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+    ) -> Tensor:
         """Runs the block of the layer ``index`` and returns its hidden states."""
         out = block(hidden, positional, named, self.layout, tuple(self.rows[2 * index : 2 * index + 2]))
         self.exports += out.exports
@@ -123,7 +130,14 @@ class Survey:
 
     sizes: list[LayerSizes] = field(default_factory=list)
 
-    def run(self, index: int, block: nn.Module, hidden: Tensor, positional: Any, named: Any) -> Tensor:
+    def run(
+        self,
+        index: int,
+        block: nn.Module,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+    ) -> Tensor:
         """Records the sizes of the layer ``index`` and returns ``hidden``."""
         layer = block.get_submodule("layer")
         if (mixer := recurrent_mixer(layer)) is not None:
@@ -171,7 +185,7 @@ class _LayerCall:
     def __init__(self, blocks: nn.ModuleList, index: int, layer: nn.Module) -> None:
         self._blocks, self._index, self._layer = blocks, index, layer
 
-    def __call__(self, hidden: Tensor, *positional: Any, **named: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, *positional: object, **named: Any) -> Tensor:
         current = named.pop(KEYWORD)
         return current.run(self._index, self._blocks[self._index], hidden, positional, named)
 

@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -165,7 +164,7 @@ def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> No
             )
 
 
-def _rope_types(parameters: Any) -> list[str]:
+def _rope_types(parameters: object) -> list[str]:
     """Returns the RoPE types of a config, which may have a table for each type of layer."""
     if not isinstance(parameters, dict):
         return []
