@@ -31,17 +31,25 @@ from titan_tree.tree.partition import PAD
 from titan_tree.tree.token_shards import TokenShard
 
 
+class BoundaryTensor(NamedTuple):
+    """A tensor of a partition that crosses from the layers into the loss.
+
+    Backward passes have two stages. The first one differentiates the loss down to ``loss_leaf``, which frees
+    the logits. The second one continues from ``layers_end`` when child partitions have added their gradients.
+    """
+
+    layers_end: Tensor  # the end of the layers' autograd graph
+    loss_leaf: Tensor  # the leaf where the loss's graph begins; equal values
+
+
 class ModelOutput(NamedTuple):
     """The result of a model: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
     routing: Routing | None = None  # sums over tokens, stacked over the L layers with experts
-    # In a partition, the backward pass runs in two stages: first through the loss, which frees the logits,
-    # and later through the layers, once child partitions have added their gradients. These pairs (end of the
-    # layers' graph, leaf of the loss's graph) connect both: one for the hidden states [E, d] of the
-    # predicting tokens, and one for each sum in ``routing``.
-    loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
+    # In a partition: the hidden states [E, d] of the predicting tokens, and the sums in ``routing``.
+    loss_boundary: tuple[BoundaryTensor, ...] = ()
     # In a partition, what the layers export for child partitions, one tensor per entry of
     # ``TreeModel.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
@@ -200,11 +208,10 @@ class TreeModel(nn.Module, ABC):
         # alive the graph that saves it.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
+        routing = Routing(*leaves[1:]) if routing else None
+        boundary = tuple(map(BoundaryTensor, ends, leaves))
         return scores._replace(
-            routing=Routing(*leaves[1:]) if routing else None,
-            loss_boundary=tuple(zip(ends, leaves, strict=True)),
-            exports=tuple(out.exports),
-            routed_experts=experts,
+            routing=routing, loss_boundary=boundary, exports=tuple(out.exports), routed_experts=experts
         )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
