@@ -286,36 +286,6 @@ def test_replay_needs_a_sampler_that_records_experts(tmp_path: Path) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (["rl.async_steps=1"], "rl.async_steps: expected 0, because the sampler has no weights of its own"),
-        (["rl.async_steps=2"], "rl.async_steps: expected a number from 0 to 1"),
-        (["rl.server.url=http://h:1"], "rl.server.model: expected the name under which vLLM serves"),
-        (["rl.server.url=h:1", "rl.server.api=sglang"], "url: expected a URL such as"),
-        (options("http://h:1", api_key_env="NO_SUCH_KEY"), "'NO_SUCH_KEY', which is not set; export it"),
-        (options("http://h:1", weights="adapter"), 'for a model without LoRA, got "adapter"'),
-        (
-            options("http://h:1", weights="disk"),
-            "expected one of .*folder.*broadcast.*adapter",
-        ),
-        (options("http://h:1", "vllm", weights="broadcast"), "needs vllm 0.28 or later"),
-        (
-            [*options("http://h:1"), "model.name=qwen3_moe", "router_bias.rate=0.1"],
-            "expected a model without router biases",
-        ),
-        (
-            [*options("http://h:1"), "data.replay=first"],
-            "data.replay: expected 'off' for a model without experts",
-        ),
-        (["model.name=qwen3_moe", "data.replay=first"], "data.replay: expected 'off' without a server"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(own: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        RLTrainer(tiny(tmp_path, *own))
-
-
 @pytest.mark.slow
 def test_the_server_of_a_run_may_change(tmp_path: Path) -> None:
     for steps in (1, 2):
