@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.data.test_token_store import assert_same_tree
+from tests.support.cases import slow_except
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
@@ -40,7 +41,16 @@ def store() -> dist.TCPStore:
 
 def addresses(store: dist.TCPStore, num_ranks: int, timeout_s: float = 60) -> list[DataAddress]:
     return [
-        DataAddress("127.0.0.1", store.port, "data", rank, num_ranks, 60, timeout_s, start_steps=1)
+        DataAddress(
+            host="127.0.0.1",
+            port=store.port,
+            prefix="data",
+            rank=rank,
+            num_ranks=num_ranks,
+            start_timeout_s=60,
+            timeout_s=timeout_s,
+            start_steps=1,
+        )
         for rank in range(num_ranks)
     ]
 
@@ -155,7 +165,7 @@ def load(micro_batches: MicroBatches) -> float:
     return float(COSTS.seconds(tree_sizes(list(itertools.chain(*micro_batches)))).sum())
 
 
-@pytest.mark.parametrize("ranks_per_owner", [1, 2])
+@pytest.mark.parametrize("ranks_per_owner", slow_except([2], [1, 2]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,7 +198,7 @@ def test_owners_train_on_all_trees_of_a_step(
         assert max(loads[0]) == pytest.approx(max(loads[1]), rel=0.15)  # equal but for the order of trees
 
 
-@pytest.mark.parametrize("ranks_per_owner", [1, 2])
+@pytest.mark.parametrize("ranks_per_owner", slow_except([1], [1, 2]))
 @pytest.mark.parametrize(
     "options",
     [
