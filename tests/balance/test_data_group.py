@@ -40,7 +40,16 @@ def store() -> dist.TCPStore:
 
 def addresses(store: dist.TCPStore, num_ranks: int, timeout_s: float = 60) -> list[DataAddress]:
     return [
-        DataAddress("127.0.0.1", store.port, "data", rank, num_ranks, 60, timeout_s, start_steps=1)
+        DataAddress(
+            host="127.0.0.1",
+            port=store.port,
+            prefix="data",
+            rank=rank,
+            num_ranks=num_ranks,
+            start_timeout_s=60,
+            timeout_s=timeout_s,
+            start_steps=1,
+        )
         for rank in range(num_ranks)
     ]
 

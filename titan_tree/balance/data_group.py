@@ -25,14 +25,14 @@ from titan_tree.distributed.faults import is_lost_rank, lost_rank_reason
 from titan_tree.errors import LostRankError, UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataAddress:
     """Where the processes that make inputs meet: a part of torchrun's store. It can be pickled.
 
     Args:
-        host, port: of the store.
-        prefix: of all keys.
-        rank, num_ranks: of this rank.
+        host, port: the address of the store.
+        prefix: the prefix of all keys.
+        rank, num_ranks: the number of this rank, and of all ranks.
         start_timeout_s: how long a process waits for those of other ranks in its first ``start_steps`` steps.
             They are made before any rank has finished its first step, which may take long.
         timeout_s: the same, in later steps.
@@ -51,14 +51,15 @@ class DataAddress:
     def new(start_timeout_s: float, timeout_s: float, start_steps: int) -> DataAddress:
         """Returns a new address at the store of this run, the same on every rank. Collective."""
         return DataAddress(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            f"data {call_on_rank_0(lambda: secrets.token_hex(8))}",  # the store may know earlier starts
-            dist.get_rank(),
-            dist.get_world_size(),
-            start_timeout_s,
-            timeout_s,
-            start_steps,
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            # The store may know earlier starts.
+            prefix=f"data {call_on_rank_0(lambda: secrets.token_hex(8))}",
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+            start_steps=start_steps,
         )
 
     def __call__(self, worker: int) -> DataGroup:
