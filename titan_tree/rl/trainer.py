@@ -155,7 +155,7 @@ class RLTrainer(EpisodeTrainer):
         config = self.config
         check_model(config, self.model, self._custom_sampler)
         if config.rl.server.url is not None:
-            from titan_tree.rl.server.served import build_server_sampler
+            from titan_tree.rl.server.server_sampler import build_server_sampler  # imports httpx
 
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
