@@ -23,7 +23,7 @@ from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.forward import Outputs, forward_passes, join_outputs, joined_for_loss
+from titan_tree.engine.forward import Outputs, batches_for_loss, forward_passes, join_outputs
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
@@ -158,7 +158,7 @@ class StepRun:
         batches, loss = self.micro_batches[i], self.loss_function
         self.extra_forward_tokens += sum(map(len, batches))
         outputs, whole = self._outputs(batches), self._whole(i)
-        for batch, scores in joined_for_loss(outputs, whole, self.model.sequence_group):
+        for batch, scores in batches_for_loss(outputs, whole, self.model.sequence_group):
             # Ranks that share the tokens have the same scores of whole micro-batches.
             if whole is None or self.model.share.rank == 0:
                 self._measured += loss.measure(scores.logprobs, batch).double().cpu()
