@@ -136,7 +136,16 @@ def test_statistics_equal_those_of_the_naive_trie(paths):
 def test_total_statistics_are_sums_and_maxima():
     a = TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 4]), TokenPath([1])]).stats
     b = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5])]).stats
-    assert TreeStats.total([a, b]) == TreeStats(9, 12, 5, 4, 1, 2, 3, 5)
+    assert TreeStats.total([a, b]) == TreeStats(
+        n_tree=9,
+        n_flat=12,
+        n_nodes=5,
+        n_paths=4,
+        n_branches=1,
+        n_branch_children=2,
+        max_depth=3,
+        longest_path=5,
+    )
 
 
 def random_samples(paths, seed):

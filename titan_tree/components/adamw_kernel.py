@@ -51,7 +51,7 @@ def adamw_(
 
     Args:
         weight: contiguous, bf16 or fp32. If the moments are quantized, its size is a multiple of ``BLOCK``.
-        grad: in the shape of the weight, bf16 or fp32; g times the divisor in ``scalars``.
+        grad: a tensor in the weight's shape, bf16 or fp32; g times the divisor in ``scalars``.
         first: quantized if and only if ``second`` is.
         scalars: [4] fp32 on the weight's device: 1 - beta1^t, sqrt(1 - beta2^t), the divisor of the
             gradient, and 1 to skip the update or 0.

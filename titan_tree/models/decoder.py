@@ -123,7 +123,7 @@ class Decoder(TreeModel):
     def family(self) -> str:
         """The name under which the model's class, or the class that it derives from, is registered."""
         names = {MODELS[name]: name for name in MODELS}
-        return next(names[each] for each in type(self).__mro__ if each in names)
+        return next(names[base] for base in type(self).__mro__ if base in names)
 
     @property
     def last_norm(self) -> nn.Module:

@@ -277,7 +277,9 @@ def test_any_address_and_stride_works():
     nodes = [(-1, 70), *[(0, 3)] * 20]
     layout, n = make_layout(nodes), 130
     layout = TreeLayout(
-        layout.positions, torch.cat([torch.zeros(1).int(), layout.subtree_end])[1:], layout.key_index
+        positions=layout.positions,
+        subtree_end=torch.cat([torch.zeros(1).int(), layout.subtree_end])[1:],
+        key_index=layout.key_index,
     )
     q = torch.randn(n * 2 * 16 + 1)[1:].view(n, 2, 16).requires_grad_()
     k, v = (x.requires_grad_() for x in torch.randn(n, 2, 16).split(1, dim=1))
@@ -322,7 +324,9 @@ def test_inputs_that_do_not_fit_are_refused():
             attention(q, k, v, layout.with_plan(other.attention_plan))
     with pytest.raises(UserError, match=r"layout of int32 tensors with at least one query, got torch.int64"):
         attention.prepare(
-            TreeLayout(*(x.long() for x in (layout.positions, layout.subtree_end, layout.key_index)))
+            TreeLayout(
+                **{name: getattr(layout, name).long() for name in ("positions", "subtree_end", "key_index")}
+            )
         )
 
 

@@ -120,7 +120,16 @@ def test_shapes_that_do_not_fit_are_refused():
     ):
         TreeGDN()(q, k, v[:, :3], g[:, :3], beta[:, :3], layout)
     with pytest.raises(UserError, match="expected a layout of 30 tokens with chunks and chains"):
-        TreeGDN()(q, k, v, g, beta, TreeLayout(layout.positions, layout.subtree_end, layout.key_index))
+        TreeGDN()(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            TreeLayout(
+                positions=layout.positions, subtree_end=layout.subtree_end, key_index=layout.key_index
+            ),
+        )
 
 
 def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):

@@ -114,6 +114,7 @@ class _Attention(TreeAttention):
         scale: float | None = None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
+        assert layout.attention_plan is not None
         plan = layout.attention_plan[scoring.window]
         return operator.attention(BACKEND, q, k, v, context, layout, plan, 1.0, scoring, False)
 

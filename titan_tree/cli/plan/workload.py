@@ -20,9 +20,10 @@ from titan_tree.data.groups import Group
 from titan_tree.data.packing import shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.step_io import StepInput, StepPreparer
-from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.costs import TreeCosts, num_pairs
+from titan_tree.tree.gateway import CacheRows
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree

@@ -115,7 +115,7 @@ class RolloutCorrection:
         """Returns the weight of each pair, [F], and metrics, [F] each.
 
         The metrics are rollout_weight, its square, the fraction of tokens outside of the bounds, and two
-        counts of paths: of those with at least one such token and of all. A path's 1 is divided among its
+        counts of paths, of those with at least one such token and of all. A path's 1 is divided among its
         tokens. ``finish_metrics`` turns the means of these metrics into those of the step.
         """
         if self.level == "token":

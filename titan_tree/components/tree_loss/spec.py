@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -64,6 +64,6 @@ class LossSpec:
         loss = LOSSES[name]
         return loss if isinstance(loss, cls) else cls(loss)
 
-    def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: Any, **options: Any) -> LossResult:
+    def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: object, **options: object) -> LossResult:
         """Calls the function."""
         return self.function(logprobs, pairs, *args, **options)
