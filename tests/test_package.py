@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import titan_tree
+from tests.support.cases import for_each
 
 ROOT = Path(titan_tree.__file__).parent
 REPOSITORY = ROOT.parent
@@ -117,7 +118,7 @@ PACKAGES = [
 ]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@for_each("package", PACKAGES)
 def test_only_the_designated_files_import(package: str) -> None:
     for file in set(FILES) - allowed(package):
         for module in imported_modules(file):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from titan_tree.components.tree_loss import KLPenalty, LossSpec, TreeLoss, register_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
@@ -313,7 +314,7 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
     assert [name for name, needed in needs.items() if needed] == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "error"),
     [
         (lambda logprobs, pairs: logprobs.sum(), r"losses of shape \[3\], .* got a scalar; TreeLoss applies"),
