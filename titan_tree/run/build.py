@@ -77,9 +77,9 @@ def build_loss(config: LossConfig) -> TreeLoss:
         config.name,
         config.reduction,
         config.entropy,
-        KLPenalty(**vars(kl)) if kl.coefficient else None,
-        RolloutCorrection(**vars(correction)) if correction.level != "off" else None,
-        config.whiten,
+        kl=KLPenalty(**vars(kl)) if kl.coefficient else None,
+        correction=RolloutCorrection(**vars(correction)) if correction.level != "off" else None,
+        whiten=config.whiten,
         **config.options,
     )
 
