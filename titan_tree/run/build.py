@@ -74,18 +74,18 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 def build_loss(config: LossConfig) -> TreeLoss:
     kl, correction = config.kl, config.correction
     penalty = KLPenalty(kl.coefficient, kl.estimator, kl.importance, kl.as_reward)
-    weights = None
+    rollout_correction = None
     if correction.level != "off":
-        weights = RolloutCorrection(
+        rollout_correction = RolloutCorrection(
             correction.level, correction.mode, correction.low, correction.high, correction.estimator
         )
     return TreeLoss(
         config.name,
         config.reduction,
         config.entropy,
-        penalty if kl.coefficient else None,
-        weights,
-        config.whiten,
+        kl=penalty if kl.coefficient else None,
+        correction=rollout_correction,
+        whiten=config.whiten,
         **config.options,
     )
 
