@@ -306,7 +306,7 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
         return logprobs.mean().expand_as(logprobs)
 
     register_loss("argument", whole_paths=True)(lambda logprobs, pairs: mean(logprobs, pairs))
-    LOSSES.register("spec", LossSpec(mean, needs_whole_paths=True))
+    register_loss("spec")(LossSpec(mean, needs_whole_paths=True))
     needs = {name: LossSpec.of(name).needs_whole_paths for name in LOSSES}
     ratios = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
     preferences = ["dpo", "ipo", "apo_zero", "kto", "simpo", "orpo", "cpo"]

@@ -23,7 +23,7 @@ from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.models.expert_blocks import ExpertInfo
+from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout

@@ -61,8 +61,12 @@ class LossSpec:
     @classmethod
     def of(cls, name: str) -> LossSpec:
         """Returns the registered loss with this name. Raises UserError for an unknown name."""
-        loss = LOSSES[name]
-        return loss if isinstance(loss, cls) else cls(loss)
+        return cls.from_function(LOSSES[name])
+
+    @classmethod
+    def from_function(cls, function: LossFunction) -> LossSpec:
+        """Returns ``function`` itself if it is a LossSpec, and otherwise one without needs."""
+        return function if isinstance(function, cls) else cls(function)
 
     def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: object, **options: object) -> LossResult:
         """Calls the function."""

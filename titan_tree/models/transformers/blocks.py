@@ -74,7 +74,7 @@ class TransformersBlock(nn.Module):
 
 
 @dataclass
-class Pass:
+class LayerPass:
     """One pass over all layers: what their blocks read and export.
 
     Args:

@@ -150,7 +150,7 @@ class _InPlacePass:
     It is no dataclass, because FSDP2 copies dataclasses among the arguments of a layer.
 
     Args:
-        layout, rows: see ``Pass``.
+        layout, rows: see ``LayerPass``.
         tree: what the mixers get as the argument ``KEYWORD``.
     """
 
