@@ -118,7 +118,7 @@ class ConversationSampler:
 
     def _encode_part(self, before: str, part: str) -> list[np.ndarray]:
         (first, special), *others = self.template.spans(part)
-        pieces = self.encoder.encode_after(self.template.spans(before)[-1][0], first, special)
+        pieces = self.encoder.encode_after(self.template.last_span(before), first, special)
         return pieces + [ids for span, special in others for ids in self.encoder.encode(span, special)]
 
 

@@ -20,7 +20,14 @@ import jinja2.nodes
 
 from titan_tree.components.tree_tokenizer.limits import MAX_SOURCE
 from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, MARKS, ChatEnvironment, JsonTexts
+from titan_tree.components.tree_tokenizer.sandbox import (
+    CLOSE,
+    JSON_TEXTS,
+    MARKS,
+    OPEN,
+    ChatEnvironment,
+    JsonTexts,
+)
 from titan_tree.errors import UserError, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
@@ -135,6 +142,12 @@ class ChatTemplate:
         if not self._has_text_spans:
             return [(rendered, True)]
         return [(part, index % 2 == 0) for index, part in enumerate(MARKS.split(rendered))]
+
+    def last_span(self, rendered: str) -> str:
+        """Returns the text of the last of the ``spans``, without cutting out the others."""
+        if not self._has_text_spans:
+            return rendered
+        return rendered[max(rendered.rfind(OPEN), rendered.rfind(CLOSE)) + 1 :]
 
     def plain(self, rendered: str) -> str:
         """Returns rendered text without the marks of text spans.
