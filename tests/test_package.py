@@ -1,6 +1,8 @@
 """The package as a whole: public names, the direction of imports, and what is imported only when needed."""
 
 import ast
+import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -130,7 +132,8 @@ def test_only_the_designated_files_import(package: str) -> None:
 def test_structures_components_and_models_take_plain_arguments_instead_of_config_tables(folder: str) -> None:
     for file in (ROOT / folder).rglob("*.py"):
         modules = [module for module in imported_modules(file) if module.startswith("titan_tree.config")]
-        assert all(module.startswith("titan_tree.config.checks.") for module in modules), f"{file}: {modules}"
+        allowed = ("titan_tree.config.checks.", "titan_tree.config.losses.")  # these are their tables
+        assert all(module.startswith(allowed) for module in modules), f"{file}: {modules}"
 
 
 def run_python(code: str) -> None:
@@ -180,3 +183,12 @@ def test_mypy_accepts_the_code_in_the_readme_and_knows_every_public_name(tmp_pat
     assert len(README_BLOCKS) >= 1
     assert len(errors) == 1, run.stdout + run.stderr
     assert 'wrong.py:3: error: "type[TokenTree]" has no attribute "from_path"' in errors[0]
+
+
+def test_the_error_of_a_moved_module_names_its_successor() -> None:
+    for old, new in titan_tree._MOVED.items():
+        assert importlib.util.find_spec(f"titan_tree.{new}"), new
+        with pytest.raises(ModuleNotFoundError, match=f"{old} has moved; import titan_tree.{new} instead"):
+            importlib.import_module(f"titan_tree.{old}")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("titan_tree.nothing")
