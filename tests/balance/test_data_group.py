@@ -21,7 +21,7 @@ from tests.data.test_token_store import assert_same_tree
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
-from titan_tree.balance.data_group import DataAddress
+from titan_tree.balance.data_group import DataAddress, DataGroup
 from titan_tree.balance.sharing import TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.errors import LostRankError, UserError
@@ -40,7 +40,16 @@ def store() -> dist.TCPStore:
 
 def addresses(store: dist.TCPStore, num_ranks: int, timeout_s: float = 60) -> list[DataAddress]:
     return [
-        DataAddress("127.0.0.1", store.port, "data", rank, num_ranks, 60, timeout_s, start_steps=1)
+        DataAddress(
+            host="127.0.0.1",
+            port=store.port,
+            prefix="data",
+            rank=rank,
+            num_ranks=num_ranks,
+            start_timeout_s=60,
+            timeout_s=timeout_s,
+            start_steps=1,
+        )
         for rank in range(num_ranks)
     ]
 
@@ -55,7 +64,7 @@ def test_bytes_of_any_length_reach_every_rank(store: dist.TCPStore) -> None:
         return bytes([sender, receiver]) * (1000 * sender * receiver)
 
     def run(address: DataAddress) -> None:
-        group, rank = address(0), address.rank
+        group, rank = DataGroup(address, 0), address.rank
         for _ in range(2):
             assert group.gather(lambda: content(rank, 7)) == [content(r, 7) for r in range(3)]
             parts = group.exchange([content(rank, r) for r in range(3)])
@@ -71,7 +80,7 @@ def test_an_error_of_one_rank_reaches_all(store: dist.TCPStore) -> None:
                 raise UserError(f"é.jsonl:{address.rank}: wrong")
             return b"fine"
 
-        group = address(0)
+        group = DataGroup(address, 0)
         with pytest.raises(UserError) as error:
             group.gather(make)
         assert not isinstance(error.value, LostRankError)
@@ -87,7 +96,7 @@ def test_a_lost_rank_is_one_line(store: dist.TCPStore, hangs: bool, reason: str)
     """Rank 1 takes part in one step. Then it ends, or it does not come to the next step in time."""
 
     def run(address: DataAddress) -> None:
-        group = dataclasses.replace(address, timeout_s=0.5)(3)
+        group = DataGroup(dataclasses.replace(address, timeout_s=0.5), 3)
         group.gather(bytes)
         if address.rank:
             time.sleep(3 * hangs)
@@ -107,7 +116,7 @@ def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> N
         if address.rank == 0:
             time.sleep(0.3)
             address.publish_costs(4, costs)
-        group = address(0)
+        group = DataGroup(address, 0)
         assert TreeCosts(*group.costs(4)) == costs
         group.gather(bytes)  # the other rank may still be connecting
 
@@ -122,8 +131,6 @@ def shared_steps(
         address.publish_costs(0, COSTS)
     sharing = TreeSharing(
         address,
-        address.rank,
-        address.num_ranks,
         options["max_tokens"],
         ranks_per_owner=ranks_per_owner,
         splits=splits,
@@ -219,7 +226,7 @@ def test_a_large_tree_is_split_over_owners(
         units = [tree for owner in owners for tree in itertools.chain(*owner[step])]
         trees = list(itertools.chain(*expected))
         assert paths_of(units) == paths_of(trees)
-        assert sum(not unit.is_rest for unit in units) == len(trees)
+        assert sum(unit.is_counted for unit in units) == len(trees)
         assert sum(unit.counted_tokens for unit in units) == sum(map(len, trees)) < sum(map(len, units))
         loads = [load(owner[step]) for owner in owners]
         assert max(loads) < 0.8 * max(map(load, [[[tree]] for tree in trees]))  # no rank has all of it

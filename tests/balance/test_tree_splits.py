@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.paths import random_token_lists
 from tests.support.records import expected_records, random_recorded_path
-from titan_tree.balance.tree_splits import split_tree
+from titan_tree.balance.splitting import split_tree
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -65,7 +65,7 @@ def test_pieces_count_what_the_tree_counts(seed: int) -> None:
     pieces = split_tree(tree, random_cuts(tree, draw))
     ids = sorted(int(path.id) for piece in pieces for path in piece.paths)
     assert ids == list(range(len(lists)))  # every path is in one piece
-    assert [piece.is_rest for piece in pieces].count(False) == 1
+    assert [piece.is_counted for piece in pieces].count(True) == 1
     assert sum(piece.counted_tokens for piece in pieces) == tree.counted_tokens == len(tree)
     paths_of: dict[Prefix, list[int]] = {}
     for piece in pieces:
@@ -87,7 +87,7 @@ def test_the_example_of_the_module() -> None:
     assert second.node_offsets.tolist() == [0, 2, 3, 4, 5]
     assert second.node_parent.tolist() == [-1, 0, 1, 0]
     assert (first.node_paths.tolist(), second.node_paths.tolist()) == ([3, 2, 1], [0, 0, 1, 1])
-    assert (first.is_rest, second.is_rest) == (True, False)
+    assert (first.is_counted, second.is_counted) == (False, True)
 
 
 @pytest.mark.parametrize("mode", ["first", "majority", "split"])

@@ -25,17 +25,19 @@ from titan_tree.distributed.faults import is_lost_rank, lost_rank_reason
 from titan_tree.errors import LostRankError, UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataAddress:
     """Where the processes that make inputs meet: a part of torchrun's store. It can be pickled.
 
-    Args:
-        host, port: of the store.
-        prefix: of all keys.
-        rank, num_ranks: of this rank.
-        start_timeout_s: how long a process waits for those of other ranks in its first ``start_steps`` steps.
-            They are made before any rank has finished its first step, which may take long.
+    Attributes:
+        host, port: address of the store.
+        prefix: start of all keys in the store.
+        rank: number of this rank.
+        num_ranks: number of ranks.
+        start_timeout_s: seconds that a process waits for those of other ranks in its first ``start_steps``
+            steps. They are made before any rank has finished its first step, which may take long.
         timeout_s: the same, in later steps.
+        start_steps: number of these first steps.
     """
 
     host: str
@@ -51,19 +53,16 @@ class DataAddress:
     def new(start_timeout_s: float, timeout_s: float, start_steps: int) -> DataAddress:
         """Returns a new address at the store of this run, the same on every rank. Collective."""
         return DataAddress(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            f"data {call_on_rank_0(lambda: secrets.token_hex(8))}",  # the store may know earlier starts
-            dist.get_rank(),
-            dist.get_world_size(),
-            start_timeout_s,
-            timeout_s,
-            start_steps,
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            # The store may know earlier starts.
+            prefix=f"data {call_on_rank_0(lambda: secrets.token_hex(8))}",
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+            start_steps=start_steps,
         )
-
-    def __call__(self, worker: int) -> DataGroup:
-        """Joins the group of the workers with this number. Waits for those of all ranks."""
-        return DataGroup(self, worker)
 
     def store(self) -> dist.Store:
         """Returns a connection to the store."""
@@ -76,7 +75,9 @@ class DataAddress:
 
 
 class DataGroup:
-    """The workers with the same number of all ranks. See ``RankGroup`` (balance/sharing.py).
+    """The workers with the same number of all ranks, which make the same steps.
+
+    Creating it waits until the workers of all ranks have joined.
 
     Raises:
         LostRankError: another worker has ended, or did not come in time. All methods may raise it.

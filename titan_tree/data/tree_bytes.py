@@ -56,7 +56,7 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
     for name, array in arrays.items():
         places[name] = [array.dtype.str, array.shape, offset]
         offset = aligned(offset + array.nbytes)
-    description = {"fields": fields, "arrays": places, "records": counts, "is_rest": tree.is_rest}
+    description = {"fields": fields, "arrays": places, "records": counts, "is_rest": not tree.is_counted}
     line = json.dumps(description).encode()
     out = bytearray(struct.pack("<Q", len(line)) + line)
     for array in arrays.values():
@@ -72,7 +72,7 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     values = memoryview(content)[aligned(8 + length) :]
     arrays = {name: _array(values, place) for name, place in description["arrays"].items()}
     tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
-    tree["is_rest"] = description.get("is_rest", False)  # token stores before 2026-11-23 do not have it
+    tree["is_counted"] = not description.get("is_rest", False)  # older token stores do not have it
     if counts := description.get("records"):
         tree["records"] = Records(arrays.pop("records"), *counts)
     path_index, path_offsets = _path_index(tree)

@@ -49,7 +49,7 @@ class StepPreparer:
         all_batches = [batch for partitions in batches for batch in partitions]
         recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
         trees = [tree for trees in micro_batches for tree in trees]
-        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if not tree.is_rest)
+        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if tree.is_counted)
         distinct_tokens = sum(tree.counted_tokens for tree in trees)
         counts = StepCounts(
             normalizer=normalizer(self.reduction, paths),

@@ -105,17 +105,13 @@ class TokenTree:
     node_parent: np.ndarray  # [K] int32, -1 for a root. Parents come before their children.
     node_depth: np.ndarray  # [K] int32: position of the node's first token on its paths
     node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree, in tokens
-    node_paths: (
-        np.ndarray
-    )  # [K] int32: number of paths through the node; see balance/tree_splits.py for pieces
+    node_paths: np.ndarray  # [K] int32: number of paths through the node; for pieces: balance/splitting.py
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
     records: Records | None = None  # the experts that the tokens must use, see tree/routed_experts.py
-    is_rest: bool = (
-        False  # of a tree in pieces: whether another piece counts as the tree (balance/tree_splits.py)
-    )
+    is_counted: bool = True  # False for all but the first piece of a split tree: the tree counts once
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
