@@ -1,0 +1,158 @@
+"""The steps of a run as training would make them: how much each owner runs, in which forward passes.
+
+An owner is a GPU, or the GPUs that share the tokens of each tree.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import TypeVar
+
+import numpy as np
+
+from titan_tree.balance.splitting import StepBalancer
+from titan_tree.config import Config
+from titan_tree.data.dataset import TreeDataset
+from titan_tree.data.groups import Group
+from titan_tree.data.packing import MicroBatches, shuffled
+from titan_tree.data.sample_reader import SampleReader
+from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.step_io import StepCounts, StepInput
+from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.costs import TreeCosts, num_pairs, tree_sizes
+from titan_tree.tree.token_shards import Share
+
+T = TypeVar("T")
+NO_ROWS = CacheRows(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The sizes of one forward and backward pass of an owner: over a micro-batch or one of its partitions.
+
+    Attributes:
+        tokens: tokens of all GPUs of the owner.
+        keys: tokens that attention sees: those of the pass, and their ancestors in other partitions.
+        pairs: pairs of a token and a token that it sees.
+        edges: edges that the loss scores, on the GPU with the most.
+        cache: rows of the gateway cache after the forward pass.
+        is_suspended: whether other partitions run between its forward and its backward pass.
+        serial_chunks: chunks of a recurrence that run one after another.
+    """
+
+    tokens: int
+    keys: int
+    pairs: int
+    edges: int
+    cache: CacheRows = NO_ROWS
+    is_suspended: bool = False
+    serial_chunks: int = 0
+
+    @classmethod
+    def of(cls, batch: TreeBatch, is_suspended: bool, num_ranks: int) -> Run:
+        """Returns the sizes of ``batch``, whose tokens ``num_ranks`` GPUs share."""
+        ends = np.cumsum(Share(num_ranks=num_ranks).sizes(len(batch)))
+        ranks = np.searchsorted(ends, batch.edge_source.numpy(), side="right")  # of the edges
+        serial_chunks, chains = 0, batch.layout.chains
+        if chains is not None:
+            longest = chains.rounds[:-1, 0]  # the longest chain of a round comes first
+            serial_chunks = int((chains.end - chains.first)[longest].sum())
+        return cls(
+            tokens=len(batch),
+            keys=len(batch.layout.subtree_end),
+            pairs=num_pairs(batch),
+            edges=int(np.bincount(ranks, minlength=1).max()),
+            cache=CacheRows(*map(sum, zip(batch.cache_offset, batch.cache_writes, strict=True))),
+            is_suspended=is_suspended,
+            serial_chunks=serial_chunks,
+        )
+
+
+@dataclass(frozen=True)
+class OwnerStep:
+    """What an owner runs in one optimizer step."""
+
+    micro_batches: list[list[Run]]  # each with its partitions, or a single pass
+    chain_tokens: int  # the most tokens whose activations are live at once, on all GPUs of the owner
+    counts: StepCounts
+
+    @classmethod
+    def of(cls, step: StepInput, num_ranks: int = 1) -> OwnerStep:
+        """Returns the sizes of ``step``, whose tokens ``num_ranks`` GPUs share."""
+        micro_batches = []
+        for batches in step.micro_batches:
+            parents = {batch.parent for batch in batches}
+            micro_batches.append([Run.of(batch, i in parents, num_ranks) for i, batch in enumerate(batches)])
+        return cls(micro_batches, step.chain_peak, step.counts)
+
+    @property
+    def runs(self) -> list[Run]:
+        """All forward passes of the step."""
+        return list(chain.from_iterable(self.micro_batches))
+
+
+Step = list[OwnerStep]  # one entry per owner
+
+
+def take_sample(reader: SampleReader, number: int) -> list[Group]:
+    """Makes a reader return the first groups that training would take, and returns them.
+
+    The reader then tokenizes each group once, however often it is asked.
+    """
+    order = random.Random(f"{reader.config.seed}/0")
+    groups = list(islice(shuffled(reader.groups(epoch=0), reader.config.shuffle_buffer, order), number))
+    reader.groups = lambda *_, **__: iter(groups)  # type: ignore[method-assign]
+    reader.tree = _kept(reader.tree)  # type: ignore[method-assign]
+    reader.paths = _kept(reader.paths)  # type: ignore[method-assign]
+    return groups
+
+
+def _kept(function: Callable[[Group], T]) -> Callable[[Group], T]:
+    results: dict[int, T] = {}
+
+    def kept(group: Group) -> T:
+        if id(group) not in results:
+            results[id(group)] = function(group)
+        return results[id(group)]
+
+    return kept
+
+
+def sample_steps(
+    config: Config, sample: SampleReader, preparer: StepPreparer, costs: TreeCosts, gpus: int, num_steps: int
+) -> list[Step]:
+    """Returns the first steps of a run on ``gpus`` GPUs.
+
+    Args:
+        sample: groups that are read again and again, as in the epochs of a run.
+        preparer: makes the inputs of the run's ``TreeStep``, for whole batches.
+        costs: costs by which trees are balanced.
+    Raises:
+        UserError: malformed data, or a tree that is too large.
+    """
+    num_ranks = config.parallel.sequence_parallel
+    num_owners = gpus // num_ranks
+    data, allow_larger = replace(config.data, shuffle_buffer=0), config.partition.strategy != "none"
+
+    def steps(rank: int, size: int) -> Iterator[MicroBatches]:
+        dataset = TreeDataset(data, sample, allow_larger=allow_larger, rank=rank, world_size=size)
+        return dataset.steps(num_steps)
+
+    by_step: Iterable[Sequence[MicroBatches]]
+    by_step = zip(*(steps(owner, num_owners) for owner in range(num_owners)), strict=True)
+    if config.parallel.balance and gpus > 1:
+        in_step = True if config.parallel.expert_parallel > 1 else None
+        balancer = StepBalancer(costs, num_owners, config.data.max_tokens, in_step)
+        by_step = (_balanced(balancer, step) for step in steps(0, 1))
+    return [[OwnerStep.of(preparer(trees), num_ranks) for trees in step] for step in by_step]
+
+
+def _balanced(balancer: StepBalancer, micro_batches: MicroBatches) -> list[MicroBatches]:
+    """Returns the micro-batches of each owner."""
+    trees = dict(enumerate(chain.from_iterable(micro_batches)))
+    _, assigned = balancer.assign(tree_sizes(list(trees.values())), trees)
+    units = assigned.units(trees)
+    return [[[units[i] for i in chosen] for chosen in owner] for owner in assigned.micro_batches]
