@@ -1,13 +1,11 @@
 """Train language models on token trees: every shared token is computed once, with exact loss and gradients.
 
-The imports under ``TYPE_CHECKING`` are the only list of public names. Type checkers read them, and
-``_MODULES`` is parsed from them. A module is imported when one of its names is first used (PEP 562). Reading
-data and ``titan-tree inspect`` do not import torch.
+``_MODULES`` lists the public names. A module is imported when one of its names is first used (PEP 562), so
+reading data and ``titan-tree inspect`` do not import torch. Type checkers read the imports under
+``TYPE_CHECKING`` instead; a test compares both lists.
 """
 
-import ast
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,12 +23,12 @@ if TYPE_CHECKING:
     from titan_tree.distributed.optimizers import clip_and_step as clip_and_step
     from titan_tree.engine.tree_step import TreeStep as TreeStep
     from titan_tree.errors import UserError as UserError
+    from titan_tree.models.decoder import build_model as build_model
     from titan_tree.models.lora.adapters import adapters_off as adapters_off
     from titan_tree.models.lora.peft import load_adapter as load_adapter
     from titan_tree.models.lora.peft import save_adapter as save_adapter
     from titan_tree.models.pretrained import load_pretrained as load_pretrained
     from titan_tree.models.pretrained import save_pretrained as save_pretrained
-    from titan_tree.models.registry import build_model as build_model
     from titan_tree.run.trainer import Trainer as Trainer
     from titan_tree.scoring.score_trees import tree_logprobs as tree_logprobs
     from titan_tree.tree.batch import PathPairs as PathPairs
@@ -42,11 +40,35 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {  # public name -> the module that the imports above take it from
-    alias.name: str(node.module)
-    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("titan_tree.")
-    for alias in node.names
+_MODULES = {  # public name -> the module that defines it
+    "TreeAttention": "titan_tree.components.tree_attention",
+    "TreeGDN": "titan_tree.components.tree_gdn",
+    "KLPenalty": "titan_tree.components.tree_loss",
+    "RolloutCorrection": "titan_tree.components.tree_loss",
+    "TreeLoss": "titan_tree.components.tree_loss",
+    "register_loss": "titan_tree.components.tree_loss",
+    "TreePartitioner": "titan_tree.components.tree_partitioner",
+    "TreeTokenizer": "titan_tree.components.tree_tokenizer",
+    "load_config": "titan_tree.config.toml",
+    "TreeDataset": "titan_tree.data.dataset",
+    "OneRank": "titan_tree.distributed.mesh",
+    "clip_and_step": "titan_tree.distributed.optimizers",
+    "TreeStep": "titan_tree.engine.tree_step",
+    "UserError": "titan_tree.errors",
+    "build_model": "titan_tree.models.decoder",
+    "adapters_off": "titan_tree.models.lora.adapters",
+    "load_adapter": "titan_tree.models.lora.peft",
+    "save_adapter": "titan_tree.models.lora.peft",
+    "load_pretrained": "titan_tree.models.pretrained",
+    "save_pretrained": "titan_tree.models.pretrained",
+    "Trainer": "titan_tree.run.trainer",
+    "tree_logprobs": "titan_tree.scoring.score_trees",
+    "PathPairs": "titan_tree.tree.batch",
+    "TreeBatch": "titan_tree.tree.batch",
+    "TreeLayout": "titan_tree.tree.layout",
+    "TokenPath": "titan_tree.tree.paths",
+    "TokenTree": "titan_tree.tree.token_tree",
+    "TreeStats": "titan_tree.tree.token_tree",
 }
 __all__ = sorted([*_MODULES, "__version__"])
 

@@ -7,11 +7,27 @@ instead, before it reads the configuration. docs/extending.md shows examples.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from titan_tree.errors import UserError
+
+if TYPE_CHECKING:  # at run time, nothing is imported before it is used
+    import torch
+
+    from titan_tree.components.tree_attention.backend import AttentionBackend
+    from titan_tree.components.tree_gdn.backend import GdnBackend
+    from titan_tree.components.tree_loss.spec import LossFunction
+    from titan_tree.data.advantages import Estimator
+    from titan_tree.data.readers import Reader
+    from titan_tree.distributed.optimizers import OptimizerSpec
+    from titan_tree.metrics.loggers import Logger
+    from titan_tree.metrics.step_report import StepReport
+    from titan_tree.models.decoder import Decoder
+    from titan_tree.rl.environment import Environment
+    from titan_tree.tree.partition import Partition
+    from titan_tree.tree.token_tree import TokenTree
 
 T = TypeVar("T")
 
@@ -58,6 +74,66 @@ class Registry(Generic[T]):
         return len(self._entries)
 
 
+class Backend(Protocol):
+    """What backends of TreeAttention and of TreeGDN have in common. A backend is a module or an object."""
+
+    def is_automatic(self, device: torch.device) -> bool:
+        """Returns whether "auto" may choose this backend for tensors on ``device``."""
+        ...
+
+    @property
+    def refusal(self) -> Callable[..., str | None]:
+        """The function of the inputs that returns why the backend cannot compute them, or None if it can."""
+        ...
+
+
+B = TypeVar("B", bound=Backend)
+
+AUTO = "auto"
+
+
+class BackendRegistry(Registry[B]):
+    """A registry of backends, and the choice among them.
+
+    Args:
+        component: the class that uses the backends, as error messages name it.
+        kind, entries: see ``Registry``.
+    """
+
+    def __init__(self, component: str, kind: str, entries: Mapping[str, B | str]) -> None:
+        super().__init__(kind, entries)
+        self.component = component
+
+    def load(self, name: str) -> None:
+        """Imports the backends that ``resolve`` may return for ``name``, because torch.compile cannot do it.
+
+        Raises:
+            UserError: ``name`` is neither "auto" nor a registered backend.
+        """
+        if name != AUTO and name not in self:
+            raise unknown_name(f"{self.component} backend", name, [AUTO, *self])
+        for candidate in self if name == AUTO else [name]:
+            self[candidate]
+
+    def automatic(self, device: torch.device) -> list[str]:
+        """Returns the backends that "auto" tries for tensors on ``device``, in the order of registration."""
+        return [name for name in self if self[name].is_automatic(device)]
+
+    def resolve(self, name: str, device: torch.device, *inputs: object) -> str:
+        """Returns the backend that computes ``inputs``: ``name``, or for "auto" the first without a refusal.
+
+        Raises:
+            UserError: the backend called ``name`` refuses the inputs, or for "auto" all automatic ones do.
+        """
+        reasons = []
+        for candidate in self.automatic(device) if name == AUTO else [name]:
+            reason = self[candidate].refusal(*inputs)
+            if reason is None:
+                return candidate
+            reasons.append(f"backend {candidate!r} {reason}")
+        raise UserError(f"{self.component}: {'; '.join(reasons) or f'no automatic backend for {device}'}")
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     """Returns the error for a name that does not exist. It suggests the closest known name."""
     known = list(known)
@@ -66,8 +142,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
 
 
-# Subclasses of models.decoder.Decoder.
-MODELS: Registry[Any] = Registry(
+MODELS: Registry[type[Decoder]] = Registry(
     "model",
     {
         "qwen3": "titan_tree.models.qwen3:Qwen3",
@@ -79,8 +154,8 @@ MODELS: Registry[Any] = Registry(
     },
 )
 
-# Modules with the interface of components/tree_attention/backend.py.
-ATTENTION_BACKENDS: Registry[Any] = Registry(
+ATTENTION_BACKENDS: BackendRegistry[AttentionBackend] = BackendRegistry(
+    "TreeAttention",
     "attention backend",
     {
         "hopper": "titan_tree.components.tree_attention.hopper",
@@ -91,8 +166,8 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
     },
 )
 
-# Modules with the interface of components/tree_gdn/backend.py.
-GDN_BACKENDS: Registry[Any] = Registry(
+GDN_BACKENDS: BackendRegistry[GdnBackend] = BackendRegistry(
+    "TreeGDN",
     "gated DeltaNet backend",
     {
         "hopper": "titan_tree.components.tree_gdn.hopper",
@@ -102,7 +177,7 @@ GDN_BACKENDS: Registry[Any] = Registry(
 )
 
 # Functions (tree, max_tokens, max_chain_tokens) -> partitions.
-PARTITION_STRATEGIES: Registry[Any] = Registry(
+PARTITION_STRATEGIES: Registry[Callable[[TokenTree, int, int | None], Iterable[Partition]]] = Registry(
     "partition strategy",
     {
         "none": "titan_tree.components.tree_partitioner.none:partition",
@@ -115,7 +190,7 @@ PARTITION_STRATEGIES: Registry[Any] = Registry(
 
 # Functions (logprobs [F], pairs, **options) -> losses [F], where F counts the (edge, path) pairs of a batch;
 # components/tree_loss/spec.py describes how they declare what they need.
-LOSSES: Registry[Any] = Registry(
+LOSSES: Registry[LossFunction] = Registry(
     "loss",
     {
         "sft": "titan_tree.components.tree_loss.token_losses:sft",
@@ -146,7 +221,7 @@ LOSSES: Registry[Any] = Registry(
 )
 
 # Functions (turns, **options) -> one array of advantages per path; data/advantages.py describes them.
-ADVANTAGES: Registry[Any] = Registry(
+ADVANTAGES: Registry[Estimator] = Registry(
     "advantage estimator",
     {
         name: f"titan_tree.data.advantages:{name}"
@@ -155,7 +230,7 @@ ADVANTAGES: Registry[Any] = Registry(
 )
 
 # Readers of data files; data/readers/__init__.py describes their interface.
-READERS: Registry[Any] = Registry(
+READERS: Registry[type[Reader]] = Registry(
     "data format",
     {
         "jsonl": "titan_tree.data.readers.rows:OwnSchemaReader",
@@ -173,13 +248,12 @@ READERS: Registry[Any] = Registry(
     },
 )
 
-# Environments of reinforcement learning: functions () -> rl.environment.Environment, such as classes.
-ENVIRONMENTS: Registry[Any] = Registry(
+# Classes, or functions without arguments, that make the environments of reinforcement learning.
+ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
     "environment", {"desk": "titan_tree.rl.environment:Desk", "search": "titan_tree.rl.search:Search"}
 )
 
-# Instances of distributed.optimizers.OptimizerSpec.
-OPTIMIZERS: Registry[Any] = Registry(
+OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "optimizer",
     {
         "adamw": "titan_tree.distributed.optimizers:ADAMW",
@@ -187,8 +261,7 @@ OPTIMIZERS: Registry[Any] = Registry(
     },
 )
 
-# Subclasses of metrics.Logger.
-LOGGERS: Registry[Any] = Registry(
+LOGGERS: Registry[type[Logger]] = Registry(
     "logger",
     {
         "console": "titan_tree.metrics.console:ConsoleLogger",
@@ -198,8 +271,8 @@ LOGGERS: Registry[Any] = Registry(
     },
 )
 
-# Functions metrics.StepReport -> {name: number}. A metric that does not apply returns {}.
-METRICS: Registry[Any] = Registry(
+# Functions of a step's report that return numbers by name. A metric that does not apply returns {}.
+METRICS: Registry[Callable[[StepReport], dict[str, float]]] = Registry(
     "metric",
     {
         "rollouts": "titan_tree.metrics.step_metrics:rollout_metrics",

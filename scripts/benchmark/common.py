@@ -34,8 +34,8 @@ from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import init_lora
-from titan_tree.models.registry import build_model
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.run.model_setup import build_parallel_model
 

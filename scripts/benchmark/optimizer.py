@@ -44,7 +44,7 @@ from torch import nn
 
 from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.registry import OPTIMIZERS
 
 MODELS = {"30B-A3B": ("qwen3_moe", 4), "8B": ("qwen3", 1), "debug": ("qwen3_moe", 2)}  # family, GPUs

@@ -85,7 +85,7 @@ def main() -> None:
     with process_group() as (mesh, device):
         setting = environment(device) | {"model": args.model, "flavor": args.flavor, "steps": args.steps}
         training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
-        model = training_model(ModelConfig(args.model, args.flavor), training, mesh)
+        model = training_model(ModelConfig(name=args.model, flavor=args.flavor), training, mesh)
         tree = long_rollouts(args.tokens, args.longest, model.config.vocab_size)
         print(f"{args.model} {args.flavor}, {tree.stats}", flush=True)
         if args.train:

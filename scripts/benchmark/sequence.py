@@ -70,7 +70,7 @@ def measure_all(
         activation_checkpoint=args.activation_checkpoint,
         dtype="bfloat16" if cuda else "float32",
     )
-    config = ModelConfig(args.model, args.flavor, overrides=overrides)
+    config = ModelConfig(name=args.model, flavor=args.flavor, overrides=overrides)
     model = build_parallel_model(config, training, parallel, mesh)
     step, update = training_step(model, device), optimizer_update(model)
     contenders = []

@@ -111,7 +111,11 @@ def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
     ):
         precision = "" if float8 == "none" else f", float8 {float8}"
         config = ModelConfig(
-            args.model, args.flavor, implementation=layers, attention=attention, overrides=overrides
+            name=args.model,
+            flavor=args.flavor,
+            implementation=layers,
+            attention=attention,
+            overrides=overrides,
         )
         training = TrainingConfig(
             compile=args.compile, activation_checkpoint=args.activation_checkpoint, float8=float8

@@ -16,7 +16,7 @@ from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.balance import balancing
 from titan_tree.components.tree_loss import register_loss
 from titan_tree.config import Config
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.run.build import build_balancing, build_loss
 
 ROLLOUTS: dict[str, Any] = {

@@ -98,16 +98,16 @@ def test_pieces_keep_the_experts_of_the_tree(mode: str) -> None:
         lists = random_token_lists(seed)
         paths = [random_recorded_path(tokens, draw, id=str(i)) for i, tokens in enumerate(lists)]
         tree = TokenTree.from_paths(paths, mode)  # type: ignore[arg-type]
-        if tree.records is None:
+        if tree.routed_experts is None:
             continue
         expected, *counts = expected_records(paths, mode)
         pieces = split_tree(tree, random_cuts(tree, draw))
         for piece in pieces:
-            assert piece.records is not None
+            assert piece.routed_experts is not None
             for number, path in enumerate(piece.paths):
-                got = piece.records.experts[piece.indices_of(number)]
+                got = piece.routed_experts.experts[piece.indices_of(number)]
                 np.testing.assert_array_equal(np.sort(got), np.sort(expected[int(path.id)]))
-        summed = np.sum([piece.records[1:] for piece in pieces if piece.records], axis=0)
+        summed = np.sum([piece.routed_experts[1:] for piece in pieces if piece.routed_experts], axis=0)
         assert summed.tolist() == counts
 
 

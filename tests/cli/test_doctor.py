@@ -1,6 +1,7 @@
 """titan-tree doctor: each problem is a line with its fix, and no error of a check is a traceback."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,9 @@ import pytest
 import torch
 
 import titan_tree.tree.batch
-from tests.support.hf_families import hf_family
 from tests.support.oracle import hf_model
 from titan_tree.cli import doctor, main
-from titan_tree.cli.doctor import gpus, installation, machine, numerics
+from titan_tree.cli.doctor import machine, numerics
 from titan_tree.tree.chunks import make_chunks
 from titan_tree.tree.layout import TreeLayout
 
@@ -40,10 +40,11 @@ def problems(capsys, *arguments):
     status = main(["doctor", "--json", *arguments])
     report = json.loads(capsys.readouterr().out)
     findings = [finding for section in report["sections"].values() for finding in section]
-    found = {each["name"]: f"{each['value']} {each['fix']}" for each in findings if each["ok"] is False}
-    assert report["problems"] == len([each for each in findings if each["ok"] is False])
+    wrong = [finding for finding in findings if finding["ok"] is False]
+    found = {finding["name"]: f"{finding['value']} {finding['fix']}" for finding in wrong}
+    assert report["problems"] == len(wrong)
     assert status == (1 if found else 0)
-    assert all(each["value"].isprintable() for each in findings)
+    assert all(finding["value"].isprintable() for finding in findings)
     return found
 
 
@@ -65,9 +66,9 @@ def test_a_package_outside_its_range_or_missing_is_a_problem_with_the_command_th
     only("versions")
     assert problems(capsys) == {}
     versions = {"torch": "2.10.0", "triton": None, "torchao": "0.1", "wandb": None}
-    installed = installation._installed
+    installed = machine._installed
     monkeypatch.setattr(
-        installation,
+        machine,
         "_installed",
         lambda name: versions.get(name, installed(name)) if name in versions else installed(name),
     )
@@ -75,22 +76,22 @@ def test_a_package_outside_its_range_or_missing_is_a_problem_with_the_command_th
     assert found == {
         "torch": "2.10.0; expected <2.14,>=2.11 python -m pip install 'torch<2.14,>=2.11'",
         "triton": "not installed; expected >=3.6 python -m pip install 'triton>=3.6'",
-        "torchao": "0.1; expected ==0.18.0 python -m pip install -e '.[torchao]'",
+        "torchao": "0.1; expected ==0.18.0 python -m pip install 'torchao==0.18.0'",
     }
 
 
 def test_requirements_come_from_the_installed_package_if_there_is_no_checkout(capsys, monkeypatch, only):
     only("versions")
-    monkeypatch.setattr(installation, "PYPROJECT", Path("missing.toml"))
+    monkeypatch.setattr(machine, "PYPROJECT", Path("missing.toml"))
     assert problems(capsys) == {}
 
 
 def test_a_vendors_build_before_a_release_counts_as_the_release(monkeypatch):
-    python, requirements = installation._requirements()
+    python, requirements = machine._requirements()
     torch_range = next(r.specifier for r in requirements if r.name == "torch")
-    assert installation._compare("torch", "2.11.0a0+nv26.1", torch_range, "").ok
-    assert not installation._compare("torch", "2.14.0", torch_range, "").ok
-    assert not installation._compare("python", "3.10.4", python, "").ok
+    assert machine._compare("torch", "2.11.0a0+nv26.1", torch_range, "").ok
+    assert not machine._compare("torch", "2.14.0", torch_range, "").ok
+    assert not machine._compare("python", "3.10.4", python, "").ok
 
 
 def test_limits_of_the_machine_are_problems(capsys, monkeypatch, only):
@@ -123,8 +124,8 @@ def test_a_check_that_raises_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
-    assert "✗ broken failed with RuntimeError: two" in captured.out
-    assert "✗ lost cannot be checked: No module named" in captured.out
+    assert re.search("✗ broken +failed with RuntimeError: two", captured.out)
+    assert re.search("✗ lost +cannot be checked: No module named", captured.out)
     assert "2 problems" in captured.out
     assert "Traceback" not in captured.out + captured.err
 
@@ -158,7 +159,6 @@ def test_settings_without_a_configuration_are_wrong_usage(capsys):
         (["data.tokenizer=nowhere"], "tokenizer", "nowhere"),
         (["loss.options.clip=1"], "components", "unknown option 'clip'"),
         (["model.flavor=9B"], "model", "unknown flavor of qwen3 '9B'"),
-        (["model.attention=flex"], "backends", "needs a CUDA device"),
         (["model.flavor=null", "model.hf_path=snapshot"], "model", "missing tensors"),
         (["model.flavor=null", "model.hf_path=nowhere"], "model", "no such folder"),
         (["folder=bad.jsonl/run"], "folder", "bad.jsonl is not a writable folder"),
@@ -243,7 +243,6 @@ def test_a_gpu_that_is_in_use_or_too_old_is_a_problem(capsys, monkeypatch, only)
         for i, (name, major, minor) in enumerate(names)
     ]
     free = [140e9, 20e9, 30e9]
-    rows = {"gpu": [["580.1"]] * 3, "compute-apps": [["GPU-u1", "77", "120000"]]}
     fakes = {
         "is_available": lambda: True,
         "device_count": lambda: 3,
@@ -253,37 +252,9 @@ def test_a_gpu_that_is_in_use_or_too_old_is_a_problem(capsys, monkeypatch, only)
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(gpus.dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(gpus, "_nvidia_smi", lambda kind, fields: rows[kind])
-    monkeypatch.setattr(gpus, "all_reduce", lambda n: gpus.Finding("all-reduce", f"{n} ranks"))
+    monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: True)
     found = problems(capsys)
     assert set(found) == {"GPU 1", "GPU 2"}
-    assert "used by processes 77 (120000 MiB)" in found["GPU 1"]
+    assert "18.6 GiB free of 131.3 GiB" in found["GPU 1"]
     assert "CUDA_VISIBLE_DEVICES" in found["GPU 1"]
     assert "bfloat16 needs 8.0" in found["GPU 2"]
-
-
-@pytest.mark.slow
-def test_ranks_exchange_tensors_as_in_training_and_a_hang_ends(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    sound = gpus.all_reduce(2)
-    assert sound.ok, sound
-    assert "2 ranks" in sound.value
-    monkeypatch.setattr(gpus, "TIMEOUT_S", 0.2)
-    hung = gpus.all_reduce(2)
-    assert hung.ok is False
-    assert "no answer for 0.2 s" in hung.value
-    assert "NCCL_DEBUG=INFO" in hung.fix
-
-
-def test_recurrent_layers_of_transformers_have_a_backend(capsys, tmp_path, only):
-    only("configuration")
-    sizes = {"vocab_size": 512, "max_position_embeddings": 32_768}  # for the demo
-    hf_family("qwen3_5_text", **sizes).save_pretrained(tmp_path / "snapshot")
-    settings = [
-        "model.flavor=null",
-        f"model.hf_path={tmp_path}/snapshot",
-        "model.implementation=transformers",
-    ]
-    assert main(["doctor", "--config", DEMO, *settings]) == 0
-    assert "reference and reference" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from titan_tree.engine.preparation import StepPreparer
 from titan_tree.run import build
 from titan_tree.tree import costs as rates
 from titan_tree.tree.costs import tree_sizes
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 DEMO, DEMO_MOE = str(CONFIGS / "demo.toml"), str(CONFIGS / "demo_qwen3_moe.toml")
@@ -117,7 +117,7 @@ def test_the_steps_are_those_of_training(is_balanced, share):
             assert (own.counts, own.chain_tokens) == (counts, expected.chain_peak)
             batches = [batch for partitions in expected.micro_batches for batch in partitions]
             for each, batch in zip(own.runs, batches, strict=True):
-                shares = [len(Share(r, share).of(batch).edge_label) for r in range(share)]
+                shares = [len(TokenShard(r, share).of(batch).edge_label) for r in range(share)]
                 assert each.edges == max(shares)  # of the GPU with the most
             if share == 1:
                 flops = sum(

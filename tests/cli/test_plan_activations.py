@@ -21,15 +21,14 @@ from titan_tree.components.tree_attention import operator, plan
 from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.distributed.sequence_parallel import HeadExchange, shard_sequence
+from titan_tree.distributed.sequence_parallel import AllToAllExchange, shard_sequence
 from titan_tree.models.block import LayerOutput
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 # Allocates what the kernels of attention write, and computes nothing.
@@ -157,7 +156,7 @@ def compare_peak(group: dist.ProcessGroup) -> None:
     """Compares the memory that the exchange of a layer needs in its backward pass, besides its input."""
     tokens = 4096
     tensors = [torch.zeros(tokens, n, 32, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)]
-    results = HeadExchange(group.group_name, Share(group.rank(), 2)).to_heads(tensors, 2 * tokens)
+    results = AllToAllExchange(group.group_name, TokenShard(group.rank(), 2)).to_heads(tensors, 2 * tokens)
     gradients = list(map(torch.ones_like, results))
     peak = max(accumulate(memory_events(lambda: torch.autograd.grad(results, tensors, gradients))))
     computed = memory_of(model_of("qwen3"), 2, parallel__sequence_parallel=2).head_exchange()

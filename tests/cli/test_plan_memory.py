@@ -16,7 +16,7 @@ from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, 
 from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import shard_sizes
 from titan_tree.engine.step_io import NO_COUNTS
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.paths import TokenPath

@@ -74,7 +74,7 @@ def check_plan(plan: PartitionPlan, max_tokens: int, max_chain_tokens: int) -> N
         chain.append(number)
         assert sum(len(plan.partitions[i]) for i in chain) == plan.chain_tokens[number] <= max_chain_tokens
 
-        own = set(partition.own.tolist())
+        own = set(partition.own_tokens.tolist())
         assert set(partition.keys.tolist()) == own.union(*(above[token] for token in own))
         readable = plan.partitions[partition.parent].keys.tolist() if partition.parent >= 0 else []
         assert set(partition.context.tolist()) <= set(readable) - own
@@ -85,8 +85,8 @@ def check_plan(plan: PartitionPlan, max_tokens: int, max_chain_tokens: int) -> N
             # The right copies, from the root down, each once.
             assert partition.keys[visible].tolist() == above[partition.keys[column]]
         assert len(partition.scores) == len(partition)
-        np.add.at(runs, partition.own, 1)
-        np.add.at(scored, partition.own[partition.scores], 1)
+        np.add.at(runs, partition.own_tokens, 1)
+        np.add.at(scored, partition.own_tokens[partition.scores], 1)
     assert runs.min() >= 1
     assert np.all(scored == 1)
     if plan.strategy in ("none", "redundancy_free"):

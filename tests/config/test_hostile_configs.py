@@ -73,11 +73,7 @@ FILES = {  # name -> content, and words of the error
         f"{GOOD}[model.overrides]\n'{SECRET}' = 1",
         "model.overrides: expected a literal",
     ),
-    "the marker of missing": (
-        GOOD.replace("outputs/x", "???"),
-        "folder: expected a literal value without '???'",
-    ),
-    "missing files": (GOOD.replace("demo", "???"), "data.files: expected a literal value without '???'"),
+    "missing files": (GOOD.replace("demo", "???"), "missing, without a default: data.files"),
     "missing numbers": (f"{GOOD}[training]\nsteps = '???'", "training.steps: expected an integer, got '???'"),
     "a number of files": (GOOD.replace('"demo"', "3"), "data.files: expected a path or a non-empty list"),
     "a table of files": (
@@ -103,6 +99,7 @@ FILES = {  # name -> content, and words of the error
     "flavor and snapshot": (GOOD.replace("[data]", "hf_path = 'x'\n[data]"), "model.flavor=null"),
     "no key": (f'{GOOD}"" = 1', "unknown key 'data.'; the keys of [data] are files, weights"),
     "a table with a dot": (f'{GOOD}["a.b"]\nc = 1', "unknown key 'a.b'; the tables are model, data"),
+    "a quoted key with a dot": (f"'model.name' = 'qwen3'\n{GOOD}", "unknown key 'model.name'"),
     "a key of another table": (f"{GOOD}[optimizer]\nsteps = 3", "did you mean 'training.steps'?"),
     "a key of two tables": (f"seed = 3\n{GOOD}", "did you mean 'data.seed' or 'training.seed'?"),
     "a key like no other": (
@@ -150,7 +147,7 @@ ARGUMENTS = {  # argument -> words of the error
     f"folder={SECRET}": "folder: expected a literal value without '${'",
     'folder="\\x24{oc.env:SECRET}"': "folder: expected a literal value without '${'",
     "folder=${": "folder: expected a literal value without '${'",
-    "training=???": "training: expected a literal value without '???'",
+    "training=???": "training: expected a table, got '???'",
     "folder=\udcff": "folder: expected Unicode text",
     "folder=a: b": "folder: expected a string, got {'a': 'b'}",
 }

@@ -46,7 +46,10 @@ TOKEN_FORMATS: dict[str, tuple[Callable[[Groups], Any], Write]] = {
 
 
 def main() -> int:
-    tokenizer = TreeTokenizer.from_tiktoken(REAL_DATA / "qwen.tiktoken.gz")
+    vocabulary = REAL_DATA / "qwen.tiktoken.gz"
+    if not vocabulary.exists():
+        raise SystemExit(f"{vocabulary}: no such file; this script needs the rollouts of {REAL_DATA}")
+    tokenizer = TreeTokenizer.from_tiktoken(vocabulary)
     failed = 0
     for name in ("tau_airline", "toolbench_dfsdt", "webdancer_think"):
         tasks = formats.real_tasks(name)

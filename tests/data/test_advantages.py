@@ -12,7 +12,7 @@ from tests.support.datasets import sample_reader
 from titan_tree.cli import main
 from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.registry import ADVANTAGES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath

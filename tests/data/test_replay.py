@@ -16,7 +16,7 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.data.packing import merged_trees
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.paths import ExpertSizes, ModelLimits
 
 
@@ -35,7 +35,7 @@ def test_packed_trees_fit_and_have_the_records_of_their_paths(mode):
             places = [int(path.id) for path in tree.paths]
             assert places == sorted(places)  # so "first" means first in the file
             for i, want in enumerate(expected_records(tree.paths, mode)[0]):
-                got = tree.records.experts[tree.indices_of(i)]
+                got = tree.routed_experts.experts[tree.indices_of(i)]
                 assert np.array_equal(np.sort(got), np.sort(want))
 
 

@@ -27,9 +27,9 @@ def test_a_tree_keeps_its_records(replay: Replay) -> None:
     ]
     tree = TokenTree.from_paths(paths, replay)
     copy = tree_from_bytes(tree_to_bytes(tree))
-    assert (copy.records is None) == (tree.records is None) == (replay == "off")
-    if copy.records is not None and tree.records is not None:
-        np.testing.assert_array_equal(copy.records.experts, tree.records.experts)
-        assert copy.records[1:] == tree.records[1:]
-        assert tree.records.num_disagreeing
+    assert (copy.routed_experts is None) == (tree.routed_experts is None) == (replay == "off")
+    if copy.routed_experts is not None and tree.routed_experts is not None:
+        np.testing.assert_array_equal(copy.routed_experts.experts, tree.routed_experts.experts)
+        assert copy.routed_experts[1:] == tree.routed_experts[1:]
+        assert tree.routed_experts.num_disagreeing
     assert_same_tree(copy, tree)

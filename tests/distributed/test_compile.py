@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import keep_compiled, parallelize
 from titan_tree.distributed.titan import TreeSelectiveAC
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

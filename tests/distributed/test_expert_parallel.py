@@ -30,9 +30,8 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath

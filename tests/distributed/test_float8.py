@@ -27,9 +27,9 @@ from titan_tree.distributed import ao
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine import activations
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.layers import Linear
 from titan_tree.models.pretrained import load_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 
 

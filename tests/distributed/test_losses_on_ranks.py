@@ -20,8 +20,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.data.advantages import advantages
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.registry import ADVANTAGES, LOSSES
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

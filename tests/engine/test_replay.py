@@ -22,7 +22,7 @@ from tests.support.partitions import RandomCuts, in_partitions
 from tests.support.records import LAYERS, MODES, TOP_K, expected_records, with_records
 from titan_tree.components.moe import MoE
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -67,7 +67,7 @@ def test_replaying_the_models_own_experts_changes_no_bit(max_tokens):
     groups = [
         [dataclasses.replace(p, routed_experts=x.numpy()) for p, x in zip(groups[0], experts, strict=True)]
     ]
-    assert TokenTree.from_paths(groups[0], "first").records.num_disagreeing == 0
+    assert TokenTree.from_paths(groups[0], "first").routed_experts.num_disagreeing == 0
     own = in_one_pass(model, groups)
     for mode in MODES:
         got = in_one_pass(model, groups, replay=mode)

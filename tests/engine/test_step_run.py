@@ -6,7 +6,7 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.step_run import Pass, plan_passes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -20,7 +20,7 @@ from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from titan_tree.models.random_weights import ElementDraws, log
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
+from titan_tree.models.weights import ElementDraws, log
 
 pytestmark = pytest.mark.gpu
 

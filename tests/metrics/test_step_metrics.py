@@ -26,8 +26,8 @@ COUNTS = StepCounts(
     forwards=3,
     gateway_bytes=2**29,
     flops=6e12,
-    replayed_rows=0,
-    disagreeing_rows=0,
+    replayed_token_layers=0,
+    disagreeing_token_layers=0,
 )
 RESULT = StepResult(
     loss=torch.tensor(0.5),
@@ -83,7 +83,7 @@ def test_validation_adds_its_values() -> None:
 
 
 def test_a_step_that_replays_experts_reports_the_share_on_which_paths_disagree() -> None:
-    counts = dataclasses.replace(COUNTS, replayed_rows=8, disagreeing_rows=2)
+    counts = dataclasses.replace(COUNTS, replayed_token_layers=8, disagreeing_token_layers=2)
     report = dataclasses.replace(REPORT, result=dataclasses.replace(RESULT, counts=counts))
     names = list(values := step_values(report))
     assert names[names.index("step_s") :] == [

@@ -14,7 +14,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.hf import load as module
 from titan_tree.models.hf import model_from_config, read_weights
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.models.shards import whole_weights
+from titan_tree.models.weights import whole_weights
 
 
 def write_fused(hf, folder):

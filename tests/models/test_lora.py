@@ -23,10 +23,10 @@ from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import adaptable, add_lora, init_lora
-from titan_tree.models.registry import build_model
-from titan_tree.models.shards import whole_weights
 from titan_tree.models.transformers import TransformersModel
+from titan_tree.models.weights import whole_weights
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

@@ -11,11 +11,10 @@ from titan_tree.config.checks import positive_int, required
 from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
-from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import MLP, RMSNorm
 from titan_tree.models.pretrained import load_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.registry import MODELS
 
 

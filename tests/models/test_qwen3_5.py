@@ -23,8 +23,8 @@ from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.qwen3_5 import Qwen35, Qwen35Config
-from titan_tree.models.registry import build_model
 from titan_tree.tree.paths import TokenPath
 
 # transformers' recurrence, always in fp32, differs from float64 by this much.

@@ -24,10 +24,10 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.hf import model_from_config
 from titan_tree.models.hf.names import split_experts
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.tree.token_tree import TokenTree
 
 TOLERANCE = 2e-5  # transformers' recurrence in fp32 differs from float64 by this

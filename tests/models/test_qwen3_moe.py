@@ -27,7 +27,7 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import build_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

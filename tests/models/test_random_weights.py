@@ -6,10 +6,9 @@ from hashlib import blake2b
 import pytest
 import torch
 
-from titan_tree.models import random_weights
-from titan_tree.models.random_weights import ElementDraws, draw_weights
-from titan_tree.models.registry import build_model
-from titan_tree.models.shards import WeightShard
+from titan_tree.models import weights
+from titan_tree.models.decoder import build_model
+from titan_tree.models.weights import ElementDraws, WeightShard, draw_weights
 
 MASK = 2**64 - 1
 
@@ -95,7 +94,7 @@ def test_rows_names_and_seeds_are_independent():
 @pytest.mark.parametrize("chunk", [1, 7, 10**6])
 @pytest.mark.parametrize("shape", [(11,), (7, 5), (5, 6, 4), (6, 1, 4)])
 def test_a_box_is_drawn_as_the_whole_parameter(monkeypatch, shape, chunk):
-    monkeypatch.setattr(random_weights, "CHUNK", chunk)
+    monkeypatch.setattr(weights, "CHUNK", chunk)
 
     def normal(name, numbers):
         return numbers.normal(1.0)

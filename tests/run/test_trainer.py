@@ -23,8 +23,8 @@ from titan_tree.config import ModelConfig
 from titan_tree.distributed.titan import FullAC, SelectiveAC, TreeSelectiveAC
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.pretrained import load_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.scoring.score_trees import tree_logprobs

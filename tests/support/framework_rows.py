@@ -10,7 +10,7 @@ from tests.support.hf_families import VOCAB, hf_family
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.integrations.samples import make_trees, score_paths
+from titan_tree.integrations.frameworks import make_trees, score_paths
 from titan_tree.models.transformers import TransformersModel
 from titan_tree.tree.paths import TokenPath
 

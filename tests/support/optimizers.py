@@ -7,8 +7,7 @@ from torch import Tensor
 
 from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import Optimizers, build_optimizers
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
+from titan_tree.models.decoder import Decoder, build_model
 
 
 def model_and_optimizers(name: str, lr: float = 1e-2) -> tuple[Decoder, Optimizers]:

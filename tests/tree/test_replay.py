@@ -20,17 +20,17 @@ def test_records_of_a_tree_equal_those_of_plain_loops(seed, mode):
     paths = [random_recorded_path(tokens, draw, kinds=3) for tokens in random_token_lists(seed)]
     experts, num_rows, disagreeing = expected_records(paths, mode)
     tree = TokenTree.from_paths(paths, mode)
-    if tree.records is None:
+    if tree.routed_experts is None:
         assert num_rows == 0
         return
     for i, want in enumerate(experts):
-        got = tree.records.experts[tree.indices_of(i)]
+        got = tree.routed_experts.experts[tree.indices_of(i)]
         order = np.sort if mode == "split" else np.asarray  # equal sets may have any order
         assert np.array_equal(order(got), order(want))
         assert np.array_equal(tree.tokens[tree.indices_of(i)], paths[i].tokens)
-    assert (tree.records.num_rows, tree.records.num_disagreeing) == (num_rows, disagreeing)
+    assert tree.routed_experts[1:] == (num_rows, disagreeing)
     merged = TokenTree.from_paths(paths)
-    assert merged.records is None
+    assert merged.routed_experts is None
     if mode != "split":
         assert np.array_equal(tree.tokens, merged.tokens)
         assert np.array_equal(tree.path_index, merged.path_index)
@@ -49,10 +49,10 @@ def test_a_forest_concatenates_the_records_of_its_trees():
     draw = random.Random(1)
     with_some, without = random_recorded_path([1, 2, 3], draw), TokenPath([1, 2, 4])
     trees = [TokenTree.from_paths([path], "first") for path in (without, with_some)]
-    records = TokenTree.forest(trees).records
+    records = TokenTree.forest(trees).routed_experts
     assert (records.experts[:3] == -1).all()
     assert np.array_equal(records.experts[3:], with_some.routed_experts)
-    assert records.num_rows == trees[1].records.num_rows
+    assert records.num_token_layers == trees[1].routed_experts.num_token_layers
     other = TokenTree.from_paths([TokenPath([1], routed_experts=[[[0, 1]] * 3])], "first")
     with pytest.raises(UserError, match=r"experts of one model, got .* \(2, 2\) and \(3, 2\)"):
         TokenTree.forest([trees[1], other])

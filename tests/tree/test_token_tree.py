@@ -14,8 +14,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree, TreeStats
-from titan_tree.tree.trie import common_prefix, lexicographic_order
+from titan_tree.tree.token_tree import TokenTree, TreeStats, common_prefix, lexicographic_order
 
 HAND_MADE = {
     "one token": [[5]],

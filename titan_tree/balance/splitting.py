@@ -239,10 +239,10 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
     num_before = np.append(0, new_token + 1)
     indices = [tree.indices_of(number) for number in paths.tolist()]
     is_counted = bool(paths[0] == 0)
-    records = tree.records
-    if records is not None:
-        counts = records[1:] if is_counted else (0, 0)
-        records = type(records)(records.experts[is_kept], *counts)
+    recorded = tree.routed_experts
+    if recorded is not None:
+        counts = recorded[1:] if is_counted else (0, 0)
+        recorded = type(recorded)(recorded.experts[is_kept], *counts)
     return TokenTree(
         tokens=tree.tokens[is_kept],
         node_offsets=np.append(0, np.cumsum(tree.node_length[nodes], dtype=np.int32)).astype(np.int32),
@@ -254,7 +254,7 @@ def _piece(tree: TokenTree, start: int, stop: int, paths: np.ndarray) -> TokenTr
         path_node=new_node[tree.path_node[paths]],
         path_offsets=np.cumsum([0, *map(len, indices)]),
         path_index=new_token[np.concatenate(indices)],
-        records=records,
+        routed_experts=recorded,
         is_counted=is_counted,
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from titan_tree.errors import UserError
+from titan_tree.registry import unknown_name
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
@@ -23,6 +24,12 @@ VERBS = {  # name -> summary; a verb's module is imported only when the verb run
     "plan": "estimate the memory and the time of a run before it starts",
     "doctor": "check the installation, the machine and a configuration, and say how to fix problems",
 }
+EXAMPLES = """examples:
+  titan-tree inspect demo
+  titan-tree ingest rollouts.jsonl rollouts.store --tokenizer /models/Qwen3-1.7B
+  titan-tree score rollouts.jsonl scored.jsonl --model /models/Qwen3-1.7B
+  titan-tree plan train_configs/qwen3_8b.toml --gpus 8
+  titan-tree doctor --config train_configs/demo.toml"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     1 means that stdout was closed or, from ``doctor``, that there are problems.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv[0] if argv else None).parse_args(argv)
+    verb = argv[0] if argv else None
+    parser = _parser(verb)
+    if verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if verb not in VERBS and not verb.startswith("-"):
+        parser.error(str(unknown_name("verb", verb, VERBS)))
+    args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -50,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(verb: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
-    parser = argparse.ArgumentParser(prog="titan-tree", description="Tools of titan_tree.")
+    raw = argparse.RawDescriptionHelpFormatter
+    description = "Tools of titan_tree."
+    parser = argparse.ArgumentParser(
+        "titan-tree", description=description, epilog=EXAMPLES, formatter_class=raw
+    )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
-        raw = argparse.RawDescriptionHelpFormatter
         verb_parser = verbs.add_parser(name, help=summary, formatter_class=raw)
         if name == verb:
             module = import_module(f"{__name__}.{name}")

@@ -16,14 +16,13 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from titan_tree.errors import UserError, shorten
 
 T = TypeVar("T")
 
-MISSING = "???"  # the value of a required key until the user sets it; omegaconf uses the same marker
+MISSING = "???"  # the value of a required key until the user sets it
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Checked:
                     raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {shorten(value)}")
 
 
-@cache
 def checks_of(table: type) -> dict[str, tuple[Check, ...]]:
     """Returns the checks of every field of a dataclass, by the field's name."""
     hints = get_type_hints(table)

@@ -30,7 +30,7 @@ WORKERS = check(
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataConfig(Checked, table="data"):
     """Data files, and how their samples become token trees and micro-batches."""
 
@@ -71,21 +71,22 @@ class DataConfig(Checked, table="data"):
     seed: int = 0  # Seed of the shuffling.
     # Processes per rank that make the inputs of steps ahead of training. 0 uses a thread of the training
     # process. "auto" chooses up to 4 on a GPU, and 0 on a CPU.
-    workers: Any = setting("auto", WORKERS)
+    workers: int | str = setting("auto", WORKERS)
 
     def __post_init__(self) -> None:
         if isinstance(self.files, str) and self.files != MISSING:
             self.files = [self.files]
         super().__post_init__()
-        require(
-            self.weights is None or len(self.weights) == len(self.files),
-            "data.weights",
-            f"one weight for each of the {len(self.files)} entries of data.files",
-            self.weights,
-        )
+        if self.weights is not None:
+            require(
+                len(self.weights) == len(self.files),
+                "data.weights",
+                f"one weight for each of the {len(self.files)} entries of data.files",
+                self.weights,
+            )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PartitionConfig(Checked, table="partition"):
     """How TreePartitioner splits trees above ``data.max_tokens``, and where activations are stored."""
 
@@ -114,7 +115,7 @@ class PartitionConfig(Checked, table="partition"):
             )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ValidationConfig(Checked, table="validation"):
     """Held-out files to score during training. The keys of [data] apply to them, except ``files``."""
 

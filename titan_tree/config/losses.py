@@ -39,7 +39,7 @@ class CorrectionConfig(Checked, table="loss.correction"):
     estimator: Literal["ratio", "k2", "k3"] = "ratio"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LossConfig(Checked, table="loss"):
     """The loss that TreeLoss computes."""
 
@@ -63,7 +63,7 @@ class LossConfig(Checked, table="loss"):
             require(finite(value) is None, key, "a finite number", repr(value))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RouterLossConfig(Checked, table="router_loss"):
     """Auxiliary losses on the router of a mixture of experts (docs/routing.md). A coefficient of 0 is off."""
 
@@ -77,7 +77,7 @@ class RouterLossConfig(Checked, table="router_loss"):
     scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RouterBiasConfig(Checked, table="router_bias"):
     """A bias on the router's choice balances the experts, without a loss (docs/routing.md)."""
 

@@ -9,7 +9,7 @@ from titan_tree.config.checks import Checked, at_least, one_of, positive_number,
 from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, MODELS
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ModelConfig(Checked, table="model"):
     """The model. Set either ``flavor`` (random weights) or ``hf_path`` (weights of a snapshot)."""
 
@@ -24,7 +24,7 @@ class ModelConfig(Checked, table="model"):
     overrides: dict[str, Any] = setting({})  # Sizes that replace those of the flavor.
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoRAConfig(Checked, table="lora"):
     """Low-rank updates of frozen weights (docs/lora.md). Set either ``rank`` or ``adapter``, or neither."""
 

@@ -8,7 +8,7 @@ from titan_tree.config.checks import Checked, at_least, check, greater_than, lis
 from titan_tree.registry import LOGGERS
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CheckpointConfig(Checked, table="checkpoint"):
     """When checkpoints are written, and where (docs/reliability.md)."""
 
@@ -40,7 +40,7 @@ class CheckpointConfig(Checked, table="checkpoint"):
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MetricsConfig(Checked, table="metrics"):
     """How the values of a step are recorded (docs/metrics.md). Loggers write into the run's folder."""
 
@@ -52,7 +52,7 @@ class MetricsConfig(Checked, table="metrics"):
     )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ProfilerConfig(Checked, table="profiler"):
     """Traces of the torch profiler."""
 

@@ -26,7 +26,7 @@ OF_FILES = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RLDataConfig(DataConfig, table="data"):
     """The table [data] for tasks of an environment. A group is a task with all its rollouts."""
 
@@ -44,7 +44,7 @@ class RLDataConfig(DataConfig, table="data"):
             require(got == expected, f"data.{name}", f"no value, because {reason}", got)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ServerConfig(Checked, table="rl.server"):
     """A server that samples the rollouts with copies of the trained weights (docs/rl.md)."""
 
@@ -71,7 +71,7 @@ class ServerConfig(Checked, table="rl.server"):
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RLConfig(Checked, table="rl"):
     """How rollouts are sampled in each step, and what they are worth."""
 
@@ -93,7 +93,7 @@ class RLConfig(Checked, table="rl"):
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WarmStartConfig(Checked, table="warm_start"):
     """Supervised training on the environment's demonstrations, until sampled rollouts reach a mean reward."""
 
@@ -105,7 +105,7 @@ class WarmStartConfig(Checked, table="warm_start"):
     tasks: int = setting(16, at_least(1))  # Tasks per step.
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RLRunConfig(Config):
     """All tables of a configuration for ``python -m titan_tree.rl``."""
 

@@ -18,7 +18,7 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
     require(warmup_steps <= steps, "lr_scheduler.warmup_steps", expected, warmup_steps)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config:
     """All tables of a configuration. Rules that involve several tables are checked here."""
 

@@ -23,7 +23,7 @@ BETAS = check(
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingConfig(Checked, table="training"):
     """Length, precision and memory use of the run."""
 
@@ -59,7 +59,7 @@ class TrainingConfig(Checked, table="training"):
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OptimizerConfig(Checked, table="optimizer"):
     """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
 
@@ -74,7 +74,7 @@ class OptimizerConfig(Checked, table="optimizer"):
     max_grad_norm: float = setting(1.0, greater_than(0))  # Maximum of the global 2-norm. inf: no clipping.
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LRSchedulerConfig(Checked, table="lr_scheduler"):
     """Linear warm-up, then decay until the end of the run."""
 
@@ -83,7 +83,7 @@ class LRSchedulerConfig(Checked, table="lr_scheduler"):
     min_lr_factor: float = setting(0.0, between(0, 1))  # Final learning rate as a fraction of optimizer.lr.
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ParallelConfig(Checked, table="parallel"):
     """How ranks share the work (docs/parallelism.md). These keys do not change results.
 

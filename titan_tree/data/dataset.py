@@ -21,7 +21,7 @@ from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_t
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.routed_experts import has_records
+from titan_tree.tree.routed_experts import has_experts
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class TreeDataset:
         if self._warned_about_records:
             return
         is_used = self.config.replay != "off"
-        odd = next((path for path in paths if has_records(path) != is_used), None)
+        odd = next((path for path in paths if has_experts(path) != is_used), None)
         if odd is None:
             return
         self._warned_about_records = True

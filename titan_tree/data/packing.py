@@ -9,9 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.routed_experts import Replay, has_records, split_keys
-from titan_tree.tree.token_tree import TokenTree
-from titan_tree.tree.trie import common_prefix, lexicographic_order
+from titan_tree.tree.routed_experts import Replay, has_experts, split_keys
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 T = TypeVar("T")
 MicroBatches = list[list[TokenTree]]
@@ -49,7 +48,7 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "
     ``max_tokens`` becomes a tree of its own.
     """
     runs: list[list[int]] = []
-    splits = replay == "split" and any(map(has_records, paths))
+    splits = replay == "split" and any(map(has_experts, paths))
     keys = split_keys(paths) if splits else [path.tokens for path in paths]
     size, previous = 0, np.empty(0, np.int32)
     for p in lexicographic_order(keys):

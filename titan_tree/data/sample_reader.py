@@ -35,7 +35,7 @@ from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
 from titan_tree.errors import UserError, errors_at
 from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
-from titan_tree.tree.routed_experts import Replay, has_records
+from titan_tree.tree.routed_experts import Replay, has_experts
 from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SampleReader(DataFiles):
         """
         replay = self.config.replay if replay is None else replay
         tree = self._stored_tree(group)
-        if tree is not None and (replay == "off" or not any(map(has_records, tree.paths))):
+        if tree is not None and (replay == "off" or not any(map(has_experts, tree.paths))):
             return tree
         return TokenTree.from_paths(self.paths(group) if tree is None else tree.paths, replay)
 

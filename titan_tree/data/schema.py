@@ -8,43 +8,8 @@ missing, and ... stands for the fields that all samples can have:
      "routed_experts"?, ...}                                            token ids
     {"trajectories": [samples of either kind], "tools"?, "turns"?, ...} a task
 
-Fields of samples. A task passes those marked * on to trajectories that do not set their own:
-
-- ``id``: a name for error messages and reports.
-- ``group_id``: adjacent records with the same value form one group. A record without it is its own group.
-  Trajectories have none, because their task is one group.
-- ``rollout_id``: samples of one group with the same value are one rollout, see ``TokenPath.rollout_tokens``.
-  By default, each record and each trajectory is a rollout: all turns of a conversation belong to it. Equal
-  values in different groups are different rollouts. Not on tasks.
-- ``weight`` *, ``advantage`` *, ``temperature`` *, ``policy_version`` *: see ``TokenPath``.
-- ``preference``, such as "chosen", and ``pair``, the pair's name within its group; see ``TokenPath``. A
-  sample with a preference is one path: set ``turns`` of conversations with several turns. Not on tasks.
-- ``reward``: read unless data.advantage = "given" (data/advantages.py). Not on tasks.
-
-Fields of conversations. A task passes both on to its conversations:
-
-- ``tools``: JSON schemas of the tools.
-- ``turns``: which turns become samples, "each", "last" or "whole", see ``TreeTokenizer.samples``. It
-  overrides data.sample.turns. Use "last" if the messages are a request and its response, so that earlier
-  turns are the answers to other requests.
-
-Fields of token ids; entry t of each list belongs to ``tokens[t]``:
-
-- ``loss_mask``: numbers >= 0, usually 0 and 1.
-- ``old_logprobs``, ``ref_logprobs``, ``rollout_logprobs``: numbers, or null for tokens with loss mask 0 that
-  were not scored. Lists that start at the second token have other names: entry t of
-  ``shifted_old_logprobs``, ``shifted_ref_logprobs`` and ``shifted_rollout_logprobs`` belongs to
-  ``tokens[t + 1]``.
-- ``advantage`` and ``policy_version`` may be lists, too. A version is null or -1 for tokens with loss mask 0
-  that were not sampled.
-- ``routed_experts``: the experts that the sampling engine chose, see ``TokenPath``. A nested list [tokens]
-  [MoE layers][experts per token], or a string: the same integers as ``numpy.save`` writes them, in base64.
-  Trailing tokens may be missing, such as the last one, which no engine reads.
-
-Messages have the fields that ``normalize_messages`` describes, those that the chat template reads, and
-``weight`` on assistant messages: 0 keeps the turn as context and makes no sample of it.
-
-Any other field is an error, unless it is one of ``BOOKKEEPING`` or data.ignore_fields lists it.
+docs/fields.md describes all fields. Any other field is an error, unless it is one of ``BOOKKEEPING`` or
+data.ignore_fields lists it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.routed_experts import Records
+from titan_tree.tree.routed_experts import RoutedExperts
 from titan_tree.tree.token_tree import TokenTree
 
 TREE_ARRAYS = (
@@ -50,8 +50,8 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
         name: _encode(name, [getattr(path, name) for path in tree.paths], arrays) for name in PATH_FIELDS
     }
     counts: list[int] = []
-    if tree.records is not None:
-        arrays["records"], *counts = tree.records
+    if tree.routed_experts is not None:
+        arrays["records"], *counts = tree.routed_experts
     places, offset = {}, 0
     for name, array in arrays.items():
         places[name] = [array.dtype.str, array.shape, offset]
@@ -72,9 +72,10 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     values = memoryview(content)[aligned(8 + length) :]
     arrays = {name: _array(values, place) for name, place in description["arrays"].items()}
     tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
-    tree["is_counted"] = not description.get("is_rest", False)  # older token stores do not have it
+    # Token stores before 2026-11-23 do not have "is_rest".
+    tree["is_counted"] = not description.get("is_rest", False)
     if counts := description.get("records"):
-        tree["records"] = Records(arrays.pop("records"), *counts)
+        tree["routed_experts"] = RoutedExperts(arrays.pop("records"), *counts)
     path_index, path_offsets = _path_index(tree)
     flat = tree["tokens"][path_index]
     fields = {"tokens": np.split(flat, path_offsets[1:-1])}

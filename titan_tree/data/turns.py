@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.trie import lexicographic_trie
+from titan_tree.tree.token_tree import lexicographic_trie
 
 
 class Turn(NamedTuple):

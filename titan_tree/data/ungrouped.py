@@ -6,8 +6,7 @@ import numpy as np
 
 from titan_tree.data.groups import Group
 from titan_tree.data.token_store import STORED
-from titan_tree.tree.token_tree import TokenTree
-from titan_tree.tree.trie import common_prefix, lexicographic_order
+from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
 
 MAX_TOKENS = 1 << 24  # of the paths that are held for the comparison, 64 MB; later lines are left out
 MIN_SAVED = 0.05  # share of tokens; lines of unrelated tasks may still begin with the same header

@@ -34,8 +34,8 @@ from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.shards import WeightShard, WeightShards
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import WeightShard, WeightShards
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
 

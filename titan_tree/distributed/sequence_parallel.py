@@ -28,7 +28,7 @@ from torch import Tensor
 from titan_tree.distributed.collectives import named_group
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 
 def check_heads(model: Decoder, num_ranks: int) -> None:
@@ -46,11 +46,11 @@ def check_heads(model: Decoder, num_ranks: int) -> None:
 def shard_sequence(model: Decoder, group: dist.ProcessGroup) -> None:
     """Makes the adjacent ranks of ``group`` share the tokens and heads of every batch, in place."""
     for block in model.blocks:
-        block.mixer.exchange = HeadExchange(group.group_name, Share(group.rank(), group.size()))
+        block.mixer.exchange = AllToAllExchange(group.group_name, TokenShard(group.rank(), group.size()))
     model.sequence_group = group
 
 
-class HeadExchange:
+class AllToAllExchange:
     """Exchanges tokens for heads within a group of ranks. It implements the protocol of models/block.py.
 
     Args:
@@ -58,17 +58,17 @@ class HeadExchange:
         share: the share of this rank.
     """
 
-    def __init__(self, group: str, share: Share) -> None:
+    def __init__(self, group: str, share: TokenShard) -> None:
         self.group, self.share = group, share
 
-    def num_own(self, num_heads: int) -> int:
+    def num_local_heads(self, num_heads: int) -> int:
         """Returns how many of the heads a rank holds. Several ranks hold the same head if there are few."""
         return max(num_heads // self.share.num_ranks, 1)
 
-    def own(self, num_heads: int) -> slice:
+    def local_heads(self, num_heads: int) -> slice:
         """Returns the heads that this rank holds."""
         first = self.share.rank * num_heads // self.share.num_ranks
-        return slice(first, first + self.num_own(num_heads))
+        return slice(first, first + self.num_local_heads(num_heads))
 
     def to_heads(self, tensors: list[Tensor], num_tokens: int) -> list[Tensor]:
         """Exchanges the rank's tokens of all heads, [n, H, D] each, for all tokens of its heads. Collective.
@@ -76,21 +76,25 @@ class HeadExchange:
         Args:
             num_tokens: N.
         Returns:
-            [N, num_own(H), D] each.
+            [N, num_local_heads(H), D] each.
         """
         return to_heads(tensors, num_tokens, self.group)
 
-    def to_tokens(self, x: Tensor, num_own: int) -> Tensor:
-        """Returns [N, H / P, D] to the ranks of the tokens, as [n, H, D] with n = ``num_own``. Collective."""
-        (own,) = to_tokens([x], num_own, [x.shape[1] * self.share.num_ranks], self.group)
+    def to_tokens(self, x: Tensor, num_local_tokens: int) -> Tensor:
+        """Returns [N, H / P, D] to the ranks of the tokens, as [n, H, D]. Collective.
+
+        Args:
+            num_local_tokens: n.
+        """
+        (own,) = to_tokens([x], num_local_tokens, [x.shape[1] * self.share.num_ranks], self.group)
         return own
 
 
 @torch.library.custom_op("titan_tree::to_heads", mutates_args=())
 def to_heads(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
-    """Exchanges [n, H, D] for [N, h, D], see ``HeadExchange``. Copies heads if there are fewer than ranks."""
+    """Exchanges [n, H, D] for [N, h, D], see ``AllToAllExchange``. Copies heads if ranks outnumber them."""
     ranks = named_group(group)
-    size, received = ranks.size(), Share(num_ranks=ranks.size()).sizes(num_tokens)
+    size, received = ranks.size(), TokenShard(num_ranks=ranks.size()).sizes(num_tokens)
     result = []
     for x in tensors:
         copies = x.repeat_interleave(size // x.shape[1], dim=1) if x.shape[1] < size else x
@@ -102,15 +106,15 @@ def to_heads(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]
 
 
 @torch.library.custom_op("titan_tree::to_tokens", mutates_args=())
-def to_tokens(tensors: list[Tensor], num_own: int, num_heads: list[int], group: str) -> list[Tensor]:
+def to_tokens(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int], group: str) -> list[Tensor]:
     """Exchanges [N, h, D] for [n, H, D]. The transpose of ``to_heads``: it sums copies of the same head."""
     ranks = named_group(group)
     size, result = ranks.size(), []
     for x, heads in zip(tensors, num_heads, strict=True):
-        by_rank = x.new_empty(size * num_own, *x.shape[1:])
-        sent = Share(num_ranks=size).sizes(len(x))
-        dist.all_to_all_single(by_rank, x.contiguous(), [num_own] * size, sent, group=ranks)
-        own = by_rank.unflatten(0, (size, num_own)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
+        by_rank = x.new_empty(size * num_local_tokens, *x.shape[1:])
+        sent = TokenShard(num_ranks=size).sizes(len(x))
+        dist.all_to_all_single(by_rank, x.contiguous(), [num_local_tokens] * size, sent, group=ranks)
+        own = by_rank.unflatten(0, (size, num_local_tokens)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
         result.append(own.unflatten(1, (heads, -1)).sum(2) if heads < size else own.contiguous())
     return result
 
@@ -122,14 +126,14 @@ def _(tensors: list[Tensor], num_tokens: int, group: str) -> list[Tensor]:
 
 
 @to_tokens.register_fake
-def _(tensors: list[Tensor], num_own: int, num_heads: list[int], group: str) -> list[Tensor]:
+def _(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int], group: str) -> list[Tensor]:
     sizes = zip(tensors, num_heads, strict=True)
-    return [x.new_empty(num_own, heads, x.shape[2]) for x, heads in sizes]
+    return [x.new_empty(num_local_tokens, heads, x.shape[2]) for x, heads in sizes]
 
 
 def _setup_to_heads(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, _, ctx.group = inputs
-    ctx.num_own, ctx.num_heads = tensors[0].shape[0], [x.shape[1] for x in tensors]
+    ctx.num_local_tokens, ctx.num_heads = tensors[0].shape[0], [x.shape[1] for x in tensors]
 
 
 def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -138,7 +142,7 @@ def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) ->
 
 
 def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    return to_tokens(gradients, ctx.num_own, ctx.num_heads, ctx.group), None, None
+    return to_tokens(gradients, ctx.num_local_tokens, ctx.num_heads, ctx.group), None, None
 
 
 def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import WHOLE, Share
+from titan_tree.tree.token_shards import WHOLE, TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -38,7 +38,7 @@ class StepPreparer:
     needs_whole_paths: bool
     costs: ModelCosts
     partitioner: TreePartitioner | None = None
-    share: Share = WHOLE
+    share: TokenShard = WHOLE
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
@@ -47,7 +47,7 @@ class StepPreparer:
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
         all_batches = [batch for partitions in batches for batch in partitions]
-        recorded = [plan.tree.records for plan in plans if plan.tree.records is not None]
+        recorded = [plan.tree.routed_experts for plan in plans if plan.tree.routed_experts is not None]
         trees = [tree for trees in micro_batches for tree in trees]
         tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if tree.is_counted)
         distinct_tokens = sum(tree.counted_tokens for tree in trees)
@@ -66,8 +66,8 @@ class StepPreparer:
             forwards=len(all_batches),
             gateway_bytes=sum(map(self.costs.gateway_bytes, all_batches)),
             flops=sum(map(self.costs.training_flops, all_batches)),
-            replayed_rows=sum(records.num_rows for records in recorded),
-            disagreeing_rows=sum(records.num_disagreeing for records in recorded),
+            replayed_token_layers=sum(records.num_token_layers for records in recorded),
+            disagreeing_token_layers=sum(records.num_disagreeing for records in recorded),
         )
         unpartitioned = [
             TreeBatch.from_trees([plan.tree], edges="loss")

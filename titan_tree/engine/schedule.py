@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import WHOLE, Share
+from titan_tree.tree.token_shards import WHOLE, TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
@@ -36,7 +36,7 @@ def equal_schedule(
     lockstep: dist.ProcessGroup | None,
     *,
     min_micro_batches: int = 0,
-    share: Share = WHOLE,
+    share: TokenShard = WHOLE,
 ) -> list[list[TreeBatch]]:
     """Returns this rank's micro-batches with the dummy batches that other ranks' communication needs.
 
@@ -95,7 +95,7 @@ def positions(batches: Sequence[TreeBatch]) -> list[Position]:
     return result
 
 
-def dummy_batch(share: Share = WHOLE) -> TreeBatch:
+def dummy_batch(share: TokenShard = WHOLE) -> TreeBatch:
     """Returns a rank's share of a batch of two tokens per rank. None of its edges counts for a path.
 
     Its loss is 0, and it reads no gateway.

@@ -37,9 +37,9 @@ class StepCounts:
     forwards: int  # one per micro-batch, or one per partition of it
     gateway_bytes: int  # keys, values and states that partitions read from their ancestors
     flops: float  # the model's own operations, forward and backward, without recomputation
-    # A row is one token in one layer with experts (tree/routed_experts.py).
-    replayed_rows: int  # rows with recorded experts
-    disagreeing_rows: int  # those among them on which paths recorded different experts
+    # A token-layer is one token in one layer with experts (tree/routed_experts.py).
+    replayed_token_layers: int  # token-layers with recorded experts
+    disagreeing_token_layers: int  # those among them on which paths recorded different experts
 
     def __add__(self, other: StepCounts) -> StepCounts:
         return StepCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))

@@ -107,11 +107,11 @@ def replay_metrics(report: StepReport) -> dict[str, float]:
     Returns nothing if no path recorded experts (docs/routing.md).
     """
     counts = report.result.counts
-    if not counts.replayed_rows:
+    if not counts.replayed_token_layers:
         return {}
     return {
-        "replayed_rows": counts.replayed_rows,
-        "replay_disagreement": counts.disagreeing_rows / counts.replayed_rows,
+        "replayed_rows": counts.replayed_token_layers,
+        "replay_disagreement": counts.disagreeing_token_layers / counts.replayed_token_layers,
     }
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.models.block import Mixer
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import Linear, RMSNorm
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 
@@ -80,7 +79,7 @@ class Attention(Mixer):
     def empty_rows(self, x: Tensor) -> tuple[Tensor, ...]:
         num_heads = self.config.num_key_value_heads
         if self.exchange is not None:
-            num_heads = self.exchange.num_own(num_heads)
+            num_heads = self.exchange.num_local_heads(num_heads)
         return (x.new_zeros(PAD, 2, num_heads, self.config.head_dim),)
 
     def flops(self, num_tokens: int, num_pairs: int) -> int:

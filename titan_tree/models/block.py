@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from titan_tree.components.moe import MoE, Routing
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import MLP, RMSNorm
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import MLP, RMSNorm, Rope
 from titan_tree.tree.layout import TreeLayout
 
 
@@ -30,13 +29,13 @@ class HeadExchange(Protocol):
     distributed/sequence_parallel.py implements and documents it, so that models do not depend on ranks.
     """
 
-    def num_own(self, num_heads: int) -> int: ...
+    def num_local_heads(self, num_heads: int) -> int: ...
 
-    def own(self, num_heads: int) -> slice: ...
+    def local_heads(self, num_heads: int) -> slice: ...
 
     def to_heads(self, tensors: list[Tensor], num_tokens: int) -> list[Tensor]: ...
 
-    def to_tokens(self, x: Tensor, num_own: int) -> Tensor: ...
+    def to_tokens(self, x: Tensor, num_local_tokens: int) -> Tensor: ...
 
 
 class Mixer(nn.Module, ABC):

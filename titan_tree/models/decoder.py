@@ -5,10 +5,11 @@ N tokens, L layers with experts, k experts of a token.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,10 @@ from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.expert_blocks import ExpertInfo
-from titan_tree.models.layers import Linear, RMSNorm
-from titan_tree.models.random_weights import ElementDraws, draw_weights
-from titan_tree.models.rope import Rope
-from titan_tree.models.shards import WeightShards, whole_weights
+from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
-from titan_tree.registry import MODELS
+from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
+from titan_tree.registry import MODELS, unknown_name
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -178,3 +177,30 @@ class Decoder(TreeModel):
         Matrices are drawn from N(0, 0.02^2). Weights of norms are 1.
         """
         return draws.constant(1.0) if self.get_parameter(name).ndim == 1 else draws.normal(INIT_STD)
+
+
+def build_model(
+    name: str, flavor: str, attention: str = "auto", gdn: str = "auto", **overrides: Any
+) -> Decoder:
+    """Builds a model with fresh weights on the default device, which may be "meta".
+
+    Args:
+        name: a family, a key of ``titan_tree.registry.MODELS``.
+        flavor: a published size of that family, or "debug".
+        attention: backend of ``TreeAttention``.
+        gdn: backend of ``TreeGDN``.
+        overrides: fields of the model's config that differ from the flavor's.
+    Raises:
+        UserError: an unknown name, flavor, backend or field, or a value that the config refuses.
+    """
+    model_class = MODELS[name]
+    if flavor not in model_class.flavors:
+        raise unknown_name(f"flavor of {name}", flavor, model_class.flavors)
+    config = model_class.flavors[flavor]
+    fields = [field.name for field in dataclasses.fields(config)]
+    for field in overrides:
+        if field not in fields:
+            raise unknown_name(f"field of {name}'s config", field, fields)
+    model = model_class(dataclasses.replace(config, **overrides), attention, gdn)
+    model.init_weights()
+    return model

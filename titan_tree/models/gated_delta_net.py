@@ -17,8 +17,7 @@ from titan_tree.config.checks import positive_int, setting
 from titan_tree.errors import UserError
 from titan_tree.models.block import HeadExchange, Mixer
 from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import Linear, RMSNorm, at_least_fp32
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import Linear, RMSNorm, Rope, at_least_fp32
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 
@@ -108,10 +107,10 @@ class GatedDeltaNet(Mixer):
             sent = [*self._by_head(qkv, num_key_heads), torch.stack([b, a], -1)]
             *by_head, gates = self.exchange.to_heads(sent, layout.key_index.shape[0])
             qkv, (b, a) = torch.cat([part.flatten(1) for part in by_head], -1), gates.unbind(-1)
-            num_key_heads = self.exchange.num_own(num_key_heads)
-            own = self.exchange.own(c.linear_num_value_heads)
+            num_key_heads = self.exchange.num_local_heads(num_key_heads)
+            own = self.exchange.local_heads(c.linear_num_value_heads)
             conv, A_log, dt_bias = self._own_conv(self.exchange), A_log[own], dt_bias[own]
-        qkv, new_tails = tree_causal_conv1d(qkv, conv, layout, tails, layout.conv_plan)
+        qkv, new_tails = tree_causal_conv1d(qkv, conv, layout, tails, layout.conv_index)
         q, k, v = self._by_head(qkv, num_key_heads)
         g = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
         out, new_states = self.gdn(q, k, v, g, torch.sigmoid(b), layout, states)
@@ -127,7 +126,7 @@ class GatedDeltaNet(Mixer):
         """Returns the rows of the convolution's weight that belong to this rank's heads."""
         weight = self.conv1d.weight[:, 0].T
         by_head = self._by_head(weight, self.config.linear_num_key_heads)  # [W, heads, K or V] each
-        return torch.cat([part[:, exchange.own(part.shape[1])].flatten(1) for part in by_head], 1).T
+        return torch.cat([part[:, exchange.local_heads(part.shape[1])].flatten(1) for part in by_head], 1).T
 
     def _by_head(self, channels: Tensor, num_key_heads: int) -> list[Tensor]:
         """Splits the channels of queries, keys and values, [..., 2 H K + G V], into [..., heads, K or V]."""
@@ -140,7 +139,7 @@ class GatedDeltaNet(Mixer):
         c = self.config
         H, G = c.linear_num_key_heads, c.linear_num_value_heads
         if self.exchange is not None:
-            H, G = map(self.exchange.num_own, (H, G))
+            H, G = map(self.exchange.num_local_heads, (H, G))
         K, V = c.linear_key_head_dim, c.linear_value_head_dim
         state, tail = (G, K, V), (c.linear_conv_kernel_dim - 1, 2 * H * K + G * V)
         return x.new_zeros(PAD, *state, dtype=at_least_fp32(x)), x.new_zeros(PAD, *tail)

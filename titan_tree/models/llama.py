@@ -18,8 +18,7 @@ from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.models.layers import MLP, RMSNorm
-from titan_tree.models.rope import Rope
+from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

@@ -18,8 +18,8 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.save import MAX_SHARD_BYTES, all_or_nothing, copied_files
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json
 from titan_tree.models.lora.adapters import merge
-from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import WeightShards, whole_weights
 from titan_tree.registry import MODELS
 
 Implementation = Literal["auto", "native", "transformers"]

@@ -28,7 +28,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import INIT_STD
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
-from titan_tree.models.random_weights import ElementDraws, log
+from titan_tree.models.weights import ElementDraws, log
 from titan_tree.tree.layout import TreeLayout
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -153,7 +153,7 @@ class Hybrid(Decoder):
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         plan = prepare_conv(layout, self.config.linear_conv_kernel_dim)
-        return dataclasses.replace(super().prepare(layout), conv_plan=plan)
+        return dataclasses.replace(super().prepare(layout), conv_index=plan)
 
     def unpack(self, name: str, tensor: Tensor) -> list[Tensor]:
         c = self.config

@@ -28,7 +28,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 
 class ModelOutput(NamedTuple):
@@ -229,10 +229,10 @@ class TreeModel(nn.Module, ABC):
         return self
 
     @property
-    def share(self) -> Share:
+    def share(self) -> TokenShard:
         """The share of each batch that this rank computes."""
         group = self.sequence_group
-        return Share() if group is None else Share(group.rank(), group.size())
+        return TokenShard() if group is None else TokenShard(group.rank(), group.size())
 
     def costs(self) -> ModelCosts:
         """Returns the operations and bytes per token, pair and edge of this model."""

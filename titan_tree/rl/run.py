@@ -125,13 +125,17 @@ def warm_start_config(config: RLRunConfig) -> RLRunConfig:
         config,
         folder=f"{config.folder}/warm_start",
         data=dataclasses.replace(config.data, global_batch_groups=table.tasks, replay="off"),
-        loss=LossConfig("sft", "token_mean"),
+        loss=LossConfig(name="sft", reduction="token_mean"),
         rl=RLConfig(
-            rl.environment, max_turn_tokens=rl.max_turn_tokens, max_rollout_tokens=rl.max_rollout_tokens
+            environment=rl.environment,
+            max_turn_tokens=rl.max_turn_tokens,
+            max_rollout_tokens=rl.max_rollout_tokens,
         ),
         lora=LoRAConfig(),
         optimizer=dataclasses.replace(config.optimizer, lr=table.lr),
-        lr_scheduler=LRSchedulerConfig(min(10, table.steps), "linear", min_lr_factor=0.1),
+        lr_scheduler=LRSchedulerConfig(
+            warmup_steps=min(10, table.steps), decay_type="linear", min_lr_factor=0.1
+        ),
         training=dataclasses.replace(config.training, steps=table.steps),
         checkpoint=dataclasses.replace(config.checkpoint, folder="checkpoints", export_hf=True),
     )

@@ -256,7 +256,7 @@ class _Experts:
                 if not self.by_token.numel():
                     self.by_token = used.new_full((self._num_tokens, *used.shape[1:]), -1)
                 scored = torch.from_numpy(partition.scores)
-                self.by_token[torch.from_numpy(partition.own).long()[scored]] = used[scored]
+                self.by_token[torch.from_numpy(partition.own_tokens).long()[scored]] = used[scored]
             yield batch, out
 
     def _join(self, used: Tensor, num_tokens: int) -> Tensor:

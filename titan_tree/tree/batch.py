@@ -166,7 +166,7 @@ class TreeBatch:
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
             batches.append(
                 TreeBatch(
-                    tokens=torch.from_numpy(tree.tokens[partition.own].astype(np.int64)),
+                    tokens=torch.from_numpy(tree.tokens[partition.own_tokens].astype(np.int64)),
                     layout=_layout(tree, partition, access),
                     edge_source=torch.from_numpy(sources.place[tree.predecessor[labels_of[i]]]),
                     edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
@@ -222,8 +222,8 @@ def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
     sources = _EdgeSources(np.full(len(plan.tree) + 1, -1, np.int32), np.zeros(len(plan.tree) + 1, np.int64))
     for i, partition in enumerate(plan.partitions):
         (places,) = partition.scores.nonzero()
-        sources.partition[partition.own[places]] = i
-        sources.place[partition.own[places]] = places
+        sources.partition[partition.own_tokens[places]] = i
+        sources.place[partition.own_tokens[places]] = places
     return sources
 
 
@@ -251,9 +251,9 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_pat
 
 def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
     """Returns the recorded experts of a partition's own tokens, layer by layer."""
-    if tree.records is None:
+    if tree.routed_experts is None:
         return None
-    return torch.from_numpy(tree.records.experts[partition.own].swapaxes(0, 1).copy())
+    return torch.from_numpy(tree.routed_experts.experts[partition.own_tokens].swapaxes(0, 1).copy())
 
 
 def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:
@@ -268,9 +268,9 @@ def _layout(tree: TokenTree, partition: Partition, access: GatewayAccess | None)
     no_exports = np.empty(0, np.int64)
     predecessor = predecessors(tree, partition) if access is None else access.predecessor
     chunks = make_chunks(predecessor, no_exports if access is None else access.state_exports)
-    num_paths = np.repeat(tree.node_paths, tree.node_length)[partition.own]
+    num_paths = np.repeat(tree.node_paths, tree.node_length)[partition.own_tokens]
     layout = TreeLayout(
-        positions=torch.from_numpy(tree.positions[partition.own].astype(np.int32)),
+        positions=torch.from_numpy(tree.positions[partition.own_tokens].astype(np.int32)),
         subtree_end=torch.from_numpy(partition.subtree_end),
         key_index=torch.from_numpy(partition.key_index),
         predecessor=torch.from_numpy(predecessor),

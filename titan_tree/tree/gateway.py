@@ -106,8 +106,8 @@ def plan_gateway_cache(tree: TokenTree, partitions: Sequence[Partition]) -> list
         )
         filled.append(
             (
-                np.concatenate([keys, partition.own[exports]]),
-                np.concatenate([states, partition.own[state_exports]]),
+                np.concatenate([keys, partition.own_tokens[exports]]),
+                np.concatenate([states, partition.own_tokens[state_exports]]),
             )
         )
     return accesses
@@ -134,10 +134,10 @@ def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, n
     The strategy single_path may run several copies of a token, one path after another. The predecessor on a
     token's own path is therefore the nearest copy of the predecessor to the left of the token.
     """
-    before, n = tree.predecessor[partition.own], len(partition)
-    if np.array_equal(partition.own, np.arange(len(tree))):
+    before, n = tree.predecessor[partition.own_tokens], len(partition)
+    if np.array_equal(partition.own_tokens, np.arange(len(tree))):
         return before, before >= 0, before
-    places = np.sort(partition.own.astype(np.int64) * n + np.arange(n))  # (token, place) as one number
+    places = np.sort(partition.own_tokens.astype(np.int64) * n + np.arange(n))  # (token, place) as one number
     nearest = places[np.searchsorted(places, before.astype(np.int64) * n + np.arange(n)) - 1]
     return before, (before >= 0) & (nearest // n == before), nearest % n
 
@@ -150,7 +150,7 @@ def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[lis
         missing = np.unique(before[(before >= 0) & ~is_own])
         above = partition.parent
         while len(missing):
-            here = np.isin(missing, partitions[above].own)
+            here = np.isin(missing, partitions[above].own_tokens)
             wanted[above].append(missing[here])
             missing, above = missing[~here], partitions[above].parent
     return wanted
@@ -159,7 +159,7 @@ def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[lis
 def _padded_places(partition: Partition, tokens: list[np.ndarray]) -> np.ndarray:
     """Returns the places of ``tokens`` among the own tokens. The last own token pads them to PAD entries."""
     wanted = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
-    places = np.flatnonzero(np.isin(partition.own, wanted))
+    places = np.flatnonzero(np.isin(partition.own_tokens, wanted))
     return np.pad(places, (0, max(PAD - len(places), 0)), constant_values=len(partition) - 1)
 
 

@@ -63,7 +63,7 @@ class TreeLayout:
 
     # Derived by components from the fields above, once per batch.
     attention_plan: Any = None
-    conv_plan: Any = None
+    conv_index: Any = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         """Returns the layout on another device, without plans: components derive them again."""
@@ -80,7 +80,7 @@ class TreeLayout:
             return function(value) if isinstance(value, Tensor) else value
 
         values = {field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return TreeLayout(**values | {"attention_plan": None, "conv_plan": None})
+        return TreeLayout(**values | {"attention_plan": None, "conv_index": None})
 
     def for_attention(self) -> TreeLayout:
         """Returns the layout without the fields for recurrent layers."""

@@ -43,7 +43,7 @@ class Partition:
         return len(self.key_index)
 
     @cached_property
-    def own(self) -> np.ndarray:
+    def own_tokens(self) -> np.ndarray:
         """[n] int32: the tokens that this partition runs."""
         return self.keys[self.key_index]
 
@@ -138,7 +138,8 @@ class PartitionPlan:
                 continue
             text = (
                 f"{i}: {len(partition):,} own, {len(partition.keys) - len(partition):,} context, tokens "
-                f"{partition.own.min():,} to {partition.own.max():,}, chain {self.chain_tokens[i]:,}"
+                f"{partition.own_tokens.min():,} to {partition.own_tokens.max():,}, "
+                f"chain {self.chain_tokens[i]:,}"
             )
             lines.append(" " * min(2 * int(depth[i]), max(0, width - len(text))) + text)
         return "\n".join(lines)

@@ -6,9 +6,9 @@ therefore record the experts that sampling used (``TokenPath.routed_experts``), 
 use them. Router probabilities, and with them the weights of the experts and all gradients, are still the
 model's own.
 
-A *row* is one token in one layer. Paths that share a token may have been sampled in different batches, and
-their records of a row may disagree. Two records agree if they hold the same set of experts, in any order.
-``Replay`` says which experts such a row uses.
+A *token-layer* is one token in one layer. Paths that share a token may have been sampled in different
+batches, and their records of a token-layer may disagree. Two records agree if they hold the same set of
+experts, in any order. ``Replay`` says which experts such a token-layer uses.
 
 Sizes: N tokens of a trie, L layers with experts, k experts per token.
 """
@@ -31,20 +31,20 @@ from titan_tree.tree.paths import TokenPath
 Replay = Literal["off", "first", "majority", "split"]
 
 
-class Records(NamedTuple):
+class RoutedExperts(NamedTuple):
     """The recorded experts of a trie.
 
     Both counts always refer to the trie that merges paths by tokens alone, even if ``replay`` is "split".
     """
 
     experts: np.ndarray  # [N, L, k] int16; -1: not recorded, the router chooses
-    num_rows: int  # rows that at least one path recorded
-    num_disagreeing: int  # recorded rows on which paths disagree
+    num_token_layers: int  # token-layers that at least one path recorded
+    num_disagreeing: int  # recorded token-layers on which paths disagree
 
 
-def merged_records(
+def merged_experts(
     paths: Sequence[TokenPath], index: Sequence[np.ndarray], num_tokens: int, replay: Replay
-) -> Records | None:
+) -> RoutedExperts | None:
     """Merges the records of paths into records of their trie.
 
     Args:
@@ -61,7 +61,7 @@ def merged_records(
     """
     if replay not in get_args(Replay):
         raise UserError(f"replay: expected one of {', '.join(get_args(Replay))}; got {replay!r}")
-    recorded = [(path, tokens) for path, tokens in zip(paths, index, strict=True) if has_records(path)]
+    recorded = [(path, tokens) for path, tokens in zip(paths, index, strict=True) if has_experts(path)]
     if replay == "off" or not recorded:
         return None
     shape = _experts_of(recorded[0][0]).shape[1:]
@@ -69,21 +69,22 @@ def merged_records(
     experts_sorted = experts.copy()  # the same sets, each in ascending order
     disagree = np.zeros((num_tokens, shape[0]), bool)
     for path, tokens in recorded:
-        rows = _experts_of(path)
-        if rows.shape[1:] != shape:
+        path_experts = _experts_of(path)
+        if path_experts.shape[1:] != shape:
             raise UserError(
                 f"path {path.id or '?'}: routed_experts: expected {shape[0]} layers and {shape[1]} experts "
-                f"per token, as in path {recorded[0][0].id or '?'}, got {rows.shape[1]} and {rows.shape[2]}"
+                f"per token, as in path {recorded[0][0].id or '?'}, got {path_experts.shape[1]} and "
+                f"{path_experts.shape[2]}"
             )
-        rows_sorted = np.sort(rows, axis=-1)
-        has, had = rows[..., 0] >= 0, experts[tokens, :, 0] >= 0
-        disagree[tokens] |= has & had & (rows_sorted != experts_sorted[tokens]).any(-1)
+        path_sorted = np.sort(path_experts, axis=-1)
+        has, had = path_experts[..., 0] >= 0, experts[tokens, :, 0] >= 0
+        disagree[tokens] |= has & had & (path_sorted != experts_sorted[tokens]).any(-1)
         new = (has & ~had)[..., None]
-        experts[tokens] = np.where(new, rows, experts[tokens])
-        experts_sorted[tokens] = np.where(new, rows_sorted, experts_sorted[tokens])
+        experts[tokens] = np.where(new, path_experts, experts[tokens])
+        experts_sorted[tokens] = np.where(new, path_sorted, experts_sorted[tokens])
     if replay == "majority" and disagree.any():
         _apply_majority(recorded, disagree, experts)
-    return Records(experts, int((experts[..., 0] >= 0).sum()), int(disagree.sum()))
+    return RoutedExperts(experts, int((experts[..., 0] >= 0).sum()), int(disagree.sum()))
 
 
 def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
@@ -91,12 +92,12 @@ def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
 
     At least one path must have records.
     """
-    recorded = next(_experts_of(path) for path in paths if has_records(path))
+    recorded = next(_experts_of(path) for path in paths if has_experts(path))
     missing = np.full_like(recorded[0], -1).tobytes()
     numbers = {missing: 0}  # distinct records of one token, numbered as they appear
 
     def record_numbers(path: TokenPath) -> np.ndarray:
-        if not has_records(path):
+        if not has_experts(path):
             return np.zeros(len(path), np.int64)
         experts_sorted = np.sort(_experts_of(path), axis=-1)
         return np.array(
@@ -108,7 +109,7 @@ def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
     return [(path.tokens.astype(np.int64) << 32) + record_numbers(path) for path in paths]
 
 
-def has_records(path: TokenPath) -> bool:
+def has_experts(path: TokenPath) -> bool:
     """Returns whether the path recorded its experts."""
     return path.routed_experts is not None
 
@@ -121,20 +122,20 @@ def _experts_of(path: TokenPath) -> np.ndarray:
 def _apply_majority(
     recorded: Sequence[tuple[TokenPath, np.ndarray]], disagree: np.ndarray, experts: np.ndarray
 ) -> None:
-    """Writes the most frequent set into ``experts`` [N, L, k] for all rows that ``disagree`` [N, L] marks."""
+    """Writes the most frequent set into ``experts`` [N, L, k] where ``disagree`` [N, L] is true."""
     num_layers, top_k = experts.shape[1:]
-    row_ids, votes = [], []  # one per vote: the number of the row, and its experts
+    token_layers, votes = [], []  # one per vote: the number of the token-layer, and its experts
     for path, tokens in recorded:
         at, layer = np.nonzero(disagree[tokens] & (_experts_of(path)[..., 0] >= 0))
-        row_ids.append(tokens[at].astype(np.int64) * num_layers + layer)
+        token_layers.append(tokens[at].astype(np.int64) * num_layers + layer)
         votes.append(_experts_of(path)[at, layer])
-    row, vote = np.concatenate(row_ids), np.concatenate(votes)
-    ballots = _as_bytes(np.concatenate([row[:, None], np.sort(vote, axis=-1)], axis=1))
+    token_layer, vote = np.concatenate(token_layers), np.concatenate(votes)
+    ballots = _as_bytes(np.concatenate([token_layer[:, None], np.sort(vote, axis=-1)], axis=1))
     _, first, count = np.unique(ballots, return_index=True, return_counts=True)
-    # Sort by row, then by descending count, then by first appearance. The first entry of each row wins.
-    order = np.lexsort((first, -count, row[first]))
-    best = first[order[np.unique(row[first][order], return_index=True)[1]]]
-    experts.reshape(-1, top_k)[row[best]] = vote[best]
+    # Sort by token-layer, descending count and first appearance. The first entry of each token-layer wins.
+    order = np.lexsort((first, -count, token_layer[first]))
+    best = first[order[np.unique(token_layer[first][order], return_index=True)[1]]]
+    experts.reshape(-1, top_k)[token_layer[best]] = vote[best]
 
 
 def _as_bytes(rows: np.ndarray) -> np.ndarray:

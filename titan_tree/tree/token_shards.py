@@ -17,7 +17,7 @@ from typing import NamedTuple
 from titan_tree.tree.batch import TreeBatch
 
 
-class Share(NamedTuple):
+class TokenShard(NamedTuple):
     """Which of the shares of every batch a rank computes."""
 
     rank: int = 0
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     def sizes(self, num_tokens: int) -> list[int]:
         """Returns the number of tokens of each rank. The first ranks have one more than the last ones.
 
-        >>> Share(0, 4).sizes(10)
+        >>> TokenShard(0, 4).sizes(10)
         [3, 3, 2, 2]
         """
         return [(num_tokens + self.num_ranks - 1 - rank) // self.num_ranks for rank in range(self.num_ranks)]
@@ -34,7 +34,7 @@ class Share(NamedTuple):
     def tokens(self, num_tokens: int) -> slice:
         """Returns the tokens of this rank.
 
-        >>> Share(1, 4).tokens(10)
+        >>> TokenShard(1, 4).tokens(10)
         slice(3, 6, None)
         """
         sizes = self.sizes(num_tokens)
@@ -65,4 +65,4 @@ class Share(NamedTuple):
         )
 
 
-WHOLE = Share()  # of a rank that computes whole batches
+WHOLE = TokenShard()  # of a rank that computes whole batches

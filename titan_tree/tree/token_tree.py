@@ -4,8 +4,8 @@ A *node* is a maximal run of tokens shared by the same set of paths. The child w
 subtree (the heaviest) comes first. Each subtree is a contiguous range of tokens. So is the heavy path, which
 goes from the root to the heaviest child, from there to its heaviest child, and so on.
 
-Building a tree runs no Python code per token: trie.py merges the paths, and the rest is NumPy over tokens and
-a few loops over nodes.
+Building a tree runs no Python code per token: ``lexicographic_trie`` merges the paths, and the rest is NumPy
+over tokens and a few loops over nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 
 from titan_tree.errors import UserError, require_list
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.routed_experts import Records, Replay, merged_records, split_keys
-from titan_tree.tree.trie import lexicographic_trie
+from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ class TreeStats:
     n_branch_children: int  # children of these nodes
     max_depth: int  # nodes on the deepest path
     longest_path: int  # in tokens
-    n_rows: int = 0  # recorded rows of experts (tree/routed_experts.py)
-    n_disagreeing: int = 0  # recorded rows on which paths disagree
+    n_rows: int = 0  # recorded token-layers of experts (tree/routed_experts.py)
+    n_disagreeing: int = 0  # recorded token-layers on which paths disagree
 
     @property
     def por(self) -> float:
@@ -105,13 +104,13 @@ class TokenTree:
     node_parent: np.ndarray  # [K] int32, -1 for a root. Parents come before their children.
     node_depth: np.ndarray  # [K] int32: position of the node's first token on its paths
     node_subtree_end: np.ndarray  # [K] int32: exclusive end of the node's subtree, in tokens
-    node_paths: np.ndarray  # [K] int32: number of paths through the node; for pieces: balance/splitting.py
+    node_paths: np.ndarray  # [K] int32: paths through the node; 0 in pieces of a tree that only repeat it
     paths: tuple[TokenPath, ...]  # in the order given
     path_node: np.ndarray  # [P] int32: the node whose last token is the last token of the path
     path_offsets: np.ndarray  # [P + 1] int64
     path_index: np.ndarray  # [N_flat] int32: path p is path_index[path_offsets[p]:path_offsets[p + 1]]
-    records: Records | None = None  # the experts that the tokens must use, see tree/routed_experts.py
-    is_counted: bool = True  # False for all but the first piece of a split tree: the tree counts once
+    routed_experts: RoutedExperts | None = None  # recorded experts, which the tokens must use
+    is_counted: bool = True  # False for all but the first piece of a split tree, which counts once
 
     @staticmethod
     def from_paths(paths: Sequence[TokenPath], replay: Replay = "off") -> TokenTree:
@@ -172,7 +171,7 @@ class TokenTree:
             path_node=rank[node_of[flat[path_offsets[1:] - 1]]].astype(np.int32),
             path_offsets=path_offsets,
             path_index=path_index,
-            records=records,
+            routed_experts=records,
         )
 
     @staticmethod
@@ -210,7 +209,7 @@ class TokenTree:
                 sum(len(t.path_index) for t in trees),
             ),
             path_index=join([t.path_index for t in trees], tokens),
-            records=_forest_records(trees),
+            routed_experts=_forest_experts(trees),
         )
 
     @property
@@ -273,14 +272,14 @@ class TokenTree:
             n_branch_children=int(children[children > 1].sum()),
             max_depth=max(level),
             longest_path=int(np.diff(self.path_offsets).max()),
-            n_rows=self.records.num_rows if self.records else 0,
-            n_disagreeing=self.records.num_disagreeing if self.records else 0,
+            n_rows=self.routed_experts.num_token_layers if self.routed_experts else 0,
+            n_disagreeing=self.routed_experts.num_disagreeing if self.routed_experts else 0,
         )
 
 
-def _forest_records(trees: Sequence[TokenTree]) -> Records | None:
+def _forest_experts(trees: Sequence[TokenTree]) -> RoutedExperts | None:
     """Concatenates the trees' records. Raises UserError if models of different sizes recorded them."""
-    shapes = {tree.records.experts.shape[1:] for tree in trees if tree.records}
+    shapes = {tree.routed_experts.experts.shape[1:] for tree in trees if tree.routed_experts}
     if not shapes:
         return None
     if len(shapes) > 1:
@@ -289,20 +288,29 @@ def _forest_records(trees: Sequence[TokenTree]) -> Records | None:
             + " and ".join(map(str, sorted(shapes)))
         )
     (shape,) = shapes
-    experts = [t.records.experts if t.records else np.full((len(t), *shape), -1, np.int16) for t in trees]
-    counts = [(tree.records.num_rows, tree.records.num_disagreeing) for tree in trees if tree.records]
-    return Records(np.concatenate(experts), *map(sum, zip(*counts, strict=True)))
+    experts = [
+        tree.routed_experts.experts if tree.routed_experts else np.full((len(tree), *shape), -1, np.int16)
+        for tree in trees
+    ]
+    recorded = [tree.routed_experts for tree in trees if tree.routed_experts]
+    return RoutedExperts(
+        experts=np.concatenate(experts),
+        num_token_layers=sum(part.num_token_layers for part in recorded),
+        num_disagreeing=sum(part.num_disagreeing for part in recorded),
+    )
 
 
-def _merge(paths: Sequence[TokenPath], replay: Replay) -> tuple[list[np.ndarray], np.ndarray, Records | None]:
+def _merge(
+    paths: Sequence[TokenPath], replay: Replay
+) -> tuple[list[np.ndarray], np.ndarray, RoutedExperts | None]:
     """Returns the trie (see ``lexicographic_trie``) and the records of its tokens."""
     index, parent = lexicographic_trie([p.tokens for p in paths])
-    records = merged_records(paths, index, len(parent), replay)
+    records = merged_experts(paths, index, len(parent), replay)
     if records is None or replay != "split":
         return index, parent, records
     # Merge again, by tokens and records. The counts remain those of the trie merged by tokens alone.
     index, parent = lexicographic_trie(split_keys(paths))
-    split = merged_records(paths, index, len(parent), replay)
+    split = merged_experts(paths, index, len(parent), replay)
     assert split is not None
     assert not split.num_disagreeing
     return index, parent, records._replace(experts=split.experts)
@@ -337,3 +345,48 @@ def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np
             start[node] += start[above] + lengths[above]
             depth[node] = depth[above] + lengths[above]
     return np.array(start, np.int64), np.array(depth, np.int64), sizes
+
+
+def lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
+
+    Sequences are sorted as byte strings. The longest prefix that a sequence shares with any earlier one is
+    then the prefix that it shares with the one right before it, as in the longest-common-prefix table of a
+    suffix array.
+
+    Args:
+        paths: the integers to merge by, one array per path: tokens, or keys that represent tokens.
+
+    Returns:
+        For each path the numbers of its trie tokens; and for each trie token its parent, -1 for roots.
+    """
+    index: list[np.ndarray] = [np.empty(0, np.int32)] * len(paths)
+    predecessors: list[np.ndarray] = []
+    n = 0
+    tokens, trie = np.empty(0, np.int32), np.empty(0, np.int32)
+    for p in lexicographic_order(paths):
+        shared = common_prefix(tokens, paths[p])
+        tokens = paths[p]
+        new = np.arange(n, n + len(tokens) - shared, dtype=np.int32)
+        if len(new):
+            predecessors.append(new - 1)
+            predecessors[-1][0] = trie[shared - 1] if shared else -1
+        index[p] = trie = np.concatenate([trie[:shared], new])
+        n += len(new)
+    return index, np.concatenate(predecessors)
+
+
+def lexicographic_order(paths: Sequence[np.ndarray]) -> list[int]:
+    """Returns the indices that sort ``paths``. A prefix comes first; equal paths keep their order."""
+    # In big-endian order, comparing bytes compares integers.
+    return sorted(
+        range(len(paths)), key=lambda p: paths[p].astype(paths[p].dtype.newbyteorder(">")).tobytes()
+    )
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns the number of leading tokens that ``a`` and ``b`` share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

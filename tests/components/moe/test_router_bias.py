@@ -16,8 +16,8 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.config import ModelConfig
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.models.registry import build_model
 from titan_tree.run.trainer import Trainer
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

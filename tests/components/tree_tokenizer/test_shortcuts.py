@@ -1,5 +1,6 @@
 """PrefixEncoder equals encoding from the beginning; ChatEnvironment equals Jinja's own sandbox."""
 
+import json
 import random
 
 import jinja2
@@ -8,12 +9,18 @@ import pytest
 
 from tests.support.conversations import MERGES
 from tests.support.plain_samples import plain_environment
+from tests.support.tokenizer_files import PIPELINES
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.encoders import BytePairEncoder, LibraryEncoder, TextEncoder
 from titan_tree.components.tree_tokenizer.prefix_encoder import PrefixEncoder
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, ChatEnvironment, JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
-from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN, AddedToken, Vocabulary
+from titan_tree.components.tree_tokenizer.vocabulary import (
+    QWEN_PATTERN,
+    AddedToken,
+    TokenizerJson,
+    Vocabulary,
+)
 
 ADDED = ("<a>", "<a>b", "x<a>yy", "<<")  # control tokens that contain one another
 
@@ -25,14 +32,21 @@ def overlapping_encoder() -> BytePairEncoder:
     return BytePairEncoder(Vocabulary(tokens, tokens, added, QWEN_PATTERN, ("NFC",)))
 
 
+def encoder_of(pipeline: str) -> TextEncoder:
+    if pipeline == "byte level":
+        return overlapping_encoder()
+    return LibraryEncoder(TokenizerJson(json.loads(PIPELINES[pipeline]().to_str()), "(made here)"))
+
+
+@pytest.mark.parametrize("pipeline", ["byte level", *PIPELINES])
 @pytest.mark.parametrize(
     "source", ["{{ messages }}", "{{ messages | text }}"], ids=["one span", "text spans"]
 )
-def test_texts_that_begin_alike_are_encoded_as_if_alone(source):
+def test_texts_that_begin_alike_are_encoded_as_if_alone(source, pipeline):
     """Texts are cut anywhere, also inside control tokens, and continued in another way."""
     rng = random.Random(0)
-    encoder, template = overlapping_encoder(), ChatTemplate(source, "(text)")
-    pieces = [*ADDED, *"xyab<> \n", "\ufdd0<a>\ufdd1" if "text" in source else "", "\u0301"]
+    encoder, template = encoder_of(pipeline), ChatTemplate(source, "(text)")
+    pieces = [*ADDED, *"xyab<> \n", "\ufdd0<a>\ufdd1" if "text" in source else "", "\u0301", "word"]
     reused = 0
     for _ in range(300):
         prompts, text = PrefixEncoder(encoder, template), ""
@@ -64,7 +78,7 @@ def test_only_new_text_is_encoded(monkeypatch):
         "<a>",
     ):
         prompts.encode(text)
-    assert seen == ["one<a>two<a>three", "three four", "threw<a>", "two<a>", "<a>"]
+    assert seen == ["one<a>two<a>three", "<a>three four", "<a>threw<a>", "<a>two<a>", "<a>"]
 
 
 OBJECTS = {

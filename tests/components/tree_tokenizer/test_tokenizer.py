@@ -12,7 +12,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.support.datasets import REAL_DATA
-from titan_tree.components.tree_tokenizer import TreeTokenizer, bpe
+from tests.support.tokenizer_files import CONTROL, PIPELINES, save
+from titan_tree.components.tree_tokenizer import TreeTokenizer, encoders
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import QWEN_PATTERN, Vocabulary
 from titan_tree.components.tree_tokenizer.vocabulary import AddedToken as VocabularyToken
@@ -62,11 +63,6 @@ def hf_tokenizer(pattern: str | None, normalizer: normalizers.Normalizer | None)
 @pytest.fixture(scope="module")
 def qwen_like() -> Tokenizer:
     return hf_tokenizer(QWEN_PATTERN, normalizers.NFC())
-
-
-def save(tokenizer: Tokenizer, folder: Path) -> dict:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return json.loads((folder / "tokenizer.json").read_text())
 
 
 def fuzz(count: int, seed: int = 0) -> list[str]:
@@ -156,45 +152,129 @@ def test_special_false_reads_control_tokens_as_text(qwen_like, tmp_path):
         assert ours.encode(text, special=False) == bare.encode(text).ids
 
 
-MALFORMED = {
-    "not BPE": ({"model.type": "Unigram"}, "model: type: expected BPE"),
-    "no vocabulary": ({"model.vocab": None}, "model: vocab: missing"),
-    "merges are numbers": ({"model.merges": [1, 2]}, "merges [left, right]"),
-    "unknown merge": ({"model.merges": [["a", "ĠĠĠĠĠĠĠĠa"]]}, "'aĠĠĠĠĠĠĠĠa' is not in model.vocab"),
-    "byte fallback": ({"model.byte_fallback": True}, "byte_fallback: expected none, got True"),
-    "lowercase": ({"normalizer": {"type": "Lowercase"}}, "normalizer: expected NFC, NFD, NFKC, NFKD"),
-    "prefix space": (
-        {"pre_tokenizer.pretokenizers.1.add_prefix_space": True},
-        "add_prefix_space: expected false",
-    ),
-    "two patterns": ({"pre_tokenizer.pretokenizers.1.use_regex": True}, "use_regex: expected"),
-    "removed matches": ({"pre_tokenizer.pretokenizers.0.behavior": "Removed"}, "behavior: expected Isolated"),
-    "bad pattern": ({"pre_tokenizer.pretokenizers.0.pattern": {"Regex": "("}}, "split pattern '('"),
-    "whitespace": ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer: expected [Split,] ByteLevel"),
-    "lstrip": ({"added_tokens.0.lstrip": True}, "'<|endoftext|>': lstrip: expected false"),
-    "empty token": ({"added_tokens.0.content": ""}, "added_tokens: expected objects with id and content"),
-    "added tokens": ({"added_tokens": 5}, "added_tokens: expected a list, got 5"),
-    "steps": ({"pre_tokenizer.pretokenizers": 5}, "pretokenizers: expected a list, got 5"),
-    "token without id": ({"added_tokens.0": {"content": "x"}}, "added_tokens: expected objects with id"),
-    "byte missing": ({"model.vocab": {"a": 0}, "model.merges": []}, "none for byte 0"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_unsupported_tokenizers_are_refused(changes, message, qwen_like, tmp_path):
-    spec = save(qwen_like, tmp_path)
+def change(spec: dict, changes: dict, folder: Path) -> None:
+    """Sets fields, named by paths such as "model.vocab", and writes the result."""
     for field, value in changes.items():
         *parents, last = [int(key) if key.isdigit() else key for key in field.split(".")]
         place = spec
         for key in parents:
             place = place[key]
         place[last] = value
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+
+
+MALFORMED = {
+    "wrong type": ({"model.type": "Unigram"}, "expected a tokenizer that the package tokenizers can open"),
+    "no vocabulary": ({"model.vocab": None}, "model.vocab: missing"),
+    "merges are numbers": ({"model.merges": [1, 2]}, "that the package tokenizers can open"),
+    "unknown merge": ({"model.merges": [["a", "ĠĠĠĠĠĠĠĠa"]]}, "that the package tokenizers can open"),
+    "bad pattern": ({"pre_tokenizer.pretokenizers.0.pattern": {"Regex": "("}}, "tokenizers can open"),
+    "steps": ({"pre_tokenizer.pretokenizers": 5}, "that the package tokenizers can open"),
+    "empty token": ({"added_tokens.0.content": ""}, "added_tokens: expected objects with id and content"),
+    "added tokens": ({"added_tokens": 5}, "added_tokens: expected a list, got 5"),
+    "token without id": ({"added_tokens.0": {"content": "x"}}, "added_tokens: expected objects with id"),
+    "id with a gap": (
+        {"normalizer": {"type": "Lowercase"}, "added_tokens.5": {"content": "x", "id": 2000}},
+        "of 'x', which the package tokenizers gives it, got 2000",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_tokenizers_are_refused(changes, message, qwen_like, tmp_path):
+    change(save(qwen_like, tmp_path), changes, tmp_path)
     with pytest.raises(UserError) as error:
         TreeTokenizer.from_hf(tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    assert "split pattern" in message or str(tmp_path / "tokenizer.json") in str(error.value)
+    assert str(tmp_path / "tokenizer.json") in str(error.value)
+
+
+UNUSUAL = {
+    "byte fallback": {"model.byte_fallback": True},
+    "lowercase": {"normalizer": {"type": "Lowercase"}},
+    "prefix space": {"pre_tokenizer.pretokenizers.1.add_prefix_space": True},
+    "two patterns": {"pre_tokenizer.pretokenizers.1.use_regex": True},
+    "removed matches": {"pre_tokenizer.pretokenizers.0.behavior": "Removed"},
+    "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
+    "lstrip": {"added_tokens.0.lstrip": True, "added_tokens.4.lstrip": True},
+    "rstrip": {"added_tokens.1.rstrip": True, "added_tokens.3.rstrip": True},
+    "single word": {"added_tokens.2.single_word": True},
+    "truncation": {
+        "normalizer": {"type": "Lowercase"},
+        "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+    },
+}
+
+
+@pytest.mark.parametrize("changes", UNUSUAL.values(), ids=UNUSUAL)
+def test_other_pipelines_have_the_ids_of_the_library(changes, qwen_like, tmp_path):
+    """Each of them differs from the pipeline of byte-level BPE in one step."""
+    change(save(qwen_like, tmp_path), changes, tmp_path)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.no_truncation()
+    assert_same_ids(TreeTokenizer.from_hf(tmp_path), theirs, fuzz(500))
+
+
+@pytest.fixture(params=PIPELINES)
+def pipeline(request, tmp_path) -> tuple[TreeTokenizer, Tokenizer]:
+    theirs = PIPELINES[request.param]()
+    save(theirs, tmp_path)
+    return TreeTokenizer.from_hf(tmp_path, "chatml"), theirs
+
+
+def test_unigram_and_byte_fallback_have_the_ids_of_the_library(pipeline):
+    ours, theirs = pipeline
+    rng = random.Random(3)
+    parts = [*POOL, *CONTROL, *CONTROL, " ", "  ", "\n", "word", "a word", "\ufb01x", "fix", "quick brown"]
+    texts = ["".join(rng.choice(parts) for _ in range(rng.randint(0, 15))) for _ in range(2000)]
+    assert_same_ids(ours, theirs, texts)
+    assert ours.vocab_size == theirs.get_vocab_size()
+    for text in texts[:300]:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+
+
+def test_unigram_and_byte_fallback_read_control_tokens_as_text_on_request(pipeline):
+    ours, _ = pipeline
+    control = {ours.special_tokens[token] for token in CONTROL}
+    for text in ("<|im_end|>", "a<a>b <|im_start|>x", "<<"):
+        ids = ours.encode(text, special=False)
+        assert ids
+        assert not control & set(ids)
+    assert control & set(ours.encode("a<a>b"))
+    with pytest.raises(UserError, match="lone surrogate"):
+        ours.encode("a\ud83d")
+    with pytest.raises(UserError, match="expected ids of this vocabulary, got 100000"):
+        ours.decode([100_000])
+
+
+@pytest.mark.parametrize("header", ["<|im_start|>", "<|im_start|>\n", "assistant:\n"])
+def test_completions_have_the_ids_that_follow_their_prompt(pipeline, tmp_path, header):
+    """Alone, their first word would have the mark of a text's beginning."""
+    _, theirs = pipeline
+    template = (
+        "{% for m in messages %}{{ H if m.role == 'assistant' }}{{ m.content ~ '<|im_end|>' }}{% endfor %}"
+        "{{ H if add_generation_prompt }}"
+    )
+    ours = TreeTokenizer.from_hf(tmp_path, "{% set H = " + json.dumps(header) + " %}" + template)
+    messages = [
+        {"role": "user", "content": "two and two"},
+        {"role": "assistant", "content": "four is quick"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "fox"},
+    ]
+    for path, count in zip(ours.samples(messages), (2, 4), strict=True):
+        expected = theirs.encode(ours.render(messages[:count]), add_special_tokens=False).ids
+        assert path.tokens.tolist() == expected
+        assert 0 < path.loss_mask.sum() < len(path)
+
+
+def test_other_pipelines_can_be_pickled_and_have_a_fingerprint(pipeline):
+    ours, theirs = pipeline
+    copy = pickle.loads(pickle.dumps(ours))
+    assert copy.encode("a<a>b quick") == theirs.encode("a<a>b quick", add_special_tokens=False).ids
+    assert copy.fingerprint() == ours.fingerprint() != TreeTokenizer.byte_level().fingerprint()
 
 
 def test_missing_and_broken_files_are_errors(tmp_path):
@@ -311,7 +391,7 @@ def test_invalid_text_and_unknown_ids_are_errors():
 
 def test_a_full_cache_changes_no_id(monkeypatch):
     """The cache is cleared when it is full."""
-    monkeypatch.setattr(bpe, "CACHE_CHARACTERS", 300)
+    monkeypatch.setattr(encoders, "CACHE_CHARACTERS", 300)
     tokenizer = TreeTokenizer.byte_level()
     for text in fuzz(300) * 2:
         assert tokenizer.encode(text, special=False) == list(text.encode())

@@ -7,15 +7,9 @@ titan-tree doctor --json                               the same findings, for pr
 The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing into the
 run's folder and needs no network. It does not import your own script, so it knows only built-in components.
 
-A check is a function that yields findings. The files:
-
-    finding.py        Finding, and how an exception becomes one
-    installation.py   versions of packages
-    machine.py        cores, memory, disk, limits
-    gpus.py           GPUs, and whether they can exchange tensors
-    all_reduce.py     the program that gpus.py starts for each GPU
-    numerics.py       backends, and a training step on a tree, compared with the same step path by path
-    configuration.py  what a run reads before its first step
+A check is a function that yields findings. machine.py checks versions, the host and its GPUs; numerics.py
+compares training on a tree with training path by path; configuration.py checks what a run reads before its
+first step.
 """
 
 from __future__ import annotations
@@ -23,30 +17,51 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from textwrap import wrap
 
-from titan_tree.cli.doctor.finding import Finding, Subject, attempt
-from titan_tree.errors import UserError
+from titan_tree.config import Config
+from titan_tree.errors import UserError, printable
 
 # Section -> its check. The module is imported when the check runs, so that a missing torch becomes a finding.
 CHECKS = {
-    "versions": "installation:versions",
+    "versions": "machine:versions",
     "machine": "machine:machine",
-    "GPUs": "gpus:gpus",
+    "GPUs": "machine:gpus",
     "backends": "numerics:backends",
     "self-test": "numerics:self_test",
     "configuration": "configuration:configuration",
 }
-WIDTH = 80  # columns, also in a wider terminal
-BOLD, GREEN, RED, YELLOW, DIM = "1", "32", "1;31", "33", "2"
-MARKS = {True: ("✓", GREEN), False: ("✗", RED), None: ("-", DIM)}
+MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("-", "dim")}
+
+
+@dataclass
+class Finding:
+    """The result of a check, which is one row of the report."""
+
+    name: str
+    value: str
+    ok: bool | None = True  # False: a problem; None: information only
+    fix: str = ""  # the command or setting that fixes a problem; empty if ``value`` says it
+
+    def __post_init__(self) -> None:
+        self.name, self.value, self.fix = map(printable, (self.name, self.value, self.fix))
+
+
+def problem(name: str, value: str, fix: str) -> Finding:
+    return Finding(name, value, ok=False, fix=fix)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the checks examine, besides the machine and the installation."""
+
+    file: str | None = None  # the configuration's path
+    overrides: Sequence[str] = ()
+    config: Config | None = None  # None: no configuration was given, or it does not load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.overrides[0]}: expected --config FILE.toml as well; add it, or remove key=value"
         )
-    found: dict[str, list[Finding]] = {}
+    findings: dict[str, list[Finding]] = {}
     logging.disable(logging.WARNING)  # findings report what matters
     try:
         with warnings.catch_warnings():
@@ -74,22 +89,41 @@ def run(args: argparse.Namespace) -> int:
             for section in CHECKS:
                 if section == "configuration" and args.config is None:
                     continue
-                if not args.json and sys.stdout.isatty():
-                    print(_styled(f"{section} ...", DIM), end="\r", flush=True)
-                found[section] = list(attempt(section, _check, section, subject))
                 if not args.json:
-                    _print_section(section, found[section])
+                    print(section, flush=True)
+                findings[section] = list(attempt(section, _check, section, subject))
+                if not args.json:
+                    _print(findings[section])
     finally:
         logging.disable(logging.NOTSET)
-    problems = sum(finding.ok is False for findings in found.values() for finding in findings)
+    problems = sum(finding.ok is False for section in findings.values() for finding in section)
     if args.json:
-        sections = {section: [asdict(finding) for finding in findings] for section, findings in found.items()}
+        sections = {section: [asdict(finding) for finding in rows] for section, rows in findings.items()}
         print(json.dumps({"problems": problems, "sections": sections}))
-    elif problems:
-        print(_styled(f"{problems} problem{'s' * (problems > 1)}, marked ✗", RED))
     else:
-        print(_styled("no problems", GREEN))
+        print(f"{problems} problem{'s' * (problems > 1)}, marked ✗" if problems else "no problems")
     return int(problems > 0)
+
+
+def attempt(name: str, check: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
+    """Yields the findings of ``check(*arguments)``. If the check raises an error, the error is a problem."""
+    try:
+        yield from check(*arguments)
+    except UserError as error:  # its message says how to fix it
+        yield Finding(name, str(error), ok=False)
+    except ImportError as error:
+        yield problem(name, f"cannot be checked: {_first_line(error)}", "python -m pip install -e .")
+    except Exception as error:
+        yield problem(
+            name,
+            f"failed with {type(error).__name__}: {_first_line(error)}",
+            "fix other problems first; if this one remains, report the output of titan-tree doctor --json",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return lines[0][:200]
 
 
 def _subject(args: argparse.Namespace) -> Subject:
@@ -107,24 +141,21 @@ def _check(section: str, subject: Subject) -> Iterator[Finding]:
     yield from getattr(import_module(f"{__name__}.{module}"), function)(subject)
 
 
-def _print_section(section: str, findings: list[Finding]) -> None:
-    # The spaces overwrite "section ...".
-    print(_styled(f"{section:<20}" if sys.stdout.isatty() else section, BOLD))
-    indent = max(len(finding.name) for finding in findings) + 5
+def _print(findings: list[Finding]) -> None:
+    """Prints a section. Without the package rich, it has neither columns nor colors."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        for finding in findings:
+            print(" ", MARKS[finding.ok][0], finding.name, finding.value)
+            print(f"    fix: {finding.fix}\n" * bool(finding.fix), end="")
+        return
+    table = Table.grid(padding=(0, 1))
     for finding in findings:
-        first, *others = wrap(finding.value, WIDTH - indent, break_on_hyphens=False)
-        print(f"  {_styled(*MARKS[finding.ok])} {finding.name:<{indent - 5}} {first}")
-        for line in others:
-            print(" " * indent + line)
-        for line in wrap(
-            f"fix: {finding.fix}" if finding.fix else "", WIDTH - indent, break_on_hyphens=False
-        ):
-            print(" " * indent + _styled(line, YELLOW))
-    print()
-
-
-def _styled(text: str, style: str) -> str:
-    """Returns the text with a style if stdout is a terminal. Doctor must work without the package rich."""
-    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
-        return text
-    return f"\x1b[{style}m{text}\x1b[0m"
+        value = Text(finding.value)
+        if finding.fix:
+            value.append(f"\nfix: {finding.fix}", "yellow")
+        table.add_row(" ", Text(*MARKS[finding.ok]), Text(finding.name, no_wrap=True), value)
+    Console(soft_wrap=False).print(table)

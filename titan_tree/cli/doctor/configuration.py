@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
+from titan_tree.cli.doctor import Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
-from titan_tree.cli.doctor.numerics import training_device
-from titan_tree.components.backends import resolve
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
 from titan_tree.config.toml import load_config
@@ -25,14 +22,11 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.shards import whole_weights
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, LOGGERS, OPTIMIZERS
+from titan_tree.models.weights import whole_weights
+from titan_tree.registry import LOGGERS, OPTIMIZERS
 from titan_tree.run import build
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
-from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
 
 WEIGHT_BYTES = 4  # per parameter, in a checkpoint
 STATE_BYTES = {"adamw": 8, "adamw8bit": 2.03}  # of the optimizer, per parameter (docs/memory.md)
@@ -44,12 +38,12 @@ def configuration(subject: Subject) -> Iterator[Finding]:
     config = load_config(subject.file, subject.overrides)
     yield Finding("file", f"{subject.file} is valid")
     run = _Run(config)
-    for name in ("components", "model", "backends", "tokenizer", "data", "checkpoints"):
+    for name in ("components", "model", "tokenizer", "data", "checkpoints"):
         yield from attempt(name, getattr(run, name))
 
 
 class _Run:
-    """The checks of one configuration, in the order in which they need each other's results."""
+    """The checks of one configuration. Those that need a result which failed before yield nothing."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -64,119 +58,80 @@ class _Run:
         OPTIMIZERS[config.optimizer.name].load()
         for name in config.metrics.loggers:
             LOGGERS[name]
-        names = (config.loss.name, config.optimizer.name, *config.metrics.loggers)
-        yield Finding("components", ", ".join(names))
+        yield Finding(
+            "components", ", ".join((config.loss.name, config.optimizer.name, *config.metrics.loggers))
+        )
 
     def model(self) -> Iterator[Finding]:
         """Builds the model without weights, and compares the snapshot's tensors with it."""
-        model, folder = self.config.model, self.config.model.hf_path
+        folder = self.config.model.hf_path
         with torch.device("meta"):
-            built = self._model = build_model_without_weights(model)
-            lora, _ = build_lora(self.config.lora, built)
+            model = self._model = build_model_without_weights(self.config.model)
+            lora, _ = build_lora(self.config.lora, model)
             if lora is not None:
-                add_lora(built, lora)
-        text = f"{built.config.family}, {built.num_parameters():,} parameters"
-        if not folder:
-            yield Finding("model", f"{text}, random weights")
-        elif isinstance(built, Decoder):
+                add_lora(model, lora)
+        weights = f"weights of {folder}" if folder else "random weights"
+        if folder and isinstance(model, Decoder):
             # This compares all names, shapes and dtypes before the first tensor.
-            next(read_weights(folder, built, whole_weights(built)))
-            yield Finding("model", f"{text}; {folder} has all tensors")
-        else:
-            yield Finding("model", f"{text}, layers of transformers; {folder} is checked when it is loaded")
-
-    def backends(self) -> Iterator[Finding]:
-        """Checks that the backends of the configuration support this model on this device."""
-        if self._model is None:
-            yield Finding("backends", "not checked, because they depend on the model", ok=None)
-            return
-        sizes: Any = getattr(self._model, "hf_config", self._model.config)
-        device, _ = training_device()
-        dtype = getattr(torch, self.config.training.dtype)
-        names = self.config.model
-        deterministic = self.config.training.deterministic
-        layout = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([0, 1])])]).to(device).layout
-        self._model.attention.prepare(layout)  # some backends refuse a device only here
-        x = torch.empty(0, device=device, dtype=dtype)
-        chosen = [
-            resolve("TreeAttention", ATTENTION_BACKENDS, names.attention, device, *inputs, deterministic)
-            for inputs in self._model.attention_inputs(x)
-        ]
-        chosen = list(dict.fromkeys(chosen))
-        if "states" in self._model.cache_streams:
-            dims = sizes.linear_key_head_dim, sizes.linear_value_head_dim
-            k, v = (torch.empty(1, 1, dim, device=device, dtype=dtype) for dim in dims)
-            chosen.append(resolve("TreeGDN", GDN_BACKENDS, names.gdn, device, k, k, v))
-        yield Finding("backends", f"{' and '.join(chosen)}, {self.config.training.dtype} on {device.type}")
+            next(read_weights(folder, model, whole_weights(model)))
+        yield Finding("model", f"{model.config.family}, {model.num_parameters():,} parameters, {weights}")
 
     def tokenizer(self) -> Iterator[Finding]:
+        """Loads the tokenizer."""
         self._tokenizer = build.build_tokenizer(self.config.data, self.config.model.hf_path)
         self._has_tokenizer = True
-        name = self.config.data.tokenizer or build.tokenizer_folder(self.config.model.hf_path)
-        if self._tokenizer is None:
-            yield Finding("tokenizer", "none; the data must be token ids")
-        else:
-            yield Finding("tokenizer", f"{name}, {self._tokenizer.vocab_size:,} tokens")
+        text = "none; the data must be token ids"
+        if self._tokenizer is not None:
+            name = self.config.data.tokenizer or self.config.model.hf_path
+            text = f"{name}, {self._tokenizer.vocab_size:,} tokens"
+        yield Finding("tokenizer", text)
 
     def data(self) -> Iterator[Finding]:
         """Reads, renders and tokenizes the first group of each data file."""
         if self._model is None or not self._has_tokenizer:
-            yield Finding("data", "not checked, because it needs the model and the tokenizer", ok=None)
             return
-        reader = build.build_reader(self.config.data, self._tokenizer, self._model)
-        yield from self._files("data", reader)
-        if self.config.validation.files is not None:
-            held_out = replace(self.config.data, files=self.config.validation.files, weights=None)
-            reader = build.build_reader(held_out, self._tokenizer, self._model)
-            yield from self._files("validation", reader)
-
-    def _files(self, name: str, reader: SampleReader) -> Iterator[Finding]:
-        findings = [attempt(name, self._first_group, reader, file) for file in reader.files]
-        problems = list(chain(*findings))
-        yield from problems
-        readable = len(reader.files) - len(problems)
-        if readable:
-            size = size_text(reader.num_bytes())
-            yield Finding(name, f"first group readable in {readable} of {len(reader.files)} files; {size}")
-
-    def _first_group(self, reader: SampleReader, file: str) -> Iterator[Finding]:
-        config = replace(reader.config, files=[file], weights=None)
-        group = next(DataFiles(config).groups())
-        reader.paths(group)
-        return iter(())
+        for table, files in (("data", self.config.data.files), ("validation", self.config.validation.files)):
+            if files is not None:
+                settings = replace(self.config.data, files=files, weights=None)
+                reader = build.build_reader(settings, self._tokenizer, self._model)
+                problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files)))
+                yield from problems
+                readable = len(reader.files) - len(problems)
+                size = size_text(reader.num_bytes())
+                if readable:
+                    text = f"first group readable in {readable} of {len(reader.files)} files; {size}"
+                    yield Finding(table, text)
 
     def checkpoints(self) -> Iterator[Finding]:
         """Compares the size of checkpoints with the free space of the disk."""
-        checkpoint, folder = self.config.checkpoint, Path(self.config.folder)
-        for found in dict.fromkeys(map(existing, (folder, folder / checkpoint.folder))):
-            if not (found.is_dir() and os.access(found, os.W_OK)):
-                yield problem("folder", f"{found} is not a writable folder", "set folder to another path")
-        if not checkpoint.interval:
-            yield Finding("checkpoints", "none (checkpoint.interval = 0)", ok=None)
-        elif self._model is None:
-            yield Finding("checkpoints", "not checked, because their size depends on the model", ok=None)
-        else:
-            yield self._disk(self._model.num_trained(), folder / checkpoint.folder)
-
-    def _disk(self, num_trained: int, folder: Path) -> Finding:
-        config = self.config
-        state_bytes = STATE_BYTES.get(config.optimizer.name, STATE_BYTES["adamw"])
-        size = num_trained * (WEIGHT_BYTES + state_bytes)
-        free = shutil.disk_usage(existing(folder)).free
+        config, folder = self.config.checkpoint, Path(self.config.folder)
+        for parent in dict.fromkeys(map(existing, (folder, folder / config.folder))):
+            if not (parent.is_dir() and os.access(parent, os.W_OK)):
+                yield problem("folder", f"{parent} is not a writable folder", "set folder to another path")
+        if not config.interval or self._model is None:
+            return
+        state_bytes = STATE_BYTES.get(self.config.optimizer.name, STATE_BYTES["adamw"])
+        size = self._model.num_trained() * (WEIGHT_BYTES + state_bytes)
+        free = shutil.disk_usage(existing(folder / config.folder)).free
         fit = math.floor(free / size)
-        keep, steps = config.checkpoint.keep, config.training.steps
-        at_once = keep + 1  # a checkpoint is complete before an older one is deleted
-        if steps is not None:
-            written = math.ceil(steps / config.checkpoint.interval)
-            at_once = min(at_once, written) if keep else written
-        names = [path.name for path in folder.glob("step-*")]
-        present = sum(name.removeprefix("step-").isdecimal() for name in names)
-        needed = max(at_once - present, 1)
-        text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {keep}"
-        if fit >= needed:
-            return Finding("checkpoints", text)
-        return problem(
-            "checkpoints",
-            f"{text} needs {needed}",
-            "free some space, set folder to a path on another disk, or set checkpoint.keep=2",
+        needed = config.keep + 1  # a checkpoint is complete before an older one is deleted
+        if self.config.training.steps is not None:
+            written = math.ceil(self.config.training.steps / config.interval)
+            needed = min(needed, written) if config.keep else written
+        names = [path.name.removeprefix("step-") for path in (folder / config.folder).glob("step-*")]
+        needed = max(needed - sum(name.isdecimal() for name in names), 1)
+        text = (
+            f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {config.keep}"
         )
+        if fit >= needed:
+            yield Finding("checkpoints", text)
+        else:
+            fix = "free some space, set folder to a path on another disk, or set checkpoint.keep=2"
+            yield problem("checkpoints", f"{text} needs {needed}", fix)
+
+
+def _first_group(reader: SampleReader, file: str) -> Iterator[Finding]:
+    """Reads the first group of a file. Yields nothing; what is wrong raises UserError."""
+    group = next(DataFiles(replace(reader.config, files=[file], weights=None)).groups())
+    reader.paths(group)
+    return iter(())

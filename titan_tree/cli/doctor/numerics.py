@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.cli.doctor.finding import Finding, Subject, attempt, problem
-from titan_tree.components.backends import AUTO, resolve
+from titan_tree.cli.doctor import Finding, Subject, attempt, problem
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.models.decoder import Decoder
-from titan_tree.models.registry import build_model
-from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS, Registry
+from titan_tree.models.decoder import Decoder, build_model
+from titan_tree.registry import ATTENTION_BACKENDS, AUTO, GDN_BACKENDS
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay
@@ -45,31 +42,18 @@ def backends(subject: Subject) -> Iterator[Finding]:
     """Shows which backends "auto" chooses on this device, and why it skips others."""
     device, dtype = training_device()
     x = torch.empty(1, 1, HEAD_DIM, device=device, dtype=dtype)
-    yield from _backends("attention", ATTENTION_BACKENDS, device, x, x, Scoring(), False)
-    yield from _backends("gdn", GDN_BACKENDS, device, x, x, x)
-
-
-def _backends(
-    component: str, registry: Registry[Any], device: torch.device, *inputs: Any
-) -> Iterator[Finding]:
-    """Yields the state of each backend. Raises UserError if "auto" can choose none."""
-    importable = {}
-    for backend in registry:
-        try:
-            importable[backend] = registry[backend]
-        except ImportError as error:
-            fix = "install the versions of constraints.txt: python -m pip install -c constraints.txt -e ."
-            yield problem(f"{component}/{backend}", f"cannot be imported: {error}", fix)
-    if len(importable) < len(registry):
-        return
-    chosen = resolve(component, registry, AUTO, device, *inputs)
-    for backend in registry:
-        text = "used only if a configuration names it"
-        if backend == chosen:
-            text = f'"auto" chooses it on {device.type}'
-        elif refusal := registry[backend].refusal(*inputs):
-            text = f"not used: {refusal.partition(';')[0]}"
-        yield Finding(f"{component}/{backend}", text, ok=True if backend == chosen else None)
+    for component, registry, inputs in (
+        ("attention", ATTENTION_BACKENDS, (x, x, Scoring(), False)),
+        ("gdn", GDN_BACKENDS, (x, x, x)),
+    ):
+        chosen = registry.resolve(AUTO, device, *inputs)
+        for backend in registry:
+            text = "used only if a configuration names it"
+            if backend == chosen:
+                text = f'"auto" chooses it on {device.type}'
+            elif refusal := registry[backend].refusal(*inputs):
+                text = f"not used: {refusal.partition(';')[0]}"
+            yield Finding(f"{component}/{backend}", text, ok=True if backend == chosen else None)
 
 
 def self_test(subject: Subject) -> Iterator[Finding]:
@@ -82,20 +66,16 @@ def self_test(subject: Subject) -> Iterator[Finding]:
 
 
 def _test(family: str, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
-    started = time.perf_counter()
     loss_error, error, noise = errors(family, device, dtype)
     limit = MAX_NOISE_RATIO * noise
-    text = (
-        f"gradients of a tree and of its paths differ by {error:.1e} (limit {limit:.1e}), losses by "
-        f"{loss_error:.1e}; {str(dtype).removeprefix('torch.')} on {device.type}, "
-        f"{time.perf_counter() - started:.1f} s"
-    )
+    name = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+    text = f"gradients of a tree and of its paths differ by {error:.1e} (limit {limit:.1e}) in {name}"
     if error <= limit and loss_error <= limit:  # False for NaN
         yield Finding(family, text)
         return
     yield problem(
         family,
-        text,
+        f"{text}; losses differ by {loss_error:.1e}",
         "install the versions of constraints.txt, or set model.attention=triton and model.gdn=triton; "
         "report the output of titan-tree doctor --json",
     )

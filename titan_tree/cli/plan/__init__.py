@@ -119,6 +119,8 @@ def as_json(planner: Planner) -> dict[str, Any]:
 
 def _print(console: Console, plan: dict[str, Any]) -> None:
     """Prints the plan as text, one section after another."""
+    from titan_tree.cli.plan.planner import MARGIN
+
     executed, logical, seconds = (plan[key] for key in ("executed_tokens", "logical_tokens", "seconds_sum"))
     sums = {"sum": plan["memory_sum"]}
     if plan["memory_random_router"] > plan["memory_sum"]:
@@ -138,7 +140,10 @@ def _print(console: Console, plan: dict[str, Any]) -> None:
         ],
         "GiB on the fullest GPU": [
             *((name, f"{size / 2**30:7.2f}") for name, size in sizes.items()),
-            ("memory of the GPU", f"{plan['memory_of_gpu'] / 2**30:7.2f}, less a margin: {_fits(plan)}"),
+            (
+                "memory of the GPU",
+                f"{plan['memory_of_gpu'] / 2**30:7.2f}, less {MARGIN:.0%} as a margin: {_fits(plan)}",
+            ),
             ("largest at", plan["memory_moment"]),
         ],
         "seconds of a step": [

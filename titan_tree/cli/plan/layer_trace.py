@@ -32,13 +32,13 @@ from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
-from titan_tree.distributed.sequence_parallel import HeadExchange
+from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
@@ -151,7 +151,7 @@ def _trace(model: Decoder, block: Block, policy: str, sequence_parallel: int, ex
 
     holder = nn.Module()
     holder.layers = nn.ModuleList([copy.deepcopy(block).to(model.compute_dtype)])
-    share = Share(num_ranks=sequence_parallel)
+    share = TokenShard(num_ranks=sequence_parallel)
     path = TokenPath([1] * (TRACED_TOKENS * sequence_parallel))
     batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     layout = model.prepare(batch.to("meta").layout)
@@ -204,7 +204,7 @@ def _exchanges(holder: nn.Module, sequence_parallel: int, expert_parallel: int) 
         heads, experts = (dist.new_group(list(range(n))) for n in (sequence_parallel, expert_parallel))
         for module in holder.modules():
             if isinstance(module, Mixer) and heads.size() > 1:
-                module.exchange = HeadExchange(heads.group_name, Share(0, heads.size()))
+                module.exchange = AllToAllExchange(heads.group_name, TokenShard(0, heads.size()))
             elif isinstance(module, Experts) and experts.size() > 1:
                 module.dispatcher = ShardedExperts(experts)
         yield

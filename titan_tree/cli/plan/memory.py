@@ -21,14 +21,14 @@ from titan_tree.components.tree_attention.plan import table_bytes
 from titan_tree.config import Config
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
-from titan_tree.distributed.sequence_parallel import HeadExchange
+from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.attention import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
 from titan_tree.tree.costs import row_bytes
 from titan_tree.tree.paths import ExpertSizes
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 Parts = dict[str, float]  # bytes by name
 
@@ -116,10 +116,10 @@ class Memory:
         }
         if self.is_partitioned:
             like = torch.empty(0, dtype=getattr(torch, self.config.training.dtype), device="meta")
-            share = Share(num_ranks=self.config.parallel.sequence_parallel)
+            share = TokenShard(num_ranks=self.config.parallel.sequence_parallel)
             rows = []
             for mixer in (copy.copy(block.mixer) for block in self.model.blocks):
-                mixer.exchange = HeadExchange("", share) if share.num_ranks > 1 else None
+                mixer.exchange = AllToAllExchange("", share) if share.num_ranks > 1 else None
                 rows += mixer.empty_rows(like)
             sizes = row_bytes(self.model.cache_streams, rows)
             keys, states = (sizes[name] * factor for name, factor in CACHE_BYTES.items())

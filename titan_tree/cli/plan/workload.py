@@ -23,7 +23,7 @@ from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.step_io import StepCounts, StepInput
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.costs import TreeCosts, num_pairs, tree_sizes
-from titan_tree.tree.token_shards import Share
+from titan_tree.tree.token_shards import TokenShard
 
 T = TypeVar("T")
 NO_ROWS = CacheRows(0, 0)
@@ -54,7 +54,7 @@ class Run:
     @classmethod
     def of(cls, batch: TreeBatch, is_suspended: bool, num_ranks: int) -> Run:
         """Returns the sizes of ``batch``, whose tokens ``num_ranks`` GPUs share."""
-        ends = np.cumsum(Share(num_ranks=num_ranks).sizes(len(batch)))
+        ends = np.cumsum(TokenShard(num_ranks=num_ranks).sizes(len(batch)))
         ranks = np.searchsorted(ends, batch.edge_source.numpy(), side="right")  # of the edges
         serial_chunks, chains = 0, batch.layout.chains
         if chains is not None:

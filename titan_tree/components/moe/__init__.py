@@ -6,10 +6,8 @@ path through it.
 
     __init__   MoE: router, routed experts and shared expert
     experts    the routed experts' matrix products
-    fused      routed experts of transformers, with LoRA
     kernels    their SwiGLU and sums of rows, for experts that are sharded over ranks
-    balance    Routing, and the router losses that balance experts
-    bias       RouterBias, which balances experts without a loss
+    routing    Routing, and RouterLoss and RouterBias, which balance experts
 
 N tokens, k experts of a token, E experts, d hidden size, m intermediate size of an expert.
 """
@@ -23,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.lora import factors
-from titan_tree.components.moe.balance_loss import RouterLoss, Routing, router_metrics
-from titan_tree.components.moe.bias import RouterBias
 from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
+from titan_tree.components.moe.routing import RouterBias, RouterLoss, Routing, router_metrics
 
 __all__ = ["BIAS", "Experts", "MoE", "MoEOutput", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
 

@@ -23,11 +23,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.backends import AUTO, automatic_backends, import_backends, resolve
 from titan_tree.components.tree_attention import operator  # noqa: F401  # registers the operator
 from titan_tree.components.tree_attention.backend import PLAIN, AttentionBackend, Scoring
 from titan_tree.errors import UserError
-from titan_tree.registry import ATTENTION_BACKENDS
+from titan_tree.registry import ATTENTION_BACKENDS, AUTO
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["AttentionBackend", "Scoring", "TreeAttention"]
@@ -58,7 +57,7 @@ class TreeAttention(nn.Module):
 
     def __init__(self, backend: str = AUTO, deterministic: bool = False) -> None:
         super().__init__()
-        import_backends("TreeAttention", ATTENTION_BACKENDS, backend)
+        ATTENTION_BACKENDS.load(backend)
         self.backend = backend
         self.deterministic = deterministic
         self._logged = False
@@ -77,7 +76,7 @@ class TreeAttention(nn.Module):
         """
         names = [self.backend]
         if self.backend == AUTO:
-            names = automatic_backends(ATTENTION_BACKENDS, layout.positions.device)
+            names = ATTENTION_BACKENDS.automatic(layout.positions.device)
             if not self._logged and not torch.compiler.is_compiling():
                 logger.info("TreeAttention: backend 'auto' tries %s", ", then ".join(names))
                 self._logged = True
@@ -120,9 +119,7 @@ class TreeAttention(nn.Module):
         _check(q, k, v, layout, context)
         _check_scoring(q, scoring)
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        name = resolve(
-            "TreeAttention", ATTENTION_BACKENDS, self.backend, q.device, q, v, scoring, deterministic
-        )
+        name = ATTENTION_BACKENDS.resolve(self.backend, q.device, q, v, scoring, deterministic)
         if layout.attention_plan is None:
             layout = self.prepare(layout, [scoring.window])
         plans, scale = layout.attention_plan, q.shape[-1] ** -0.5 if scale is None else scale

@@ -8,13 +8,13 @@ saves its own k and v only: keys and values of its ancestors are gathered a seco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from titan_tree.components.tree_attention import context as columns
-from titan_tree.components.tree_attention.backend import Scoring
+from titan_tree.components.tree_attention.backend import KernelBackend, Scoring
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, plan_of
 from titan_tree.errors import UserError
 from titan_tree.registry import ATTENTION_BACKENDS
@@ -53,7 +53,7 @@ def tree_attention(
         if context is not None and source is not None:
             k, v = columns.gather(k, v, context, source)
         options = plan_of(plan), scale, Scoring(softcap=softcap, sinks=sinks)
-        return ATTENTION_BACKENDS[backend].forward(q, k, v, end, column, *options)
+        return _kernels(backend).forward(q, k, v, end, column, *options)
 
 
 @torch.library.custom_op("titan_tree::tree_attention_backward", mutates_args=())
@@ -71,10 +71,14 @@ def tree_attention_backward(
             k, v = columns.gather(k, v, context, source)
         options = plan_of(plan), scale, Scoring(softcap=softcap, sinks=sinks), deterministic
         inputs = do, q, k, v, o, lse, end, column, *options
-        dq, dk, dv, *dsinks = ATTENTION_BACKENDS[backend].backward(*inputs)
+        dq, dk, dv, *dsinks = _kernels(backend).backward(*inputs)
         if context is None or source is None:
             return [dq, dk, dv, *dsinks]
         return [dq, *columns.scatter(dk, dv, context, source, num_own), *dsinks]
+
+
+def _kernels(backend: str) -> KernelBackend:
+    return cast(KernelBackend, ATTENTION_BACKENDS[backend])
 
 
 def _for_tma(x: Tensor) -> Tensor:

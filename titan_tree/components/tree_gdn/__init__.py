@@ -27,13 +27,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from titan_tree.components.backends import AUTO, import_backends, resolve
 from titan_tree.components.tree_gdn import operator
 from titan_tree.components.tree_gdn.backend import GdnBackend
 from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
 from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
 from titan_tree.errors import UserError
-from titan_tree.registry import GDN_BACKENDS
+from titan_tree.registry import AUTO, GDN_BACKENDS
 from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
 from titan_tree.tree.layout import TreeLayout
@@ -59,7 +58,7 @@ class TreeGDN(nn.Module):
 
     def __init__(self, backend: str = AUTO) -> None:
         super().__init__()
-        import_backends("TreeGDN", GDN_BACKENDS, backend)
+        GDN_BACKENDS.load(backend)
         self.backend = backend
 
     def forward(
@@ -91,7 +90,7 @@ class TreeGDN(nn.Module):
             UserError: shapes do not fit, the layout has no chunks, or the backend refuses the tensors.
         """
         chunks, chains = _check(q, k, v, g, beta, layout)
-        name = resolve("TreeGDN", GDN_BACKENDS, self.backend, q.device, q, k, v)
+        name = GDN_BACKENDS.resolve(self.backend, q.device, q, k, v)
         o, exported = operator.gated_delta_rule(name, q, k, v, g, beta, states, chunks, chains)
         return o, None if layout.state_exports is None else exported
 

@@ -42,7 +42,7 @@ TOKENS = 64
 NOBODY = 2**31 - 1  # the target of a row that does not exist; it sorts last
 
 
-class ConvPlan(NamedTuple):
+class ConvIndex(NamedTuple):
     """What the kernels read of a layout.
 
     A *tail* is the W - 1 inputs up to a token, which the gateway cache stores (``tree_causal_conv1d``). A
@@ -63,7 +63,7 @@ class ConvPlan(NamedTuple):
     place: Tensor
 
 
-def prepare(layout: TreeLayout, width: int) -> ConvPlan:
+def prepare(layout: TreeLayout, width: int) -> ConvIndex:
     """Returns the plan for windows of ``width`` tokens. All layers of a batch share it."""
     assert layout.predecessor is not None
     assert layout.chunks is not None
@@ -92,11 +92,11 @@ def prepare(layout: TreeLayout, width: int) -> ConvPlan:
     place = chunk * size + target - (end[chunk] - size)
     shared = torch.searchsorted(target, first) < torch.searchsorted(target, end)
     columns = sources, exported, start, ahead, shared, order, target, stop, place
-    return ConvPlan(*(x if x.dtype == torch.bool else x.int() for x in columns))
+    return ConvIndex(*(x if x.dtype == torch.bool else x.int() for x in columns))
 
 
 def tree_causal_conv1d(
-    x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None, plan: ConvPlan | None = None
+    x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None, plan: ConvIndex | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a depthwise causal convolution along each path, followed by SiLU.
 
@@ -149,8 +149,8 @@ def _check(x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None) 
 def tree_conv(
     x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvPlan."""
-    plan = ConvPlan(*metadata)
+    """Returns y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvIndex."""
+    plan = ConvIndex(*metadata)
     exported = _rows(x, tails, plan.exported)
     if not _use_kernels(x):
         return F.silu(_before_silu(*_windows(x, weight, tails, plan))).to(x.dtype), exported
@@ -172,7 +172,7 @@ def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns dx, dweight and, with tails, their gradient."""
-    plan = ConvPlan(*metadata)
+    plan = ConvIndex(*metadata)
     if not _use_kernels(x):
         return _plain_backward(dy, dexported, x, weight, tails, plan)
     dy, dexported, x, weight = (t.contiguous() for t in (dy, dexported, x, weight))
@@ -228,7 +228,7 @@ def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def _groups(plan: ConvPlan) -> tuple[int, int]:
+def _groups(plan: ConvIndex) -> tuple[int, int]:
     """Returns (number of groups, chunks per group), so that a group has at least TOKENS tokens on average."""
     chunks = len(plan.ahead)
     group = triton.cdiv(chunks, triton.cdiv(len(plan.sources), TOKENS))
@@ -251,7 +251,7 @@ def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
     return torch.where((sources >= 0)[..., None], x[sources.clamp(min=0)], elsewhere[row])
 
 
-def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvPlan) -> tuple[Tensor, Tensor]:
+def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvIndex) -> tuple[Tensor, Tensor]:
     """Returns windows [N, W, D] and the weight [W, D], in the dtype of the computation."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return _rows(x, tails, plan.sources).to(wide), weight.to(wide).t()
@@ -262,7 +262,7 @@ def _before_silu(window: Tensor, weight: Tensor) -> Tensor:
 
 
 def _plain_backward(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvPlan
+    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvIndex
 ) -> list[Tensor]:
     n, channels = x.shape
     window, taps = _windows(x, weight, tails, plan)

@@ -35,7 +35,7 @@ def choose(
 def seconds(plan: PartitionPlan, costs: ModelCosts) -> float:
     """Returns the estimated time of all forward and backward passes of a plan, in seconds."""
     # A token at position p sees p + 1 tokens.
-    pairs = sum(int((plan.tree.positions[p.own] + 1).sum(dtype=int)) for p in plan.partitions)
+    pairs = sum(int((plan.tree.positions[p.own_tokens] + 1).sum(dtype=int)) for p in plan.partitions)
     stats = plan.stats
     return costs.partition_seconds(stats.n_part, pairs, stats.n_forwards, stats.n_context)
 

@@ -2,10 +2,10 @@
 
 tokenizer.py       TreeTokenizer, which combines the modules below
 vocabulary.py      reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
-bpe.py             encodes and decodes text with a vocabulary
+encoders.py        encodes and decodes text with a vocabulary, by tiktoken or by the library tokenizers
 messages.py        checks conversations and converts them into one form
 templates.py       renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
-sandbox.py         the Jinja environment in which templates run
+sandbox.py         the Jinja environment in which templates run, and limits.py, its limits on time and memory
 prefix_encoder.py  encodes the prompts of a conversation, and reuses the ids of what they share
 samples.py         cuts rendered conversations into training samples
 """

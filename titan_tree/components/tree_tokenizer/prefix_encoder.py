@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.encoders import TextEncoder
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 
 
 class _Cut(NamedTuple):
-    """A place in a text behind a control token. The text before it does not change how the rest is encoded.
+    """A place in a text before a control token. The text before it does not change how the rest is encoded.
 
     Whether a control token is found at character s depends on no character behind s + n, n being the length
     of the longest control token: "<a>" may become "<ab>" or "<a>b". A text that agrees up to there has the
@@ -31,7 +31,7 @@ class PrefixEncoder:
     tokens separate reusable parts. Elsewhere, the ids of a word can depend on the words behind it.
     """
 
-    def __init__(self, encoder: BytePairEncoder, template: ChatTemplate) -> None:
+    def __init__(self, encoder: TextEncoder, template: ChatTemplate) -> None:
         self._encoder = encoder
         self._template = template
         self._longest = max(map(len, encoder.special_tokens), default=0)
@@ -51,11 +51,11 @@ class PrefixEncoder:
         pieces = [self._ids[:num_ids]]
         for span, special in self._template.spans(text[offset:]):
             for piece, is_control, ids in self._encoder.encode_pieces(span, special):
-                pieces.append(ids)
-                num_ids += len(ids)
                 if is_control:
                     needed = max(needed, offset + self._longest)
-                    cuts.append(_Cut(offset + len(piece), needed, num_ids))
+                    cuts.append(_Cut(offset, needed, num_ids))
+                pieces.append(ids)
+                num_ids += len(ids)
                 offset += len(piece)
             offset += 1  # the mark behind the span
         self._text, self._ids, self._cuts = text, np.concatenate(pieces), cuts

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.encoders import TextEncoder
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.prefix_encoder import PrefixEncoder
 from titan_tree.components.tree_tokenizer.sandbox import JsonTexts
@@ -39,11 +39,11 @@ class RenderedSample(NamedTuple):
 class ConversationSampler:
     """Makes the training samples of one normalized conversation; see ``TreeTokenizer.samples``."""
 
-    encoder: BytePairEncoder
+    encoder: TextEncoder
     template: ChatTemplate
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None
-    variables: dict[str, Any]  # of the template
+    variables: dict[str, Any]  # template variables
 
     def __post_init__(self) -> None:
         self._prompts = PrefixEncoder(self.encoder, self.template)
@@ -106,18 +106,20 @@ class ConversationSampler:
 
     def encode(self, sample: RenderedSample) -> TokenPath:
         """Encodes each prompt and each completion separately, so both begin at a token boundary."""
-        (prompt, _), *others = _parts(sample)
-        tokens = [self._prompts.encode(prompt)]
+        (before, _), *others = _parts(sample)
+        tokens = [self._prompts.encode(before)]
         mask = [np.zeros(len(tokens[0]), np.float32)]
         for part, has_loss in others:
-            pieces = self._encode_part(part)
+            pieces = self._encode_part(before, part)
             tokens += pieces
             mask.append(np.full(sum(map(len, pieces)), has_loss, np.float32))
+            before = part
         return TokenPath(np.concatenate(tokens), np.concatenate(mask))
 
-    def _encode_part(self, part: str) -> list[np.ndarray]:
-        spans = self.template.spans(part)
-        return [ids for span, special in spans for ids in self.encoder.encode(span, special)]
+    def _encode_part(self, before: str, part: str) -> list[np.ndarray]:
+        (first, special), *others = self.template.spans(part)
+        pieces = self.encoder.encode_after(self.template.spans(before)[-1][0], first, special)
+        return pieces + [ids for span, special in others for ids in self.encoder.encode(span, special)]
 
 
 def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:

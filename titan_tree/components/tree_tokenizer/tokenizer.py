@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.bpe import BytePairEncoder
+from titan_tree.components.tree_tokenizer.encoders import make_encoder
 from titan_tree.components.tree_tokenizer.messages import (
     normalize_messages,
     text_before_calls_as_reasoning,
@@ -20,6 +20,7 @@ from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
     NormalForm,
+    TokenizerJson,
     Vocabulary,
     byte_vocabulary,
     read_hf,
@@ -57,8 +58,8 @@ class TreeTokenizer:
         template_reads_clock: whether the chat template can read the current time.
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: ChatTemplate | None) -> None:
-        self._encoder = BytePairEncoder(vocabulary)
+    def __init__(self, vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> None:
+        self._encoder = make_encoder(vocabulary)
         self._vocabulary = vocabulary
         self._fingerprint: str | None = None
         self._template = template
@@ -87,14 +88,14 @@ class TreeTokenizer:
 
     @staticmethod
     def from_hf(folder: str | Path, template: str | Path | None = None) -> TreeTokenizer:
-        """Loads a Hugging Face folder with ``tokenizer.json`` (byte-level BPE).
+        """Loads a Hugging Face folder with ``tokenizer.json``.
 
         Args:
             folder: may also contain tokenizer_config.json and chat_template.jinja.
             template: a chat template that replaces the folder's own.
 
         Raises:
-            UserError: a missing or malformed file, or a tokenizer that cannot be reproduced exactly.
+            UserError: a missing or malformed file, or a tokenizer that the library ``tokenizers`` rejects.
         """
         folder = Path(folder)
         config_file = folder / "tokenizer_config.json"
@@ -259,14 +260,17 @@ def _checked(tools: Tools | None) -> Tools | None:
     return tools
 
 
-def _hash(vocabulary: Vocabulary, template: ChatTemplate | None) -> str:
+def _hash(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> str:
     """Returns ``TreeTokenizer.fingerprint``."""
-    content = {
-        "tokens": sorted((id, token.hex()) for token, id in vocabulary.tokens.items()),
-        "ranks": sorted((rank, token.hex()) for token, rank in vocabulary.ranks.items()),
-        "added": sorted((token.id, token.content, token.normalized) for token in vocabulary.added),
-        "pattern": vocabulary.pattern,
-        "normal_forms": vocabulary.normal_forms,
-        "template": template and (template.source, template.constants),
-    }
+    content: dict[str, object] = {"template": template and (template.source, template.constants)}
+    if isinstance(vocabulary, TokenizerJson):
+        content["tokenizer"] = vocabulary.spec
+    else:
+        content |= {
+            "tokens": sorted((id, token.hex()) for token, id in vocabulary.tokens.items()),
+            "ranks": sorted((rank, token.hex()) for token, rank in vocabulary.ranks.items()),
+            "added": sorted((token.id, token.content, token.normalized) for token in vocabulary.added),
+            "pattern": vocabulary.pattern,
+            "normal_forms": vocabulary.normal_forms,
+        }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,4 @@
-"""Reads byte-level BPE vocabularies: tokenizer.json, .tiktoken rank files, or plain bytes.
-
-A tokenizer.json can describe many pipelines. The models that titan_tree trains use one of them: cut out added
-tokens, apply a Unicode normal form, split the text by one pattern, encode the pieces by byte-level BPE.
-``read_hf`` reproduces this pipeline exactly and refuses every other one. A tokenizer that is almost right
-would train on tokens that the model never saw.
-"""
+"""Reads vocabularies: tokenizer.json of a Hugging Face folder, .tiktoken rank files, or plain bytes."""
 
 from __future__ import annotations
 
@@ -17,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import tiktoken
 
 from titan_tree.errors import UserError, shorten
 
@@ -35,7 +31,8 @@ _QWEN3 = """
 """
 QWEN3_CONTROL_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
 
-MAX_BYTES = 1 << 27  # of a tokenizer's file, decompressed
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+MAX_BYTES = 1 << 27  # largest file of a tokenizer, decompressed
 
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
@@ -51,7 +48,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Everything that encoding and decoding need.
+    """Everything that encoding and decoding by byte-level BPE need.
 
     Ids and ranks are two tables, because ids need not be in merge order.
     """
@@ -111,60 +108,80 @@ def read_tiktoken(
     return Vocabulary(tokens, tokens, added, pattern, (normal_form,) if normal_form else ())
 
 
-def read_hf(folder: Path) -> Vocabulary:
+@dataclass(frozen=True, slots=True)
+class TokenizerJson:
+    """A tokenizer.json whose pipeline only the library ``tokenizers`` reproduces."""
+
+    spec: dict[str, Any]  # the file's content, with the added tokens of tokenizer_config.json
+    file: str  # the file's path, for error messages
+
+    @property
+    def added(self) -> dict[str, int]:
+        """Added token -> id."""
+        return {token["content"]: int(token["id"]) for token in self.spec.get("added_tokens") or []}
+
+
+def read_hf(folder: Path) -> Vocabulary | TokenizerJson:
     """Reads tokenizer.json of a Hugging Face folder, and the added tokens of tokenizer_config.json.
 
-    The result is exact if the file lists merges best first, as BPE training and conversions from tiktoken do.
+    Returns:
+        A Vocabulary if tiktoken gives the same ids. It does if the pipeline cuts out added tokens, applies
+        Unicode normal forms, splits the text by one pattern and encodes the pieces by byte-level BPE whose
+        merges the file lists best first, as BPE training and conversions from tiktoken do. Else the file's
+        content.
 
     Raises:
-        UserError: a field that is malformed or cannot be reproduced; the error names file and field.
+        UserError: a missing or malformed file; the error names it.
     """
     path = folder / "tokenizer.json"
-    spec = _Field(read_json(path), str(path))
-    model = spec["model"]
-    if model.get("type", "BPE") != "BPE":
-        raise model.refused("type", "BPE")
-    for name in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout"):
-        if model.get(name):
-            raise model.refused(name, "none")
-    added = _all_added_tokens(spec, folder / "tokenizer_config.json")
-    tokens, ranks = _tokens_and_ranks(model, set(added))
-    if model.get("ignore_merges") and (unmergeable := [token for token in tokens if token not in ranks]):
-        raise UserError(
-            f"{path}: model.ignore_merges: expected false, because no merge produces token {unmergeable[0]!r}"
-        )
-    return Vocabulary(tokens, ranks, tuple(added.values()), _pattern(spec), _normal_forms(spec))
+    spec = read_json(path)
+    model = spec.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise UserError(f"{path}: model.vocab: missing; expected a fast tokenizer of Hugging Face")
+    added = _added_tokens(spec.get("added_tokens") or [], f"{path}: added_tokens")
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        by_id = read_json(config).get("added_tokens_decoder") or {}
+        for content, token in _added_tokens(by_id, f"{config}: added_tokens_decoder").items():
+            added.setdefault(content, token)
+    spec["added_tokens"] = sorted(added.values(), key=lambda token: token["id"])
+    return _byte_level_bpe(spec) or TokenizerJson(spec, str(path))
 
 
-def _all_added_tokens(spec: _Field, config_file: Path) -> dict[str, AddedToken]:
-    """Returns added tokens by their content. tokenizer.json takes precedence over tokenizer_config.json."""
-    tokens = _added_tokens(spec.get("added_tokens") or [], f"{spec.where}: added_tokens")
-    added = {token.content: token for token in tokens}
-    if config_file.is_file():
-        by_id = read_json(config_file).get("added_tokens_decoder") or {}
-        for token in _added_tokens(by_id, f"{config_file}: added_tokens_decoder"):
-            added.setdefault(token.content, token)
-    return added
+def _byte_level_bpe(spec: dict[str, Any]) -> Vocabulary | None:
+    """Returns the vocabulary of a pipeline that tiktoken reproduces, or None for any other one.
 
-
-def _tokens_and_ranks(model: _Field, added: set[str]) -> tuple[dict[bytes, int], dict[bytes, int]]:
-    """Returns ``Vocabulary.tokens`` and ``Vocabulary.ranks`` from the fields vocab and merges."""
-    vocab = model.mapping("vocab")
+    It also returns None for a malformed pipeline, so that the error is that of the library.
+    """
+    model, added = spec["model"], spec["added_tokens"]
+    unusual = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout")
     try:
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"].value]
+        if model.get("type", "BPE") != "BPE" or any(map(model.get, unusual)):
+            return None
+        if any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word")):
+            return None
+        forms = tuple(step["type"] for step in _steps(spec.get("normalizer"), "normalizers"))
+        pattern = _pattern(_steps(spec.get("pre_tokenizer"), "pretokenizers"))
+        if pattern is None or not set(forms) <= set(get_args(NormalForm)):
+            return None
+        vocab: dict[str, int] = model["vocab"]
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         single_bytes = sorted((t for t in vocab if len(t) == 1 and t in _BYTE_OF), key=vocab.__getitem__)
         mergeable = dict.fromkeys([*single_bytes, *(left + right for left, right in merges)])
+        if len(single_bytes) < 256 or not mergeable.keys() <= vocab.keys():
+            return None
         ranks = {_token_bytes(token): rank for rank, token in enumerate(mergeable)}
         # The vocabulary may also list added tokens, spelled as text instead of as bytes.
-        tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in mergeable or t not in added}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(
-            f"{model.where}: expected vocab {{token: id}} and merges [left, right] in byte-level spelling"
-        ) from None
-    if missing := [token for token in mergeable if token not in vocab]:
-        raise UserError(f"{model.where}.merges: the merged token {missing[0]!r} is not in model.vocab")
-    _require_all_bytes(ranks, f"{model.where}.vocab")
-    return tokens, ranks
+        names = {token["content"] for token in added}
+        tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in mergeable or t not in names}
+        if model.get("ignore_merges") and len(tokens) > len(ranks):
+            return None
+        tokens_added = (AddedToken(t["content"], t["id"], bool(t.get("normalized"))) for t in added)
+        vocabulary = Vocabulary(tokens, ranks, tuple(tokens_added), pattern, forms)
+        tiktoken.Encoding("pattern", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+    return vocabulary
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -181,99 +198,45 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-class _Field:
-    """A value in a JSON file, together with its place there for error messages."""
-
-    def __init__(self, value: Any, where: str) -> None:
-        self.value = value
-        self.where = where
-
-    def __getitem__(self, name: str) -> _Field:
-        if not isinstance(self.value, dict) or self.value.get(name) is None:
-            raise UserError(f"{self.where}: {name}: missing; expected a fast tokenizer of Hugging Face")
-        return _Field(self.value[name], f"{self.where}: {name}")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if not isinstance(self.value, dict):
-            raise UserError(f"{self.where}: expected an object, got {type(self.value).__name__}")
-        return self.value.get(name, default)
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        field = self[name]
-        if not isinstance(field.value, dict):
-            raise UserError(f"{field.where}: expected an object, got {type(field.value).__name__}")
-        return field.value
-
-    def refused(self, name: str, supported: str) -> UserError:
-        got = shorten(self.get(name))
-        return UserError(f"{self.where}: {name}: expected {supported}, got {got}, which is not supported")
-
-    def steps(self, name: str, children: str) -> list[_Field]:
-        """Returns the steps of a pipeline: none, one, or those of a Sequence, which may be nested."""
-        if self.get(name) is None:
-            return []
-        step = self[name]
-        if step.get("type") != "Sequence":
-            return [step]
-        nested = step[children]
-        if not isinstance(nested.value, list):
-            raise UserError(f"{nested.where}: expected a list, got {shorten(nested.value)}")
-        return [s for item in nested.value for s in _Field({name: item}, nested.where).steps(name, children)]
+def _steps(step: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
+    """Returns the steps of a pipeline: none, one, or those of a Sequence, which may be nested."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for child in step[children] for inner in _steps(child, children)]
 
 
-def _pattern(spec: _Field) -> str:
-    """Returns the split pattern. Pipelines are [ByteLevel] or [Split, ByteLevel without its own pattern]."""
-    steps = spec.steps("pre_tokenizer", "pretokenizers")
-    kinds = [step.get("type") for step in steps]
+def _pattern(steps: list[dict[str, Any]]) -> str | None:
+    """Returns the split pattern of [ByteLevel], or of [Split, ByteLevel without a pattern]; else None."""
+    kinds = [step["type"] for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise UserError(
-            f"{spec.where}: pre_tokenizer: expected [Split,] ByteLevel, got {kinds}, which is not supported"
-        )
+        return None
     byte_level = steps[-1]
-    if byte_level.get("add_prefix_space", True):
-        raise byte_level.refused("add_prefix_space", "false")
-    if byte_level.get("use_regex", True) != (len(steps) == 1):
-        raise byte_level.refused("use_regex", "true without a Split before it, else false")
+    if byte_level.get("add_prefix_space", True) or byte_level.get("use_regex", True) != (len(steps) == 1):
+        return None
     if len(steps) == 1:
         return GPT2_PATTERN
     split = steps[0]
     if split.get("behavior") != "Isolated" or split.get("invert"):
-        raise split.refused("behavior", "Isolated, not inverted")
-    pattern = split["pattern"].get("Regex")
-    if not isinstance(pattern, str):
-        raise split.refused("pattern", "a Regex")
-    return pattern
+        return None
+    return split["pattern"].get("Regex")
 
 
-def _normal_forms(spec: _Field) -> tuple[NormalForm, ...]:
-    """Returns the Unicode normal forms that the normalizer applies."""
-    forms = [step.get("type") for step in spec.steps("normalizer", "normalizers")]
-    if unknown := [form for form in forms if form not in get_args(NormalForm)]:
-        raise UserError(
-            f"{spec.where}: normalizer: expected {', '.join(get_args(NormalForm))}, got {unknown[0]!r}"
-        )
-    return tuple(forms)
-
-
-def _added_tokens(entries: Any, where: str) -> list[AddedToken]:
+def _added_tokens(entries: Any, where: str) -> dict[str, dict[str, Any]]:
     """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {shorten(entries)}")
-    added = []
+    added: dict[str, dict[str, Any]] = {}
     for id, entry in entries.items() if isinstance(entries, dict) else ((None, entry) for entry in entries):
         try:
-            id = int(entry["id"] if id is None else id)
-            token = AddedToken(entry["content"], id, bool(entry.get("normalized")))
-            if not isinstance(token.content, str) or not token.content:
+            content, id = entry["content"], int(entry["id"] if id is None else id)
+            if not isinstance(content, str) or not content:
                 raise ValueError("an empty token would match everywhere")
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{where}: expected objects with id and content, got {shorten(entry)}") from None
-        for flag in ("lstrip", "rstrip", "single_word"):
-            if entry.get(flag):
-                raise UserError(
-                    f"{where}: {token.content!r}: {flag}: expected false, got true, which is not supported"
-                )
-        added.append(token)
+        flags = {flag: bool(entry.get(flag)) for flag in ADDED_TOKEN_FLAGS}
+        added.setdefault(content, {"id": id, "content": content, **flags})
     return added
 
 

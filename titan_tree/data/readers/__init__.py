@@ -140,7 +140,7 @@ def read_records(
     place = None
     try:
         name = _recognized_format(source) if format == AUTO else format
-        reader: Reader = READERS[name]()
+        reader = READERS[name]()
         for place, record in reader.records(source):
             yield place, record
     except DAMAGE as error:

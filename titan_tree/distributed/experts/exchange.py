@@ -47,7 +47,7 @@ Wait = Callable[[], object]
 _unfinished: dict[int, list[Wait]] = {}
 
 
-class Half(NamedTuple):
+class TokenHalf(NamedTuple):
     """Where one half of the tokens is in the buffers of a rank."""
 
     sent: list[int]  # [P] rows that this rank sends to each rank
@@ -73,14 +73,14 @@ class Arrived(NamedTuple):
     row: Tensor  # [N, P] int32: for each token the row that is sent to each rank, or -1
 
 
-def halves(sizes: Tensor) -> list[Half]:
+def halves(sizes: Tensor) -> list[TokenHalf]:
     """Returns the halves for the sizes of ``count_rows``."""
     num_ranks, found = sizes.shape[1] // 2, []
     starts = [0, 0, 0]
     for *rows, num_copies in sizes.tolist():
         sent, received = rows[:num_ranks], rows[num_ranks:]
         ends = [a + n for a, n in zip(starts, (sum(sent), sum(received), num_copies), strict=True)]
-        found.append(Half(sent, received, *map(slice, starts, ends)))
+        found.append(TokenHalf(sent, received, *map(slice, starts, ends)))
         starts = ends
     return found
 
@@ -230,7 +230,7 @@ def _sort_rows(needed: Tensor, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     return row, token, cell // length % num_ranks
 
 
-def _sort_copies(local: Tensor, parts: list[Half], num_experts: int) -> tuple[Tensor, Tensor]:
+def _sort_copies(local: Tensor, parts: list[TokenHalf], num_experts: int) -> tuple[Tensor, Tensor]:
     """Returns ``Arrived.slot`` and ``Arrived.copy`` in int64, for the expert in each slot, or e for none."""
     num_rows, top_k = local.shape
     key = local.to(torch.int16)  # a narrow key sorts in fewer passes

@@ -22,7 +22,7 @@ from titan_tree.components.moe.experts import ExpertWeight
 from titan_tree.components.moe.kernels import sum_rows, swiglu, swiglu_backward
 from titan_tree.distributed.experts.exchange import (
     Arrived,
-    Half,
+    TokenHalf,
     count_rows,
     dispatch,
     halves,
@@ -167,13 +167,13 @@ def _trained(weights: list[Tensor | None], is_trained: list[bool]) -> list[Tenso
     return [w for w, trained in zip(weights, is_trained, strict=True) if trained and w is not None]
 
 
-def _source(a: Arrived, half: Half) -> Tensor:
+def _source(a: Arrived, half: TokenHalf) -> Tensor:
     """Returns for each copy of a half the row of the half that it is a copy of."""
     return a.slot[half.copies] // a.copy.shape[1] - half.arrived.start
 
 
 def _backward_of_half(
-    a: Arrived, half: Half, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
+    a: Arrived, half: TokenHalf, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
 ) -> tuple[Tensor, Tensor, Products]:
     """Computes gradients from those of the rows of a half: of the copies, and of their scale.
 

@@ -16,14 +16,14 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf.names import (
     NOT_LOADED,
     Correspondence,
-    Piece,
     Shape,
+    TensorRows,
     correspondences,
     hf_name,
     model_name,
 )
 from titan_tree.models.hf.snapshot_files import CONFIG, ROUTER_BIASES, open_weights, read_json, weight_files
-from titan_tree.models.shards import WeightShard, WeightShards
+from titan_tree.models.weights import WeightShard, WeightShards
 from titan_tree.registry import MODELS
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
     _check(folder, stored, needed)
     if copied is not None:
         _check_copied_embedding(folder, files, copied, shards[EMBEDDING])
-    pieces = {name: found for each in needed for name, found in each.pieces().items()}
-    return _finite_parts(files, pieces, shards)
+    rows_by_tensor = {name: found for each in needed for name, found in each.rows_by_tensor().items()}
+    return _finite_parts(files, rows_by_tensor, shards)
 
 
 def fill_shards(shards: WeightShards, parts: Iterable[WeightPart]) -> None:
@@ -155,10 +155,10 @@ def _stored_shapes(folder: Path, files: list[Path]) -> dict[str, Shape]:
 
 def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shard: WeightShard) -> None:
     """Raises UserError if the output projection of a tied model differs from its embedding in ``shard``."""
-    piece = Piece(EMBEDDING, (0, 0), shard.shape)
+    piece = TensorRows(EMBEDDING, (0, 0), shard.shape)
     if copied == shard.shape:
-        pieces = {EMBEDDING: [piece], COPY: [piece]}
-        both = [part.values for part in _parts(files, pieces, {EMBEDDING: shard})]
+        rows_by_tensor = {EMBEDDING: [piece], COPY: [piece]}
+        both = [part.values for part in _parts(files, rows_by_tensor, {EMBEDDING: shard})]
         if not both or torch.equal(*both):
             return
     raise UserError(
@@ -168,11 +168,11 @@ def _check_copied_embedding(folder: Path, files: list[Path], copied: Shape, shar
 
 
 def _finite_parts(
-    files: list[Path], pieces: Mapping[str, list[Piece]], shards: WeightShards
+    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
 ) -> Iterator[WeightPart]:
     """Iterates like ``_parts``. Raises UserError for values that are not finite numbers in fp32."""
     limit = torch.finfo(torch.float32).max
-    for part in _parts(files, pieces, shards):
+    for part in _parts(files, rows_by_tensor, shards):
         # Of a tensor with a NaN, both are NaN. Python's floats do not round the limit to the tensor's dtype.
         low, high = (bound.item() for bound in torch.aminmax(part.values))
         if not (-limit <= low and high <= limit):
@@ -184,15 +184,15 @@ def _finite_parts(
 
 
 def _parts(
-    files: list[Path], pieces: Mapping[str, list[Piece]], shards: WeightShards
+    files: list[Path], rows_by_tensor: Mapping[str, list[TensorRows]], shards: WeightShards
 ) -> Iterator[WeightPart]:
-    """Iterates over what ``shards`` hold of ``pieces``, by tensor, with one file open at a time."""
+    """Iterates over what ``shards`` hold of ``rows_by_tensor``, by tensor, with one file open at a time."""
     for file in files:
         with open_weights(file) as opened:
             for stored in opened.keys():  # noqa: SIM118
                 if stored.startswith(NOT_LOADED):
                     continue
-                for piece in pieces.get(name := model_name(stored), ()):
+                for piece in rows_by_tensor.get(name := model_name(stored), ()):
                     shard = shards[piece.parameter]
                     if overlap := _overlap(piece, shard):
                         rows, place = overlap
@@ -200,7 +200,7 @@ def _parts(
                         yield WeightPart(piece.parameter, place, values, name)
 
 
-def _overlap(piece: Piece, shard: WeightShard) -> tuple[Place, Place] | None:
+def _overlap(piece: TensorRows, shard: WeightShard) -> tuple[Place, Place] | None:
     """Returns where the snapshot's tensor and the shard hold the elements of both; None: there are none."""
     sizes = (1,) * (len(piece.start) - len(piece.shape)) + piece.shape
     place, source = [], []

@@ -31,15 +31,15 @@ FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj"
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """A box of a parameter that a snapshot's tensor holds in consecutive rows.
 
     Args:
         parameter: name of the parameter.
-        start: for each dim, the index in the parameter of the first element.
-        shape: of the rows in the tensor. If the parameter has one more dim, its first, the box has size 1
-            there.
-        row: the first of the rows in the tensor.
+        start: indices of the box's first element in the parameter, one per dim.
+        shape: shape of the rows in the tensor. If the parameter has one more dim, its first, the box has size
+            1 there.
+        row: number of the first row in the tensor.
     """
 
     parameter: str
@@ -55,17 +55,17 @@ class Correspondence:
     Args:
         tensors: names and expected shapes of the tensors.
         parameters: names of the parameters.
-        pieces: returns the pieces in each tensor. Call it once the snapshot's shapes have been checked: it
-            takes memory in proportion to the number of pieces.
+        rows_by_tensor: returns which rows of each tensor hold which boxes of parameters. Call it once the
+            snapshot's shapes have been checked: it takes memory in proportion to the number of boxes.
     """
 
     tensors: Mapping[str, Shape]
     parameters: Collection[str]
-    pieces: Callable[[], Mapping[str, list[Piece]]]
+    rows_by_tensor: Callable[[], Mapping[str, list[TensorRows]]]
 
     @staticmethod
     def direct(name: str, shape: Shape) -> Correspondence:
-        whole = Piece(name, (0,) * len(shape), shape)
+        whole = TensorRows(name, (0,) * len(shape), shape)
         return Correspondence({name: shape}, [name], lambda: {name: [whole]})
 
     @staticmethod
@@ -73,31 +73,31 @@ class Correspondence:
         shapes = list(parameters.values())
         shape = sum(shape[0] for shape in shapes), *shapes[0][1:]
 
-        def pieces() -> Mapping[str, list[Piece]]:
-            # Of each row of each parameter, the row of the tensor.
+        def rows_by_tensor() -> Mapping[str, list[TensorRows]]:
+            # sources[i][r] is the row of the packed tensor that holds row r of parameter i.
             sources = model.unpack(name, torch.arange(shape[0], device="cpu"))
             return {
                 name: [
-                    Piece(parameter, (first, *(0,) * len(shape[1:])), (size, *shape[1:]), row)
+                    TensorRows(parameter, (first, *(0,) * len(shape[1:])), (size, *shape[1:]), row)
                     for parameter, source in zip(parameters, sources, strict=True)
                     for first, size, row in _runs(source.tolist())
                 ]
             }
 
-        return Correspondence({name: shape}, list(parameters), pieces)
+        return Correspondence({name: shape}, list(parameters), rows_by_tensor)
 
     @staticmethod
     def fused(name: str, shape: Shape) -> Correspondence:
         singles = single_experts(name, shape)
 
-        def pieces() -> Mapping[str, list[Piece]]:
+        def rows_by_tensor() -> Mapping[str, list[TensorRows]]:
             projections = len(singles) // shape[0]
             return {
-                tensor: [Piece(name, (i // projections, i % projections * size[0], 0), size)]
+                tensor: [TensorRows(name, (i // projections, i % projections * size[0], 0), size)]
                 for i, (tensor, size) in enumerate(singles.items())
             }
 
-        return Correspondence(singles, [name], pieces)
+        return Correspondence(singles, [name], rows_by_tensor)
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan_tree.components.lora import FACTOR, LoRA, add_factors, is_factor, is_transposed, merged
+from titan_tree.components.lora import FACTOR, LoRA, add_factors, factors, is_factor, is_transposed, merged
 from titan_tree.components.moe import Experts
+from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, inverse_permutation
 from titan_tree.errors import UserError
-from titan_tree.models.lora.fused_experts import add_updates, is_fused
-from titan_tree.models.random_weights import ElementDraws, draw_weights
-from titan_tree.models.shards import WeightShards
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights
 from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
@@ -191,3 +191,42 @@ def adapters_off(model: TreeModel) -> Iterator[None]:
     finally:
         for module, value in zip(scaled, values, strict=True):
             vars(module)["lora_scaling"] = value
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Returns whether a module is a layer's routed experts, as transformers stores and describes them."""
+    names = module._parameters.keys() >= {"gate_up_proj", "down_proj"}
+    return names and getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", True)
+
+
+def add_updates(experts: nn.Module) -> None:
+    """Makes the experts add the updates of their weights, in place."""
+    experts.forward = MethodType(_forward, experts)
+
+
+def _forward(experts: Any, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    """Returns the weighted sum of each token's experts, called as transformers calls the module: [N, d].
+
+    Args:
+        x: [N, d].
+        expert: [N, k] int64.
+        weight: [N, k].
+    """
+    order = expert.flatten().argsort(stable=True)
+    inverse, sorted_experts = inverse_permutation(order), expert.flatten()[order]
+    ends = torch.searchsorted(
+        sorted_experts, torch.arange(experts.num_experts, device=x.device), right=True, out_int32=True
+    )
+    copies = Spread.apply(x, order, inverse, expert.shape[1])
+    hidden = experts._apply_gate(_linear(experts, "gate_up_proj", copies, ends, sorted_experts))
+    out = _linear(experts, "down_proj", hidden, ends, sorted_experts)
+    weighted = out * Spread.apply(weight.reshape(-1, 1), order, inverse, 1)
+    return Gather.apply(weighted.to(x.dtype), order, inverse, expert.shape[1])
+
+
+def _linear(experts: Any, name: str, x: Tensor, ends: Tensor, sorted_experts: Tensor) -> Tensor:
+    """Returns the product of copies [S, c], sorted by expert, with a weight and its update, plus the bias."""
+    base = getattr(experts, name)
+    base = base.transpose(1, 2) if experts.is_transposed else base
+    out = ExpertWeight(base, *(factors(experts, name, x.dtype) or ())).linear(x, ends)
+    return out + getattr(experts, f"{name}_bias")[sorted_experts] if experts.has_bias else out

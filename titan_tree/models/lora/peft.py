@@ -22,8 +22,8 @@ from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
 from titan_tree.models.hf.snapshot_files import open_weights, read_json, write_json
 from titan_tree.models.lora.adapters import adaptable, add_lora, is_expert, owner
-from titan_tree.models.shards import WeightShards, whole_weights
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.models.weights import WeightShards, whole_weights
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 WRAPPER = "base_model.model."  # how the names of all tensors begin

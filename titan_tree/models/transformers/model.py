@@ -99,7 +99,7 @@ class TransformersModel(TreeModel):
         if not self.num_recurrent_layers:
             return layout
         plan = prepare_conv(layout, self.hf_config.linear_conv_kernel_dim)
-        return dataclasses.replace(layout, conv_plan=plan)
+        return dataclasses.replace(layout, conv_index=plan)
 
     def _take_layers(self, base: Any) -> None:
         """Makes blocks of the layers of ``base``, which then runs these blocks."""

@@ -59,7 +59,7 @@ def _forward(
     qkv, z, b, a = _project(mixer, hidden_states)
     states, tails = (None, None) if cache_params is None else cache_params.rows
     weight = mixer.conv1d.weight[:, 0].to(qkv.dtype)  # they differ under autocast
-    qkv, new_tails = tree_causal_conv1d(qkv, weight, layout, tails, layout.conv_plan)
+    qkv, new_tails = tree_causal_conv1d(qkv, weight, layout, tails, layout.conv_index)
     sizes = mixer.key_dim, mixer.key_dim, mixer.value_dim
     dims = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
     q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(qkv.split(sizes, -1), dims, strict=True))

@@ -1,8 +1,9 @@
-"""Random initial weights. Each number depends only on a seed, the parameter's name and the element's index.
+"""WeightShard: the part of a parameter that one rank holds. Random initial weights, drawn shard by shard.
 
-Every rank can therefore draw its shards alone, and the weights are the same for any number of ranks and any
-mesh. A hash maps the index of an element to 64 random bits: SplitMix64, the generator of Steele, Lea and
-Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), which passes BigCrush.
+A random number depends only on a seed, the parameter's name and the element's index. Every rank can therefore
+draw its shards alone, and the weights are the same for any number of ranks and any mesh. A hash maps the
+index of an element to 64 random bits: SplitMix64, the generator of Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators" (OOPSLA 2014), which passes BigCrush.
 
 The place of an element in memory must not change its value, but on a CPU it changes the rounding of torch.log
 and torch.cos. ``log`` and ``_cos_pi`` therefore consist of operations that IEEE 754 rounds exactly, in fp64:
@@ -13,14 +14,13 @@ from a CPU's. The fp32 weights of two models were equal bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from math import prod
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-from titan_tree.models.shards import WeightShard
+from torch import Tensor, nn
 
 CHUNK = 1 << 20  # elements that are drawn at once; each takes about 60 bytes
 
@@ -32,6 +32,38 @@ GAMMA, MIX_1, MIX_2 = (
 # the ranges where they are used.
 ATANH = [1 / n for n in range(13, 0, -2)]
 COS = [(-1) ** n * (math.pi / 2) ** (2 * n) / math.factorial(2 * n) for n in range(8, -1, -1)]
+
+
+class WeightShard(NamedTuple):
+    """A box of a parameter: for each dim, a range of indices.
+
+    Args:
+        values: the elements of the box; may be empty. Writing to it changes the parameter.
+        start: for each dim, the index in the parameter of the first element.
+        shape: of the whole parameter.
+    """
+
+    values: Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, parameter: Tensor) -> WeightShard:
+        return cls(parameter.detach(), (0,) * parameter.ndim, tuple(parameter.shape))
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The elements of the box, as an index of the parameter."""
+        ranges = zip(self.start, self.values.shape, strict=True)
+        return tuple(slice(start, start + length) for start, length in ranges)
+
+
+WeightShards = Mapping[str, WeightShard]  # by the names of ``state_dict``
+
+
+def whole_weights(model: nn.Module) -> WeightShards:
+    """Returns a shard for each parameter of a model that is not sharded: all of it."""
+    return {name: WeightShard.whole(parameter) for name, parameter in model.named_parameters()}
 
 
 class ElementDraws:

@@ -1,4 +1,4 @@
-"""Routing: what a layer reports about its router. RouterLoss: two auxiliary losses for routers.
+"""Routing: what a layer reports about its router. RouterLoss and RouterBias: two ways to balance experts.
 
 The losses prevent routers from using only a few experts, and their logits from growing. They are defined on a
 *balancing scope*: the tokens that are balanced together, in L layers, each token counted once per path
@@ -22,7 +22,7 @@ E experts, L layers with experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -116,3 +116,46 @@ def _balance(routing: Routing, chosen: Tensor, scope_tokens: int, all_tokens: in
 
 def _z(routing: Routing, all_tokens: int) -> Tensor:
     return routing.squared_lse.sum() / (len(routing.squared_lse) * all_tokens)
+
+
+Counts = Literal["paths", "tokens"]
+
+
+class RouterBias:
+    """Balances experts without a loss, and therefore without changing any gradient.
+
+        choice = the k experts with the largest p_e + b_e;   the weights come from p alone
+        after a step:  b_e += rate * sign(mean load - load_e)
+
+    Each layer has its own biases. An expert's load is the number of tokens routed to it in the global batch.
+    The method is from arXiv:2408.15664 and DeepSeek-V3 (arXiv:2412.19437). There p is a sigmoid. In the
+    models here it is a softmax, with probabilities near 1 / E, so the same rate changes choices faster.
+
+    Args:
+        rate: size of an update; 0 keeps the biases as they are.
+        counts: how the load counts a token: "paths" once per path, as in a batch of the paths; "tokens" once,
+            as on the hardware.
+    Raises:
+        UserError: the rate is negative or not finite, or ``counts`` is unknown.
+    """
+
+    def __init__(self, rate: float, counts: Counts = "paths") -> None:
+        if not 0 <= rate < math.inf:
+            raise UserError(f"router_bias.rate: expected a finite number >= 0, got {rate}")
+        if counts not in get_args(Counts):
+            expected = ", ".join(get_args(Counts))
+            raise UserError(f"router_bias.counts: expected one of {expected}, got {counts!r}")
+        self.rate, self.counts = rate, counts
+
+    @torch.no_grad()
+    def update(self, biases: Iterable[Tensor], routing: Routing) -> None:
+        """Updates the biases in place.
+
+        Args:
+            biases: [E] fp32 for each layer with experts.
+            routing: sums over the global batch, the same on all ranks.
+        """
+        load = routing.chosen if self.counts == "paths" else routing.tokens
+        steps = self.rate * (load.mean(1, keepdim=True) - load).sign()
+        for bias, step in zip(biases, steps, strict=True):
+            bias += step

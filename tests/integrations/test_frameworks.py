@@ -1,0 +1,413 @@
+"""Rows of AReaL, prime-rl, SkyRL and slime: on trees, and in plain PyTorch with each row alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.framework_rows import (
+    ADVANTAGES,
+    MASKS,
+    OLD,
+    PROMPTS,
+    RESPONSES,
+    SAMPLED,
+    TEMPERATURE,
+    check_scores,
+    check_step,
+    clipped,
+    per_sample,
+)
+from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.errors import UserError
+from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime
+from titan_tree.tree.batch import PathPairs
+
+
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
+    width = max(map(len, rows)) + 1
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+def areal_batch(computed: bool) -> dict[str, Any]:
+    """Returns a batch of rollouts with recomputed log-probs, before or after ``compute_advantages``."""
+    batch = {
+        "input_ids": padded([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)], torch.long),
+        "attention_mask": padded([[1] * (len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES, strict=True)]),
+        "loss_mask": padded(per_sample(MASKS, 0.0)),
+        "logprobs": padded(per_sample(SAMPLED, 0.0)),
+        "versions": padded(per_sample([torch.full_like(m, 3) for m in MASKS], -1), torch.long),
+        "prox_logp": torch.roll(padded(per_sample(OLD, 0.0)), -1, dims=-1),
+        "rewards": torch.ones(5),
+    }
+    if computed:
+        for name in ("loss_mask", "logprobs"):
+            batch[name] = torch.roll(batch[name], -1, dims=-1)
+        batch["advantages"] = batch["loss_mask"] * torch.tensor(ADVANTAGES)[:, None]
+    return batch
+
+
+def decoupled(logprobs: Tensor, pairs: PathPairs) -> Tensor:
+    assert pairs.old_logprobs is not None
+    assert pairs.rollout_logprobs is not None
+    weight = (pairs.old_logprobs - pairs.rollout_logprobs).exp()
+    return clipped(logprobs, pairs.old_logprobs, pairs.advantage) * weight
+
+
+def test_areal_has_the_same_losses() -> None:
+    def formula(logprobs: list[Tensor], is_decoupled: bool) -> Tensor:
+        """ppo_actor_loss_fn, with loss_weight_fn = the number of trained tokens."""
+        total = torch.zeros(())
+        for x, old, sampled, a, m in zip(logprobs, OLD, SAMPLED, ADVANTAGES, MASKS, strict=True):
+            weight = (old - sampled).exp() if is_decoupled else 1.0
+            total = total + (clipped(x, old, a) * weight * m).sum()
+        return total / sum(m.count_nonzero() for m in MASKS)
+
+    paths = AReaL.to_paths(areal_batch(computed=True), TEMPERATURE)
+    check_step(paths, TreeLoss("ppo", "token_mean"), lambda x: formula(x, False))
+    register_loss("decoupled")(decoupled)
+    check_step(paths, TreeLoss("decoupled", "token_mean"), lambda x: formula(x, True))
+
+
+def test_arrays_of_areal_are_aligned_before_and_after_it_moves_them() -> None:
+    before, after = (AReaL.to_paths(areal_batch(computed)) for computed in (False, True))
+    for got, want, mask in zip(before, after, MASKS, strict=True):
+        assert got.loss_tokens == mask.sum()
+        for name in ("tokens", "loss_mask", "old_logprobs", "policy_version"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        np.testing.assert_array_equal(got.rollout_logprobs[1:], want.rollout_logprobs[1:])
+        assert before[0].advantage is None
+
+
+def test_areal_gets_values_moved_to_the_left() -> None:
+    batch = areal_batch(computed=False)
+
+    def moved(values: list[Tensor]) -> Tensor:
+        rows = torch.roll(padded(per_sample(values, float("nan"))), -1, dims=-1)
+        rows[:, -1] = 0.0
+        return rows
+
+    check_scores(AReaL.to_paths(batch, TEMPERATURE), lambda values: AReaL.to_rows(batch, values), moved)
+
+
+def training_samples(**changes: Any) -> list[SimpleNamespace]:
+    columns = {
+        "mask": [[bool(x) for x in row] for row in per_sample(MASKS, 0.0)],
+        "logprobs": per_sample(SAMPLED, 0.0),
+        "advantages": per_sample(
+            [a * torch.ones(len(r)) for a, r in zip(ADVANTAGES, RESPONSES, strict=True)], 0.0
+        ),
+        "temperatures": per_sample([TEMPERATURE * torch.ones(len(r)) for r in RESPONSES], 1.0),
+        "rl_weights": [None] * 5,
+    }
+    rows = [
+        {"token_ids": p + r, "env_name": "e", "mm_refs": None, **{n: c[i] for n, c in columns.items()}}
+        for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
+    ]
+    return [SimpleNamespace(**{**row, **changes}) for row in rows]
+
+
+PADDING = 3  # tokens at the end of a micro-batch
+
+
+def micro_batch(rows: Sequence[SimpleNamespace]) -> dict[str, Any]:
+    def joined(name: str) -> list[Any]:
+        return [x for row in rows for x in getattr(row, name)] + [name == "token_ids"] * PADDING
+
+    return {
+        "input_ids": list(map(int, joined("token_ids"))),
+        "loss_mask": joined("mask"),
+        "advantages": joined("advantages"),
+        "inference_logprobs": joined("logprobs"),
+        "position_ids": [i for row in rows for i in range(len(row.token_ids))] + list(range(PADDING)),
+        "sequence_lengths": [len(row.token_ids) for row in rows],
+        "temperatures": joined("temperatures"),
+        "env_names": ["e"] * len(joined("token_ids")),
+    }
+
+
+def dppo(logprobs: Tensor, sampled: Tensor, advantage: Any, high: float, low: float, tau: float) -> Tensor:
+    """prime-rl's default loss of each token: DPPO's mask on probabilities, and a squared log-ratio."""
+    difference = logprobs.detach().exp() - sampled.exp()
+    is_masked = torch.where(torch.as_tensor(advantage) > 0, difference > high, difference < -low)
+    log_ratio = logprobs - sampled
+    return tau * log_ratio**2 - ~is_masked * advantage * log_ratio.exp()
+
+
+def tree_dppo(logprobs: Tensor, pairs: PathPairs, high: float = 0.02, low: float = 0.02) -> Tensor:
+    assert pairs.rollout_logprobs is not None
+    return dppo(logprobs, pairs.rollout_logprobs, pairs.advantage, high, low, 0.1)
+
+
+def test_prime_rl_has_the_same_loss() -> None:
+    def formula(logprobs: list[Tensor], weights: Sequence[float] = (1, 1, 1, 1, 1)) -> Tensor:
+        """The sum over trained tokens, divided by their number."""
+        rows = zip(logprobs, SAMPLED, ADVANTAGES, MASKS, weights, strict=True)
+        total = sum((w * dppo(x, s, a, 0.02, 0.02, 0.1) * m).sum() for x, s, a, m, w in rows)
+        return total / sum(m.sum() * (w > 0) for m, w in zip(MASKS, weights, strict=True))
+
+    rows = training_samples()
+    register_loss("dppo")(tree_dppo)
+    loss = TreeLoss("dppo", "token_mean")
+    check_step(PrimeRL.to_paths(rows), loss, formula)
+    check_step(PrimeRL.to_paths([micro_batch(rows[:3]), micro_batch(rows[3:])]), loss, formula)
+    rows[1].rl_weights = [0.0] * len(rows[1].token_ids)
+    check_step(PrimeRL.to_paths(rows), loss, lambda x: formula(x, (1, 0, 1, 1, 1)))
+
+
+def test_weights_of_prime_rl_multiply_the_advantage() -> None:
+    rows = training_samples()
+    rows[0].rl_weights = [0.5] * len(rows[0].token_ids)
+
+    def formula(logprobs: list[Tensor]) -> Tensor:
+        columns = zip(logprobs, SAMPLED, ADVANTAGES, MASKS, (0.5, 1, 1, 1, 1), strict=True)
+        total = sum((w * clipped(x, s, a) * m).sum() for x, s, a, m, w in columns)
+        return total / sum(m.sum() for m in MASKS)
+
+    check_step(PrimeRL.to_paths(rows), TreeLoss("ppo", "token_mean"), formula)
+
+
+def test_prime_rl_gets_a_value_for_every_token() -> None:
+    def every_token(values: list[Tensor]) -> list[Tensor]:
+        return [torch.tensor(row) for row in per_sample(values, float("nan"))]
+
+    rows = training_samples(temperatures=None)
+    for row in rows:
+        row.temperatures = [TEMPERATURE] * len(row.token_ids)
+    check_scores(PrimeRL.to_paths(rows), lambda values: PrimeRL.to_rows(rows, values), every_token)
+    packed = [micro_batch(rows[:3]), micro_batch(rows[3:])]
+    check_scores(
+        PrimeRL.to_paths(packed),
+        lambda values: PrimeRL.to_rows(packed, values),
+        lambda values: [
+            torch.cat([*part, torch.full((PADDING,), torch.nan)])
+            for part in (every_token(values)[:3], every_token(values)[3:])
+        ],
+    )
+
+
+def test_prime_rl_records_experts() -> None:
+    rows = training_samples()
+    for row in rows:
+        experts = np.arange(len(row.token_ids) * 6, dtype=np.uint8).reshape(-1, 2, 3)
+        row.routed_experts = SimpleNamespace(data=experts.tobytes(), shape=list(experts.shape), dtype="uint8")
+    for path, row in zip(PrimeRL.to_paths(rows), rows, strict=True):
+        assert path.routed_experts.flatten().tolist() == list(range(6 * len(row.token_ids)))
+
+
+def generator_output() -> dict[str, Any]:
+    return {
+        "prompt_token_ids": PROMPTS,
+        "response_ids": RESPONSES,
+        "rewards": [1.0] * 5,
+        "loss_masks": [m.int().tolist() for m in MASKS],
+        "stop_reasons": ["stop"] * 5,
+        "rollout_metrics": {"x": 1},
+        "rollout_logprobs": [s.tolist() for s in SAMPLED],
+        "trajectory_ids": None,
+        "rollout_expert_indices": None,
+        "is_last_step": None,
+        "is_hinted": [None] * 5,
+        "advantages": ADVANTAGES,
+        "action_log_probs": OLD,
+    }
+
+
+def test_skyrl_has_the_same_losses() -> None:
+    def formula(logprobs: list[Tensor], by_row: bool) -> Tensor:
+        """The sum of losses with the advantages of ``apply_loss_reduction_to_advantages_minibatch``."""
+        total, number = torch.zeros(()), sum(m.sum() for m in MASKS)
+        for x, old, a, m in zip(logprobs, OLD, ADVANTAGES, MASKS, strict=True):
+            total = total + (clipped(x, old, a / (5 * m.sum() if by_row else number)) * m).sum()
+        return total
+
+    paths = SkyRL.to_paths(generator_output(), TEMPERATURE)
+    check_step(paths, TreeLoss("ppo", "token_mean"), lambda x: formula(x, False))
+    check_step(paths, TreeLoss("ppo", "path_token_mean"), lambda x: formula(x, True))
+
+
+def test_skyrl_gets_values_of_responses() -> None:
+    output = generator_output()
+    check_scores(SkyRL.to_paths(output, TEMPERATURE), lambda values: SkyRL.to_rows(output, values), list)
+
+
+@dataclass
+class Status:
+    value: str = "completed"
+
+
+@dataclass
+class Sample:
+    """The fields of slime's Sample that a rollout fills in."""
+
+    index: int
+    rollout_id: int | None
+    tokens: list[int]
+    response_length: int
+    loss_mask: list[int]
+    rollout_log_probs: list[float]
+    group_index: int = 0
+    prompt: str = "p"
+    response: str = "r"
+    reward: float = 1.0
+    status: Status = field(default_factory=Status)
+    weight_versions: list[str] = field(default_factory=lambda: ["3"])
+    metadata: dict = field(default_factory=dict)
+    remove_sample: bool = False
+    multimodal_inputs: dict | None = None
+    teacher_log_probs: list[float] | None = None
+
+
+ROLLOUTS = [5, 5, 6, 7, 7]
+
+
+def samples() -> list[Sample]:
+    rows = zip(ROLLOUTS, PROMPTS, RESPONSES, MASKS, SAMPLED, strict=True)
+    return [
+        Sample(i, rollout, prompt + response, len(response), mask.int().tolist(), sampled.tolist())
+        for i, (rollout, prompt, response, mask, sampled) in enumerate(rows)
+    ]
+
+
+def train_data() -> dict[str, Any]:
+    """Returns slime's columns, as its trainer has them after it computed advantages."""
+    sums = {r: sum(m.sum() for m, other in zip(MASKS, ROLLOUTS, strict=True) if other == r) for r in ROLLOUTS}
+    return {
+        "tokens": [torch.tensor(p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)],
+        "response_lengths": [len(r) for r in RESPONSES],
+        "rewards": ADVANTAGES,
+        "raw_reward": [1.0] * 5,
+        "truncated": [0] * 5,
+        "sample_indices": list(range(5)),
+        "rollout_ids": ROLLOUTS,
+        "loss_masks": [m.int() for m in MASKS],
+        "rollout_mask_sums": [sums[r] for r in ROLLOUTS],
+        "rollout_log_probs": SAMPLED,
+        "log_probs": OLD,
+        "advantages": [a * torch.ones(len(r)) for a, r in zip(ADVANTAGES, RESPONSES, strict=True)],
+        "returns": [torch.zeros(len(r)) for r in RESPONSES],
+    }
+
+
+def test_slime_averages_over_rollouts() -> None:
+    data = train_data()
+
+    def formula(logprobs: list[Tensor]) -> Tensor:
+        """sum_of_sample_mean over rollout_mask_sums, divided by the number of rollouts."""
+        rows = zip(logprobs, OLD, ADVANTAGES, MASKS, data["rollout_mask_sums"], strict=True)
+        return sum((clipped(x, old, a) * m).sum() / total for x, old, a, m, total in rows) / 3  # type: ignore[return-value]
+
+    paths = Slime.to_paths(data, TEMPERATURE)
+    check_step(paths, TreeLoss("ppo", "rollout_token_mean"), formula)
+    by_sample = [
+        {**row, "log_probs": old, "rewards": a}
+        for row, old, a in zip(map(vars, samples()), OLD, ADVANTAGES, strict=True)
+    ]
+    for got, want in zip(Slime.to_paths(by_sample, TEMPERATURE), paths, strict=True):
+        assert got.rollout_tokens == want.rollout_tokens
+        for name in ("tokens", "loss_mask", "old_logprobs", "rollout_logprobs"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        assert got.policy_version.tolist() == [3] * len(got)
+
+    def per_token(logprobs: list[Tensor]) -> Tensor:
+        rows = zip(logprobs, OLD, ADVANTAGES, MASKS, strict=True)
+        total = sum((clipped(x, old, a) * m).sum() for x, old, a, m in rows)
+        return total / sum(m.sum() for m in MASKS)
+
+    check_step(paths, TreeLoss("ppo", "token_mean"), per_token)
+
+
+def test_slime_gets_values_of_responses() -> None:
+    for rows in (samples(), train_data()):
+        check_scores(Slime.to_paths(rows, TEMPERATURE), lambda v, rows=rows: Slime.to_rows(rows, v), list)
+
+
+def test_a_part_of_a_rollout_keeps_its_weight() -> None:
+    """The samples of one rank, of a rollout that has others elsewhere."""
+    part = {name: values[1:4] for name, values in train_data().items()}
+    assert [path.rollout_tokens for path in Slime.to_paths(part)] == [10.0, 3.0, 10.0]
+
+
+def test_slime_reads_saved_rollouts(tmp_path: Path) -> None:
+    rows = [vars(sample) | {"status": "completed"} for sample in samples()]
+    torch.save({"rollout_id": 4, "samples": rows}, tmp_path / "4.pt")
+    loaded = Slime.read_samples(tmp_path / "4.pt")
+    assert [path.tokens.tolist() for path in Slime.to_paths(loaded)] == [
+        path.tokens.tolist() for path in Slime.to_paths(samples())
+    ]
+    (tmp_path / "4.pt").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match=r"4\.pt: expected rollout data that slime saved"):
+        Slime.read_samples(tmp_path / "4.pt")
+
+
+def test_slime_counts_rollouts_without_trained_tokens() -> None:
+    rows = samples()
+    rows[2].remove_sample = True
+    with pytest.raises(UserError, match="rollout 6: no token is trained, but slime counts the rollout"):
+        Slime.to_paths(rows)
+    assert [path.loss_tokens for path in Slime.to_paths(rows, skip_untrained=True)] == [5, 5, 0, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: AReaL.to_paths(areal_batch(True) | {"attention_mask": padded([[0, 1]] * 5)}),
+            "batch: attention_mask: expected",
+        ),
+        (
+            lambda: AReaL.to_paths(areal_batch(True) | {"pixel_values": 1}),
+            "batch: pixel_values: expected text only",
+        ),
+        (
+            lambda: PrimeRL.to_paths(training_samples(ce_weights=[1.0])),
+            "row 0: ce_weights: only the component",
+        ),
+        (
+            lambda: PrimeRL.to_paths([micro_batch(training_samples()) | {"position_ids": [0, 2] * 20}]),
+            "row 0: position_ids: expected",
+        ),
+        (
+            lambda: SkyRL.to_paths(generator_output() | {"is_hinted": [True] * 5}),
+            "output: is_hinted: samples with",
+        ),
+        (
+            lambda: SkyRL.to_paths({**generator_output(), "rollout_logprobs": [[0.0]] * 5}),
+            "row 0: rollout_logprobs: expected 7 entries, got 1",
+        ),
+        (lambda: Slime.to_paths([vars(samples()[0]) | {"new": 1}]), "sample 0: new: unknown field"),
+        (
+            lambda: Slime.to_paths([vars(samples()[0]) | {"rollout_top_p_token_ids": [1]}]),
+            "sample 0: rollout_top_p_token_ids: log-probs under nucleus sampling are not supported",
+        ),
+        (
+            lambda: Slime.to_paths([vars(samples()[0]) | {"loss_mask": [1]}]),
+            "sample 0: loss_mask: expected 7 entries, got 1",
+        ),
+        (
+            lambda: Slime.to_paths(train_data() | {"log_probs": OLD[:2]}),
+            "train_data: log_probs: expected 5 entries, got 2",
+        ),
+    ],
+)
+def test_what_would_change_the_loss_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_modules_of_version_0_1_have_the_functions() -> None:
+    from titan_tree.integrations.samples import make_trees, score_paths
+    from titan_tree.integrations.slime import read_samples
+
+    from titan_tree.integrations import areal, prime_rl, samples, skyrl, slime
+
+    assert read_samples is Slime.read_samples
+    assert (samples.make_trees, samples.score_paths) == (make_trees, score_paths)
+    for module, framework in ((areal, AReaL), (prime_rl, PrimeRL), (skyrl, SkyRL), (slime, Slime)):
+        assert (module.to_paths, module.to_rows) == (framework.to_paths, framework.to_rows)

@@ -1,0 +1,604 @@
+"""Rows of AReaL, prime-rl, SkyRL and slime -> TokenPaths, and values of paths back into their layouts.
+
+Each framework is a table of its fields and a class with two functions, ``to_paths`` and ``to_rows``.
+docs/frameworks.md lists the fields. No framework is imported.
+
+    AReaL     a padded batch [B, T]; its trainer moves arrays one entry to the left
+    PrimeRL   rows with one entry per token, perhaps several samples packed one after another
+    SkyRL     columns, with one entry per token of the response
+    Slime     samples or columns, with one entry per token of the response
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.errors import UserError
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.scoring.score_trees import PathScores, score_trees
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+NAN = float("nan")
+# Values for which SkyRL and slime have one entry per token of the response, and their fill for the prompt.
+PER_RESPONSE = {
+    "loss_mask": 0.0,
+    "advantage": 0.0,
+    "old_logprobs": NAN,
+    "ref_logprobs": NAN,
+    "rollout_logprobs": NAN,
+}
+
+
+@torch.no_grad()
+def score_paths(
+    model: TreeModel, paths: Sequence[TokenPath], max_tokens: int | None = None, entropies: bool = False
+) -> list[PathScores]:
+    """Returns the scores of all tokens of ``paths`` at each path's temperature, see ``score_trees``.
+
+    Args:
+        model: may be sharded over ranks. Every rank then makes the same call, with its own paths.
+        paths: paths in any order. Their loss masks have no effect.
+        max_tokens: maximum tokens of one forward pass; larger trees run in partitions. None: no limit.
+        entropies: also return the entropies of the distributions.
+    """
+    trees = make_trees(
+        TokenPath(path.tokens, temperature=path.temperature, id=str(number))
+        for number, path in enumerate(paths)
+    )
+    partitioner = None if max_tokens is None else TreePartitioner("auto", max_tokens)
+    tree_scores = score_trees(model, trees, max_tokens, partitioner, entropies=entropies)
+    by_number = {
+        int(path.id): path_scores
+        for tree, scores in zip(trees, tree_scores, strict=True)
+        for path, path_scores in zip(tree.paths, scores, strict=True)
+    }
+    return [by_number[number] for number in range(len(paths))]
+
+
+def make_trees(paths: Iterable[TokenPath]) -> list[TokenTree]:
+    """Returns the trees of ``paths``: one forest for each temperature."""
+    by_temperature: dict[float, list[TokenPath]] = {}
+    for path in paths:
+        by_temperature.setdefault(path.temperature, []).append(path)
+    return [TokenTree.from_paths(group) for group in by_temperature.values()]
+
+
+class Fields(NamedTuple):
+    """How titan_tree treats the fields of a framework. Any other field is an error."""
+
+    read: dict[
+        str, str
+    ]  # the framework's name -> titan_tree's, that of a TokenPath's field where there is one
+    left_out: str  # names of fields without effect on losses
+    refused: dict[str, str]  # fields that would change the loss -> how to fix it
+
+
+# titan_tree's names of the fields that are read, and the names in AReaL, prime-rl's TrainingSample, SkyRL and
+# slime's Sample.
+NAMES = """
+tokens            input_ids       token_ids       -                       tokens
+attention_mask    attention_mask  -               -                       -
+position_ids      -               position_ids    -                       -
+prompt            -               -               prompt_token_ids        -
+response          -               -               response_ids            -
+response_length   -               -               -                       response_length
+loss_mask         loss_mask       mask            loss_masks              loss_mask
+remove_sample     -               -               -                       remove_sample
+advantage         advantages      advantages      advantages              advantages
+reward            -               -               -                       rewards
+rl_weights        -               rl_weights      -                       -
+old_logprobs      prox_logp       -               action_log_probs        log_probs
+ref_logprobs      ref_logp        ref_logprobs    base_action_log_probs   ref_log_probs
+rollout_logprobs  logprobs        logprobs        rollout_logprobs        rollout_log_probs
+routed_experts    routed_experts  routed_experts  rollout_expert_indices  rollout_routed_experts
+temperature       -               temperatures    -                       -
+policy_version    versions        -               -                       -
+weight_versions   -               -               -                       weight_versions
+rollout_id        -               -               -                       rollout_id
+index             -               -               -                       index
+rollout_tokens    -               -               -                       rollout_mask_sums
+"""
+_ROWS = [line.split() for line in NAMES.strip().splitlines()]
+_AREAL, _PRIME_RL, _SKYRL, _SLIME = (
+    {row[column]: row[0] for row in _ROWS if row[column] != "-"} for column in range(1, 5)
+)
+_MICRO_BATCH = {"input_ids": "tokens", "loss_mask": "loss_mask", "inference_logprobs": "rollout_logprobs"}
+_COLUMNS = {
+    "response_length": "response_lengths",
+    "loss_mask": "loss_masks",
+    "rollout_id": "rollout_ids",
+    "index": "sample_indices",
+}
+
+IMAGES = "expected text only"
+TEACHER = "losses with a teacher are not supported; remove it"
+PACKED = "expected the padded batch, before AReaL packs it"
+OTHER_LOSS = "only the component rl of the loss is supported; train the others in a step of their own"
+TOP_P = "log-probs under nucleus sampling are not supported; sample with rollout_top_p = 1"
+PER_SAMPLE_LOSS = "losses chosen per sample are not supported; remove it"
+
+
+def _refused(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Returns field -> reason from names -> reason."""
+    return {name: reason for names, reason in reasons.items() for name in names.split()}
+
+
+AREAL = Fields(
+    _AREAL,
+    "rewards values returns kl_rewards tot_rewards begin_of_trajectory task_ids position_ids seqlens",
+    _refused(
+        {
+            "multi_modal_input pixel_values image_grid_thw": IMAGES,
+            "cu_seqlens max_seqlen": PACKED,
+            "teacher_logp": TEACHER,
+        }
+    ),
+)
+PRIME_RL = Fields(
+    _PRIME_RL | _MICRO_BATCH,
+    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards",
+    _refused(
+        {
+            "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
+            "ce_weights ref_kl_weights sdpo_weights": OTHER_LOSS,
+        }
+    ),
+)
+SKYRL = Fields(
+    _SKYRL,
+    "rewards stop_reasons rollout_metrics trajectory_ids is_last_step",
+    _refused(
+        {
+            "pixel_values image_grid_thw": IMAGES,
+            "is_hinted": "samples with hints are not supported; remove them, or the field",
+        }
+    ),
+)
+SLIME_SAMPLE = Fields(
+    _SLIME,
+    "group_index prompt response label reward status metadata session_id generate_function_path "
+    "custom_rm_path apply_chat_template_kwargs non_generation_time spec_info prefix_cache_info",
+    _refused(
+        {
+            "rollout_top_p_token_ids rollout_top_p_token_offsets": TOP_P,
+            "multimodal_inputs multimodal_train_inputs": IMAGES,
+            "teacher_log_probs mopd_teacher_log_probs": TEACHER,
+            "train_metadata": PER_SAMPLE_LOSS,
+        }
+    ),
+)
+SLIME_TRAIN_DATA = Fields(
+    {_COLUMNS.get(name, name): ours for name, ours in _SLIME.items() if name != "remove_sample"},
+    "raw_reward truncated round_number total_lengths source_names prompt returns values kl entropy partition "
+    "dynamic_global_batch_size num_microbatches micro_batch_indices global_batch_sizes",
+    SLIME_SAMPLE.refused | {"metadata": PER_SAMPLE_LOSS},
+)
+
+
+class Row:
+    """The fields of a row or a batch, by titan_tree's names. Errors have the framework's names."""
+
+    def __init__(self, where: str, values: dict[str, Any], names: dict[str, str]) -> None:
+        self.where, self.values, self.names = where, values, names
+
+    @staticmethod
+    def read(source: object, where: str, fields: Fields) -> Row:
+        """Returns the fields of a dict or an object that are not empty.
+
+        Raises:
+            UserError: a field that is unknown, or refused.
+        """
+        values: dict[str, Any] = {}
+        names = {ours: theirs for theirs, ours in reversed(fields.read.items())}
+        for name, value in _items(source):
+            if _is_empty(value):
+                continue
+            if name in fields.refused:
+                raise UserError(f"{where}: {name}: {fields.refused[name]}")
+            if name in fields.read:
+                values[fields.read[name]], names[fields.read[name]] = value, name
+            elif name not in fields.left_out.split():
+                raise UserError(
+                    f"{where}: {name}: unknown field, which might change the loss; remove it if it does not"
+                )
+        return Row(where, values, names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def get(self, name: str) -> Any:
+        """Returns a field, or None without it."""
+        return self.values.get(name)
+
+    def required(self, name: str) -> Any:
+        """Returns a field. Raises UserError without it."""
+        if name not in self.values:
+            raise self.error(name, "missing; give it for every row")
+        return self.values[name]
+
+    def entries(self, name: str, length: int) -> Any:
+        """Returns a field with ``length`` entries, or None without it."""
+        value = self.values.get(name)
+        if value is not None and len(value) != length:
+            raise self.error(name, f"expected {length} entries, got {len(value)}")
+        return value
+
+    def split(self, number: int, prefix: str) -> list[Row]:
+        """Returns the rows of a batch whose fields are columns of ``number`` entries."""
+        columns = {name: self.entries(name, number) for name in self.values}
+        return [
+            Row(
+                f"{prefix} {row}",
+                {name: values[row] for name, values in columns.items() if values[row] is not None},
+                self.names,
+            )
+            for row in range(number)
+        ]
+
+    def error(self, name: str, problem: str) -> UserError:
+        """Returns the error for a field."""
+        return UserError(f"{self.where}: {self.names[name]}: {problem}")
+
+
+class AReaL:
+    """Batches of AReaL: a dict of tensors [B, T], padded at the right.
+
+    AReaL's trainer moves arrays one entry to the left before it trains: entry t then belongs to token t + 1.
+    """
+
+    @staticmethod
+    def to_paths(batch: Mapping[str, Any], temperature: float = 1.0) -> list[TokenPath]:
+        """Returns one path per row.
+
+        The reduction "token_mean" averages as AReaL does with its default ``loss_weight_fn``, which counts
+        the trained tokens of a micro-batch.
+
+        Args:
+            batch: as rollouts return it, or as ``compute_advantages`` does: then it has "advantages", and
+                "loss_mask" and "logprobs" are moved to the left. "prox_logp" and "ref_logp" always are.
+            temperature: the temperature of the sampling, and of AReaL's log-probs.
+
+        Raises:
+            UserError: a field is unknown, not supported or of the wrong shape, or padding is not on the
+                right.
+        """
+        fields = Row.read(batch, "batch", AREAL)
+        lengths = _areal_lengths(fields)
+        fields.required("loss_mask")
+        tokens = _array(fields.values.pop("tokens"), np.int64)
+        del fields.values["attention_mask"]
+        arrays = {name: _array(values, None) for name, values in fields.values.items()}
+        for name, array in arrays.items():
+            if array.shape[:2] != tokens.shape:
+                raise fields.error(name, f"expected shape {list(tokens.shape)}, got {list(array.shape)}")
+        moved = {"old_logprobs", "ref_logprobs"}
+        if "advantage" in arrays:
+            moved |= {"loss_mask", "rollout_logprobs", "advantage"}
+        for name in moved & arrays.keys():
+            arrays[name] = np.concatenate([arrays[name][:, :1] * 0, arrays[name][:, :-1]], axis=1)
+        if "rollout_logprobs" in arrays:
+            arrays.setdefault("old_logprobs", arrays["rollout_logprobs"])  # as AReaL without prox_logp
+        paths = []
+        for row, length in enumerate(lengths.tolist()):
+            values: dict[str, Any] = {n: a[row, :length] for n, a in arrays.items()}
+            mask = values["loss_mask"] = values["loss_mask"].astype(np.float32)
+            if "policy_version" in values:
+                values["policy_version"] = np.where(mask > 0, values["policy_version"], -1)
+            paths.append(TokenPath(tokens[row, :length], temperature=temperature, id=f"row {row}", **values))
+        return paths
+
+    @staticmethod
+    def to_rows(batch: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
+        """Returns values [B, T] as AReaL's ``compute_logp``: entry t belongs to token t + 1; others are 0.
+
+        Args:
+            batch: the batch of ``to_paths``.
+            values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
+        """
+        fields = Row.read(batch, "batch", AREAL)
+        rows = torch.zeros(_array(fields.required("tokens"), None).shape, device=values[0].device)
+        for row, value, length in zip(rows, values, _areal_lengths(fields).tolist(), strict=True):
+            row[: length - 1] = value[1:]
+        return rows
+
+
+class PrimeRL:
+    """Rows of prime-rl: TrainingSamples, or MicroBatches in which samples are packed one after another."""
+
+    @staticmethod
+    def to_paths(rows: Sequence[object]) -> list[TokenPath]:
+        """Returns one path per TrainingSample, or per sample that is packed in a MicroBatch.
+
+        The reduction "token_mean" averages as prime-rl does. Tokens whose ``rl_weights`` are 0 do not count.
+        Other weights multiply the advantage.
+
+        Args:
+            rows: TrainingSamples, MicroBatches, or dicts with their fields.
+
+        Raises:
+            UserError: a field is unknown, not supported or of the wrong length.
+        """
+        return [path for row in _prime_rl_rows(rows) for path in _prime_rl_paths(row)]
+
+    @staticmethod
+    def to_rows(rows: Sequence[object], values: Sequence[Tensor]) -> list[Tensor]:
+        """Returns values for every token of each row, as prime-rl's "trainer_logprobs".
+
+        A sample's first token gets 0.
+
+        Args:
+            rows: the rows of ``to_paths``.
+            values: [T] for each path of ``to_paths``, such as ``PathScores.logprobs`` of ``score_paths``.
+        """
+        remaining = iter(values)
+        return [
+            torch.cat([part for _ in _prime_rl_starts(row) for part in _with_first_zero(next(remaining))])
+            for row in _prime_rl_rows(rows)
+        ]
+
+
+class SkyRL:
+    """Rows of SkyRL: a GeneratorOutput, and the columns that its trainer adds."""
+
+    @staticmethod
+    def to_paths(output: Mapping[str, Any], temperature: float = 1.0) -> list[TokenPath]:
+        """Returns one path per row.
+
+        The reduction "token_mean" averages as SkyRL's ``loss_reduction = "token_mean"``, and
+        "path_token_mean" as "sequence_mean".
+
+        Args:
+            output: a GeneratorOutput. "advantages", "action_log_probs" and "base_action_log_probs" may be
+                added, with a number (advantages only) or R numbers per row. Advantages must not contain
+                SkyRL's loss reduction, which divides them by numbers of tokens.
+            temperature: the temperature of the sampling.
+
+        Raises:
+            UserError: a field is unknown, not supported or of the wrong length.
+        """
+        return [
+            _response_path(
+                row, [*row.get("prompt"), *row.get("response")], len(row.get("prompt")), temperature
+            )
+            for row in _skyrl_rows(output)
+        ]
+
+    @staticmethod
+    def to_rows(output: Mapping[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+        """Returns values of the responses, [R] for each row.
+
+        Args:
+            output: the output of ``to_paths``.
+            values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
+        """
+        lengths = (len(row.get("response")) for row in _skyrl_rows(output))
+        return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
+
+
+class Slime:
+    """Rows of slime: Samples, or the columns ``train_data`` that its trainer gets."""
+
+    @staticmethod
+    def to_paths(
+        rows: Sequence[object] | Mapping[str, Any], temperature: float = 1.0, skip_untrained: bool = False
+    ) -> list[TokenPath]:
+        """Returns one path per row.
+
+        The reduction "rollout_token_mean" averages as slime does: over the tokens of a ``rollout_id``, then
+        over rollouts. "token_mean" is slime's ``--calculate-per-token-loss``.
+
+        Args:
+            rows: Samples or their dicts, or train_data with one list per column. All samples of a rollout
+                must be present, unless train_data has "rollout_mask_sums".
+            temperature: ``--rollout-temperature``.
+            skip_untrained: leave rollouts without trained tokens out of the average. slime counts them.
+
+        Raises:
+            UserError: a field is unknown, not supported or of the wrong length, or a rollout has no trained
+                token.
+        """
+        samples = _slime_rows(rows)
+        paths = [_slime_path(sample, temperature) for sample in samples]
+        rollouts: dict[object, list[TokenPath]] = {}
+        for sample, path in zip(samples, paths, strict=True):
+            names = (sample.get("rollout_id"), sample.get("index"), sample.where)
+            rollouts.setdefault(next(name for name in names if name is not None), []).append(path)
+        for members in rollouts.values():
+            TokenPath.join_rollout(members)
+        for sample, path in zip(samples, paths, strict=True):
+            if "rollout_tokens" in sample:  # of all samples of the rollout, also those of other ranks
+                path.rollout_tokens = float(sample.get("rollout_tokens"))
+        for name, members in rollouts.items():
+            if not skip_untrained and not members[0].rollout_tokens:
+                raise UserError(
+                    f"rollout {name}: no token is trained, but slime counts the rollout in its mean; pass "
+                    "skip_untrained=True to average over the other rollouts"
+                )
+        if any(path.policy_version is None for path in paths):
+            for path in paths:
+                path.policy_version = None
+        return paths
+
+    @staticmethod
+    def to_rows(rows: Sequence[object] | Mapping[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+        """Returns values of the responses, as slime's "log_probs" and "entropy": [R] for each row.
+
+        Args:
+            rows: the rows of ``to_paths``.
+            values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
+        """
+        lengths = map(_slime_response_length, _slime_rows(rows))
+        return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
+
+    @staticmethod
+    def read_samples(file: str | Path) -> list[dict[str, Any]]:
+        """Returns the samples of a file that slime wrote with ``--save-debug-rollout-data``.
+
+        Raises:
+            UserError: the file is missing or damaged, or contains other types than numbers, text and tensors.
+        """
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)["samples"]
+        except (OSError, RuntimeError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{file}: expected rollout data that slime saved ({reason})") from None
+
+
+def _areal_lengths(batch: Row) -> np.ndarray:
+    mask = _array(batch.required("attention_mask"), None) != 0
+    shape = _array(batch.required("tokens"), None).shape
+    lengths = mask.sum(-1)
+    if mask.shape != shape or not np.array_equal(mask, np.arange(mask.shape[-1]) < lengths[:, None]):
+        raise batch.error(
+            "attention_mask", f"expected shape {list(shape)} with padding at the right of each row only"
+        )
+    return lengths
+
+
+def _prime_rl_rows(rows: Sequence[object]) -> list[Row]:
+    return [Row.read(row, f"row {number}", PRIME_RL) for number, row in enumerate(rows)]
+
+
+def _prime_rl_starts(row: Row) -> np.ndarray:
+    """Returns where samples start in a row."""
+    number = len(row.required("tokens"))
+    if (positions := row.entries("position_ids", number)) is None:
+        return np.zeros(1, np.int64)
+    places = _array(positions, np.int64)
+    (starts,) = (places == 0).nonzero()
+    lengths = np.diff([*starts, number])
+    if not len(starts) or not np.array_equal(places, np.concatenate([np.arange(n) for n in lengths])):
+        raise row.error("position_ids", "expected 0, 1, 2, ... for each sample, got something else")
+    return starts
+
+
+def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
+    tokens = _array(row.required("tokens"), np.int64)
+    number = len(tokens)
+    row.required("loss_mask")
+    names = ("loss_mask", "rollout_logprobs", "ref_logprobs", "advantage", "rl_weights")
+    values = {name: _array(x) for name in names if (x := row.entries(name, number)) is not None}
+    temperatures = row.entries("temperature", number)
+    values["loss_mask"] = values["loss_mask"] != 0
+    if (weights := values.pop("rl_weights", None)) is not None:
+        if weights.min() < 0:
+            raise row.error("rl_weights", f"expected numbers >= 0, got {weights.min()}")
+        values["loss_mask"] &= weights > 0
+        if "advantage" in values:
+            values["advantage"] = values["advantage"] * weights
+    if "rollout_logprobs" in values:  # prime-rl's ratios are relative to the sampling engine
+        values["old_logprobs"] = values["rollout_logprobs"]
+    if "routed_experts" in row:
+        values["routed_experts"] = _prime_rl_experts(row.get("routed_experts"))
+    is_packed = row.names["tokens"] == "input_ids"
+    for index, (start, end) in enumerate(pairwise([*_prime_rl_starts(row), number])):
+        part, name = slice(start, end), f"{row.where}.{index}" if is_packed else row.where
+        temperature = 1.0
+        if temperatures is not None:
+            trained = set(_array(temperatures, np.float64)[part][values["loss_mask"][part]].tolist())
+            if len(trained) > 1:
+                raise UserError(
+                    f"{name}: temperatures: expected one for all trained tokens, got {len(trained)}"
+                )
+            temperature = trained.pop() if trained else 1.0
+        fields: dict[str, Any] = {field: array[part] for field, array in values.items()}
+        yield TokenPath(tokens[part], temperature=temperature, id=name, **fields)
+
+
+def _prime_rl_experts(value: Any) -> np.ndarray:
+    """Returns [T, L, k] from prime-rl's RoutedExperts, which has bytes, shape and dtype."""
+    fields = (
+        value if isinstance(value, Mapping) else {n: getattr(value, n) for n in ("data", "shape", "dtype")}
+    )
+    return np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
+
+
+def _with_first_zero(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.new_zeros(1), values[1:]
+
+
+def _skyrl_rows(output: Mapping[str, Any]) -> list[Row]:
+    fields = Row.read(output, "output", SKYRL)
+    for name in ("prompt", "response", "loss_mask"):
+        fields.required(name)
+    return fields.split(len(fields.get("prompt")), "row")
+
+
+def _slime_rows(rows: Sequence[object] | Mapping[str, Any]) -> list[Row]:
+    if not isinstance(rows, Mapping):
+        return [Row.read(row, f"sample {number}", SLIME_SAMPLE) for number, row in enumerate(rows)]
+    train_data = Row.read(rows, "train_data", SLIME_TRAIN_DATA)
+    return train_data.split(len(train_data.required("tokens")), "sample")
+
+
+def _slime_response_length(sample: Row) -> int:
+    length, size = int(sample.required("response_length")), len(sample.required("tokens"))
+    if not 0 <= length <= size:
+        raise sample.error("response_length", f"expected at most {size} tokens, got {length}")
+    return length
+
+
+def _slime_path(sample: Row, temperature: float) -> TokenPath:
+    tokens, response = _array(sample.required("tokens"), None), _slime_response_length(sample)
+    if "loss_mask" not in sample:
+        sample.values["loss_mask"] = np.ones(response)
+    if sample.get("remove_sample"):
+        sample.values["loss_mask"] = np.zeros(response)
+    if "advantage" not in sample and "reward" in sample:
+        sample.values["advantage"] = sample.get("reward")
+    versions = {str(version) for version in sample.get("weight_versions") or ()}
+    if len(versions) == 1 and (version := versions.pop()).isdecimal():
+        sample.values["policy_version"] = int(version)
+    path = _response_path(sample, tokens, len(tokens) - response, temperature)
+    path.id = str(sample.get("index") if "index" in sample else sample.where)
+    return path
+
+
+def _response_path(row: Row, tokens: Any, num_prompt: int, temperature: float) -> TokenPath:
+    """Returns the path of a row whose arrays have one entry per token of the response."""
+    values: dict[str, Any] = {}
+    for name, fill in PER_RESPONSE.items():
+        value = row.get(name)
+        if value is None:
+            continue
+        if name == "advantage" and not np.ndim(_array(value)):
+            values[name] = value  # one number for all tokens
+            continue
+        response = _array(row.entries(name, len(tokens) - num_prompt))
+        values[name] = np.concatenate([np.full(num_prompt, fill, np.float32), response])
+    if "routed_experts" in row:
+        values["routed_experts"] = _array(row.get("routed_experts"), None)
+    values["policy_version"] = row.get("policy_version")
+    return TokenPath(tokens, temperature=temperature, id=row.where, **values)
+
+
+def _items(source: object) -> Iterable[tuple[str, Any]]:
+    """Returns the items of a dict, or the attributes of an object."""
+    if isinstance(source, Mapping):
+        return source.items()
+    names = getattr(source, "__struct_fields__", None)  # of msgspec
+    return vars(source).items() if names is None else [(name, getattr(source, name)) for name in names]
+
+
+def _is_empty(value: object) -> bool:
+    """Returns whether a field says nothing: None, False, an empty dict, or a list of None."""
+    if isinstance(value, dict):
+        return not value
+    return value is None or value is False or (isinstance(value, list) and all(x is None for x in value))
+
+
+def _array(values: Any, dtype: type | None = np.float32) -> np.ndarray:
+    """Returns a number, a list, an array or a tensor on any device as an array."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    return np.asarray(values, dtype)
