@@ -40,7 +40,7 @@ def model_of(name="qwen3_moe", **sizes):
 
 def config_of(**values):
     """Returns a configuration; values are given as table__key."""
-    config = Config(model=ModelConfig("qwen3_moe", "debug"), data=DataConfig(files="demo"))
+    config = Config(model=ModelConfig(name="qwen3_moe", flavor="debug"), data=DataConfig(files="demo"))
     for key, value in ({"training__dtype": "bfloat16"} | values).items():
         table, _, name = key.partition("__")
         setattr(getattr(config, table), name, value)
@@ -94,7 +94,10 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
     with process_group(rank, 2, ports[0]):
         mesh = init_device_mesh("cpu", (2,))
         for (name, sizes), optimizer, replicas in itertools.product(CASES, ("adamw", "adamw8bit"), (1, 2)):
-            config, parallel = ModelConfig(name, "debug", overrides=sizes), ParallelConfig(replicate=replicas)
+            config, parallel = (
+                ModelConfig(name=name, flavor="debug", overrides=sizes),
+                ParallelConfig(replicate=replicas),
+            )
             model = build_parallel_model(config, TrainingConfig(), parallel, mesh)
             optimizers = build_optimizers(OptimizerConfig(name=optimizer), model)
             for parameter in model.parameters():

@@ -123,6 +123,8 @@ def _delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``TreeGDN.forward`` on shapes."""
+    assert layout.chunks is not None
+    assert layout.chains is not None
     return gated_delta_rule(BACKEND, q, k, v, g, beta, states, layout.chunks, layout.chains)[0], None
 
 
@@ -138,7 +140,7 @@ def _trace(model: Decoder, block: Block, policy: str, sequence_parallel: int, ex
         graphs.append(graph)
         return _stop
 
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
         """Chooses what the forward pass keeps, as Inductor does."""
         with torch._functorch.config.patch(unlift_effect_tokens=True):
             partition = partial(min_cut_rematerialization_partition, compiler="inductor")

@@ -12,7 +12,7 @@ import math
 from itertools import accumulate
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.workload import Step
@@ -117,7 +117,7 @@ class Memory:
         if self.is_partitioned:
             like = torch.empty(0, dtype=getattr(torch, self.config.training.dtype), device="meta")
             share = TokenShard(num_ranks=self.config.parallel.sequence_parallel)
-            rows = []
+            rows: list[Tensor] = []
             for mixer in (copy.copy(block.mixer) for block in self.model.blocks):
                 mixer.exchange = AllToAllExchange("", share) if share.num_ranks > 1 else None
                 rows += mixer.empty_rows(like)

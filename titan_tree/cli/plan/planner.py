@@ -173,7 +173,7 @@ class Planner:
         replicas = sorted({1, max(self.gpus // NODE_GPUS, 1), self.config.parallel.replicate})
         degrees = range(1, self.gpus + 1) if self.model.experts else (1,)
         for values in product(replicas, sorted(sequence_parallel), degrees, ("last", "every"), (True, False)):
-            settings = dict(zip(PARALLEL, values, strict=True))
+            settings: Settings = dict(zip(PARALLEL, values, strict=True))
             try:
                 self._check(changed(self.config, settings))
             except UserError:

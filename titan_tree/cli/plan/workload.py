@@ -105,8 +105,8 @@ def take_sample(reader: SampleReader, number: int) -> list[Group]:
     order = random.Random(f"{reader.config.seed}/0")
     groups = list(islice(shuffled(reader.groups(epoch=0), reader.config.shuffle_buffer, order), number))
     reader.groups = lambda *_, **__: iter(groups)  # type: ignore[method-assign]
-    reader.tree = _kept(reader.tree)  # type: ignore[method-assign]
-    reader.paths = _kept(reader.paths)  # type: ignore[method-assign]
+    reader.tree = _kept(reader.tree)  # type: ignore[method-assign,assignment]
+    reader.paths = _kept(reader.paths)  # type: ignore[method-assign,assignment]
     return groups
 
 
