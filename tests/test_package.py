@@ -101,7 +101,9 @@ def allowed(package: str) -> set[Path]:
     if package == "verl":
         return {ROOT / "integrations" / "verl.py"}
     if package == "vllm":
-        return {ROOT / "rl" / "server" / "vllm_transfer.py"}
+        return {ROOT / "rl" / "server" / "broadcast.py"}
+    if package in ("httpx", "tenacity"):
+        return {ROOT / "rl" / "server" / "client.py"}
     if package == "omegaconf":
         return {ROOT / "config" / "toml.py"}
     assert package == "torch.distributed"
@@ -109,7 +111,10 @@ def allowed(package: str) -> set[Path]:
     return {file for file in FILES if level[top(file)] <= level["distributed"]}
 
 
-PACKAGES = ["torchtitan", "torchao", "lightning", "trl", "verl", "vllm", "omegaconf", "torch.distributed"]
+PACKAGES = [
+    *("torchtitan", "torchao", "lightning", "trl", "verl", "vllm", "httpx", "tenacity", "omegaconf"),
+    "torch.distributed",
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

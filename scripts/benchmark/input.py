@@ -35,7 +35,7 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import StepLoader
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import write_store
-from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.step_io import StepPreparer
 
 ENDLESS = 1_000_000  # steps
 TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executed on an H200, see docs/log/2026-11-20-tau-bench.md

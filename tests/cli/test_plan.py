@@ -16,7 +16,7 @@ from titan_tree.cli.plan.planner import Planner
 from titan_tree.cli.plan.timing import GPUS, Gpu, total
 from titan_tree.config.toml import load_config
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.step_io import StepPreparer
 from titan_tree.run import build
 from titan_tree.tree import costs as rates
 from titan_tree.tree.costs import tree_sizes

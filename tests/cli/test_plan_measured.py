@@ -15,7 +15,7 @@ from titan_tree.cli.plan.timing import GPUS, Timing, total
 from titan_tree.cli.plan.workload import OwnerStep
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, DataConfig, ModelConfig
-from titan_tree.engine.preparation import StepPreparer
+from titan_tree.engine.step_io import StepPreparer
 from titan_tree.models.decoder import build_model
 
 ROOT = Path(__file__).parents[2]

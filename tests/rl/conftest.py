@@ -6,6 +6,13 @@ import torch.distributed as dist
 
 from tests.support.rl_runs import Letters
 from titan_tree.registry import ENVIRONMENTS
+from titan_tree.rl.server import client
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that fail are sent again soon."""
+    monkeypatch.setattr(client, "PAUSE_S", 0.01)
 
 
 @pytest.fixture(autouse=True)

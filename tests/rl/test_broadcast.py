@@ -9,15 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rl.test_weight_push import other_weights
+from tests.rl.test_weight_push import other_weights, pushing
 from tests.support.rollout_server import RolloutServer, rollout_server, server_process
 from titan_tree import UserError, build_model, save_pretrained
+from titan_tree.config.rl import ServerConfig
 from titan_tree.models.decoder import Decoder
-from titan_tree.rl.server.broadcast import BroadcastTransfer
-from titan_tree.rl.server.client import Server
-from titan_tree.rl.server.engines import VLLM, SGLang
-from titan_tree.rl.server.vllm_transfer import VLLMTransfer
-from titan_tree.rl.server.weight_push import ModelPush
+from titan_tree.rl.server import broadcast
+from titan_tree.rl.server.broadcast import sglang_workers
+from titan_tree.rl.server.client import ServerClient
 
 
 def small(name: str) -> Decoder:
@@ -28,17 +27,18 @@ def small(name: str) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen3_next"])
-def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) -> None:
+def test_broadcast_tensors_are_those_of_a_snapshot(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process joins with gloo. It gets exactly the tensors that save_pretrained writes."""
     model = small(name)
     with server_process() as (url, _):
-        engine = SGLang(Server(url, timeout_s=60))
-        transfer = BroadcastTransfer(engine, torch.bfloat16, None, bucket_bytes=20_000)
-        push = ModelPush(engine, transfer, "run")
+        monkeypatch.setattr(broadcast, "BUCKET_BYTES", 20_000)
+        sampler = pushing(url, "sglang", dtype=torch.bfloat16, weights="broadcast", timeout_s=60)
         for step in range(2):
             other_weights(model, step)
-            push(model, step)
-            calls = engine.server.post("/received", {"file": str(tmp_path / "received.pt")})["calls"]
+            sampler.update(model, step)
+            calls = sampler.client.post("/received", {"file": str(tmp_path / "received.pt")})["calls"]
             received = torch.load(tmp_path / "received.pt")
             folder = tmp_path / f"snapshot-{step}"
             weights = {n: w.to(torch.bfloat16) for n, w in model.state_dict().items()}
@@ -52,8 +52,9 @@ def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) ->
         assert len(updates) >= 4
         assert [version for version in versions if version] == ["run-0", "run-1"]
         assert versions[-1] == "run-1"  # only the last request of an update names the version
-        push.close()
-        assert not transfer._group
+        sampler.close()
+        path, _ = sampler.client.post("/received", {"file": str(tmp_path / "received.pt")})["calls"][-2]
+        assert path == "/destroy_weights_update_group"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,13 @@ def test_broadcast_tensors_are_those_of_a_snapshot(name: str, tmp_path: Path) ->
 )
 def test_a_failed_broadcast_is_one_line(mode: str, message: str) -> None:
     with server_process(mode) as (url, _):
-        engine = SGLang(Server(url, timeout_s=60))
-        push = ModelPush(engine, BroadcastTransfer(engine, torch.float32, None), "run")
+        sampler = pushing(url, "sglang", weights="broadcast", timeout_s=60)
         with pytest.raises(UserError, match=f"weights of step 1: the server did not take .*({message})"):
-            push(small("qwen3"), 1)
+            sampler.update(small("qwen3"), 1)
+
+
+def workers(url: str) -> int:
+    return sglang_workers(ServerClient(ServerConfig(url=url, api="sglang")))
 
 
 @pytest.mark.parametrize(
@@ -84,14 +88,14 @@ def test_layouts_that_cannot_join_are_refused(info: dict[str, int], message: str
     server = RolloutServer("sglang")
     server.fail = lambda path, body: info if path == "/server_info" else None
     with rollout_server(server) as url, pytest.raises(UserError, match=message):
-        SGLang(Server(url)).world_size()
+        workers(url)
 
 
 def test_attention_parallelism_counts_each_worker_once() -> None:
     server = RolloutServer("sglang")
     server.fail = lambda path, body: {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}
     with rollout_server(server) as url:
-        assert SGLang(Server(url)).world_size() == 4
+        assert workers(url) == 4
 
 
 @pytest.fixture
@@ -136,17 +140,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_vllm_sends_with_its_own_class(vllm: dict[str, Any], tmp_path: Path) -> None:
     model, server = small("qwen3_moe"), RolloutServer("vllm")
     with rollout_server(server) as url:
-        engine = VLLM(Server(url))
-        push = ModelPush(engine, VLLMTransfer(engine, torch.bfloat16, None), "run")
+        sampler = pushing(url, "vllm", dtype=torch.bfloat16, weights="broadcast")
         for step in range(2):
             other_weights(model, step)
-            push(model, step)
+            sampler.update(model, step)
             folder = tmp_path / f"snapshot-{step}"
             save_pretrained(model, folder, {n: w.to(torch.bfloat16) for n, w in model.state_dict().items()})
             expected = load_file(folder / "model.safetensors")
             assert vllm["tensors"].keys() == expected.keys()
             assert all(torch.equal(vllm["tensors"][name], expected[name]) for name in expected)
-        push.close()
+        sampler.close()
     assert (vllm["info"]["rank"], vllm["info"]["world_size"], vllm["shutdown"]) == (0, 2, True)
     once = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
     ours = ["/reset_prefix_cache", "/weight_info", "/update_weight_version", "/resume", "/weight_info"]
@@ -161,12 +164,11 @@ def test_a_failure_of_vllms_class_is_one_line(vllm: dict[str, Any]) -> None:
     server = RolloutServer("vllm")
     server.fail = lambda path, body: (400, "no engine") if path == "/update_weights" else None
     with rollout_server(server) as url:
-        engine = VLLM(Server(url))
-        push = ModelPush(engine, VLLMTransfer(engine, torch.float32, None), "run")
+        sampler = pushing(url, "vllm", weights="broadcast")
         with pytest.raises(UserError, match="/update_weights: refused a request with status 400: no engine"):
-            push(small("qwen3"), 1)
+            sampler.update(small("qwen3"), 1)
 
 
 def test_broadcasts_to_vllm_need_its_package() -> None:
     with pytest.raises(UserError, match=r"needs vllm 0\.28 or later, but No module named 'vllm'"):
-        VLLMTransfer(VLLM(Server("http://localhost:1")), torch.float32, None)
+        pushing("http://localhost:1", "vllm", weights="broadcast")

@@ -131,7 +131,7 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
         return echo(request, number)
 
     with server(fails_once) as (url, requests):
-        turns = ServerSampler(url, "m", timeout_s=0.5, pause_s=0.01).sample([[8], [9]], [5, 5], STOP, seed=0)
+        turns = ServerSampler(url, "m", timeout_s=0.5).sample([[8], [9]], [5, 5], STOP, seed=0)
     assert [turn.tokens[0] for turn in turns] == [8, 9]
     seeds = [(request["prompt"][0], request["seed"]) for request in requests]
     assert len(seeds) == 4
@@ -141,12 +141,12 @@ def test_failed_requests_are_sent_again_with_the_same_seed(
 
 def test_a_server_that_never_answers_ends_the_run() -> None:
     with server(lambda request, number: b"") as (url, requests):
-        sampler = ServerSampler(url, "m", attempts=3, pause_s=0.01)
+        sampler = ServerSampler(url, "m", attempts=3)
         with pytest.raises(UserError, match=r"no answer after 3 attempts, the last one failed with Remote"):
             sampler.sample([[1]], [5], STOP, seed=0)
         assert len(requests) == 3
-    with pytest.raises(UserError, match=r"no answer after 2 attempts.*ConnectionRefused"):
-        ServerSampler(url, "m", attempts=2, pause_s=0.01).sample([[1]], [5], STOP, seed=0)
+    with pytest.raises(UserError, match=r"no answer after 2 attempts.*Connection refused"):
+        ServerSampler(url, "m", attempts=2).sample([[1]], [5], STOP, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, "m", pause_s=0.01).sample([[1]], [5], STOP, seed=0)
+            ServerSampler(url, "m").sample([[1]], [5], STOP, seed=0)
         assert len(requests) == 1
 
 
@@ -245,7 +245,7 @@ def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
 def test_wrong_answers_of_sglang_are_reported(answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, requests):
         with pytest.raises(UserError, match=message):
-            ServerSampler(url, api="sglang", pause_s=0.01).sample([[1]], [5], STOP, seed=0)
+            ServerSampler(url, api="sglang").sample([[1]], [5], STOP, seed=0)
         assert len(requests) == 1
 
 
@@ -287,7 +287,7 @@ def as_vllm(rows: Any, prompt: Any = None) -> dict[str, Any]:
 def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) -> None:
     """The context has three tokens and the turn two; the model has not read the last one."""
     with server(lambda request, number: answer) as (url, requests):
-        (completion,) = ServerSampler(url, api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+        (completion,) = ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
         assert requests[0].get("return_routed_experts") == (True if api == "sglang" else None)
     assert completion.experts.dtype == np.int16
     assert np.array_equal(completion.experts, routes(4))
@@ -317,7 +317,7 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) 
 )
 def test_wrong_experts_are_reported(api: Any, answer: Any, message: str) -> None:
     with server(lambda request, number: answer) as (url, _), pytest.raises(UserError, match=message):
-        ServerSampler(url, api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
+        ServerSampler(url, "m", api=api, experts=SIZES).sample([[1, 2, 3]], [5], STOP, seed=0)
 
 
 def test_closing_ends_requests_that_are_under_way() -> None:

@@ -12,18 +12,16 @@ from titan_tree import UserError, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.rl.server.client import Server
-from titan_tree.rl.server.engines import VLLM, SGLang
+from titan_tree.rl.server.engines import PushSettings
 from titan_tree.rl.server.server_sampler import ServerSampler
-from titan_tree.rl.server.weight_push import AdapterPush, FolderTransfer, ModelPush, Served
 
-ENGINES = {"vllm": VLLM, "sglang": SGLang}
 LOADED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 
 
-def folder_push(url: str, api: str, folder: Path, **options: Any) -> ModelPush:
-    engine = ENGINES[api](Server(url, pause_s=0.01, **options))
-    return ModelPush(engine, FolderTransfer(engine, folder, torch.float32, None), "run")
+def pushing(url: str, api: str, folder: Path = Path("/none"), **settings: Any) -> ServerSampler:
+    """Returns a sampler whose versions are called "run-STEP"."""
+    push = PushSettings(run="run", folder=folder, dtype=settings.pop("dtype", torch.float32), source=None)
+    return ServerSampler(url, "m", api=api, push=push, **settings)
 
 
 def other_weights(model: Decoder, seed: int) -> None:
@@ -38,7 +36,7 @@ def test_a_server_samples_from_the_weights_in_the_folder(api: str, tmp_path: Pat
     """The log-probs that it reports are those of the trained model, after each of three updates."""
     model, server = tiny_model(), RolloutServer(api, tiny_model())
     with rollout_server(server) as url:
-        sampler = ServerSampler(url, "m", api=api, push=folder_push(url, api, tmp_path / "weights"))
+        sampler = pushing(url, api, tmp_path / "weights")
         for step in range(3):
             other_weights(model, step)
             sampler.update(model, step)
@@ -77,7 +75,7 @@ def test_commands_come_in_the_order_that_the_servers_document(tmp_path: Path) ->
     for api, calls in expected.items():
         server = RolloutServer(api)
         with rollout_server(server) as url:
-            assert folder_push(url, api, tmp_path / "w")(tiny_model(), 7) == Served("run-7")
+            pushing(url, api, tmp_path / "w").update(tiny_model(), 7)
         assert server.calls == calls
 
 
@@ -99,7 +97,7 @@ def test_a_failed_push_is_one_line(api: str, path: str, instead: Any, message: s
         with pytest.raises(
             UserError, match=f"weights of step 3: the server did not take them over.*{message}"
         ):
-            folder_push(url, api, tmp_path / "w")(tiny_model(), 3)
+            pushing(url, api, tmp_path / "w").update(tiny_model(), 3)
         resumed = {"vllm": "/resume", "sglang": "/continue_generation"}[api]
         assert resumed not in [called for called, _ in server.calls]  # it may hold weights of two versions
 
@@ -116,7 +114,7 @@ def test_dropped_connections_are_retried(api: str, tmp_path: Path, caplog: pytes
     server.fail = drop_once
     model = tiny_model()
     with rollout_server(server) as url:
-        folder_push(url, api, tmp_path / "w")(model, 1)
+        pushing(url, api, tmp_path / "w").update(model, 1)
     assert torch.equal(server.model.embed_tokens.weight, model.embed_tokens.weight)
     assert caplog.text.count("attempt 1 of 5 failed") == len(failed) >= 5
 
@@ -126,8 +124,7 @@ def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path
     """The server ignores an update, or another program updates it between two turns."""
     server = RolloutServer(api, tiny_model())
     with rollout_server(server) as url:
-        push = folder_push(url, api, tmp_path / "w")
-        sampler = ServerSampler(url, "m", api=api, push=push)
+        sampler = pushing(url, api, tmp_path / "w")
         sampler.update(tiny_model(), 1)
         sampler.sample([[1]], [3], 258, seed=0)
         server.version = "another"
@@ -138,14 +135,14 @@ def test_other_weights_than_those_that_were_sent_are_reported(api: str, tmp_path
         with pytest.raises(
             UserError, match="weight version: expected 'run-2', which this run sent, got 'old'"
         ):
-            push(tiny_model(), 2)
+            sampler.update(tiny_model(), 2)
 
 
 def test_an_answer_of_other_weights_is_reported(tmp_path: Path) -> None:
     """The server has changed back to the sent weights before the trainer asks it for their version."""
     server = RolloutServer("sglang", tiny_model())
     with rollout_server(server) as url:
-        sampler = ServerSampler(url, api="sglang", push=folder_push(url, "sglang", tmp_path / "w"))
+        sampler = pushing(url, "sglang", tmp_path / "w")
         sampler.update(tiny_model(), 1)
         server.version = "another"
         server.fail = lambda path, body: (
@@ -162,7 +159,7 @@ def test_servers_without_versions_are_used_with_a_warning(
     server = RolloutServer(api, tiny_model())
     server.reports_version = False
     with rollout_server(server) as url:
-        sampler = ServerSampler(url, "m", api=api, push=folder_push(url, api, tmp_path / "w"))
+        sampler = pushing(url, api, tmp_path / "w")
         for step in range(2):
             sampler.update(tiny_model(), step)
             sampler.sample([[1]], [3], 258, seed=0)
@@ -173,7 +170,7 @@ def test_a_server_whose_first_weights_have_no_version_gets_one(tmp_path: Path) -
     server = RolloutServer("vllm", tiny_model())
     server.version = None
     with rollout_server(server) as url:
-        assert folder_push(url, "vllm", tmp_path / "w")(tiny_model(), 4) == Served("run-4")
+        pushing(url, "vllm", tmp_path / "w").update(tiny_model(), 4)
     assert server.version == "run-4"
 
 
@@ -189,8 +186,7 @@ def test_an_adapter_is_loaded_under_the_name_of_its_version(api: str, tmp_path: 
     model, server = tiny_model(), RolloutServer(api, tiny_model())
     add_lora(model, LoRA(rank=4, alpha=8.0, targets=()))
     with rollout_server(server) as url:
-        push = AdapterPush(ENGINES[api](Server(url, pause_s=0.01)), tmp_path / "w", None, "run")
-        sampler = ServerSampler(url, "m", api=api, push=push)
+        sampler = pushing(url, api, tmp_path / "w", weights="adapter")
         for step in range(2):
             for name, parameter in model.named_parameters():
                 if is_factor(name):

@@ -22,7 +22,8 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics.csv_file import CsvLogger
-from titan_tree.run import optimizer_step, stopping, trainer
+from titan_tree.run import stopping, trainer
+from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
 from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.tree.token_tree import TokenTree
@@ -179,9 +180,9 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
     steps: int, async_save: str, is_bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CsvLogger, "log", fail_to_log)
-    update_weights = optimizer_step.update_weights
+    update_weights = OptimizerStep.update_weights
 
-    def update_or_refuse(*args: Any) -> optimizer_step.Update:
+    def update_or_refuse(*args: Any) -> Any:
         update = update_weights(*args)
         if is_bad:
             raise BadStepError("loss is nan")
@@ -192,11 +193,11 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
         return write(*args)
 
     write = CheckpointWriter.write_data
-    monkeypatch.setattr(optimizer_step, "update_weights", update_or_refuse)
+    monkeypatch.setattr(OptimizerStep, "update_weights", update_or_refuse)
     monkeypatch.setattr(CheckpointWriter, "write_data", write_slowly)
     options = {"checkpoint__interval": 100, "checkpoint__async_save": async_save}
     config = tiny_config(tmp_path, training__steps=steps, **options)
-    monkeypatch.setattr(trainer, "BadSteps", lambda limit: optimizer_step.BadSteps(9))
+    monkeypatch.setattr(trainer, "BadSteps", lambda limit: BadSteps(9))
     with pytest.raises(UserError, match=r"step 2: its metrics cannot be written: .*No space left"):
         train(config)
     assert checkpoints(tmp_path) == ["step-2"]

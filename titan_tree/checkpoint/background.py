@@ -44,7 +44,7 @@ class BackgroundWriter:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._wait_for_copies)
 
-    def start(self, tensors: Tensors, writer: StorageWriter) -> Future[Any]:
+    def start(self, tensors: Tensors, writer: StorageWriter) -> Future[None]:
         """Starts to write ``tensors``: plain tensors, DTensors or quantized ones.
 
         Returns:
@@ -61,7 +61,7 @@ class BackgroundWriter:
 
         return self._thread.submit(write)
 
-    def _wait_for_copies(self, *_: Any) -> None:
+    def _wait_for_copies(self, *_: object) -> None:
         if self._copied:
             self._copied.result()
 

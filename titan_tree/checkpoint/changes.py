@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from titan_tree.config import LossConfig
 from titan_tree.config.rl import RLConfig
@@ -39,7 +38,7 @@ DECISIVE = (
 IRRELEVANT = ("folder", "data.workers", "checkpoint.", "metrics.", "profiler.", "rl.server.")
 
 
-def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_architecture(folder: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raises UserError if the checkpoints of ``folder`` belong to another model or optimizer."""
     wrong = [
         f"{key} = {before.get(key)} (now {now.get(key)})"
@@ -54,7 +53,7 @@ def check_architecture(folder: Path, before: Mapping[str, Any], now: Mapping[str
 
 
 def check_config(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow_changes: bool
+    folder: Path, before: Mapping[str, object], now: Mapping[str, object], allow_changes: bool
 ) -> None:
     """Logs what has changed. Raises UserError if one curve would show two experiments."""
     decisive, other = config_changes(before, now)
@@ -68,7 +67,7 @@ def check_config(
 
 
 def config_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...] = DECISIVE
+    before: Mapping[str, object], now: Mapping[str, object], names: tuple[str, ...] = DECISIVE
 ) -> tuple[list[str], list[str]]:
     """Compares two configurations, each as nested dictionaries.
 
@@ -91,7 +90,7 @@ def config_changes(
     return decisive, other
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -84,8 +84,8 @@ class Checkpoints:
         optimizers: OptimizersContainer,
         lr_schedulers: LRSchedulersContainer,
         progress: Progress,
-        architecture: Mapping[str, Any],
-        run_config: Mapping[str, Any],
+        architecture: Mapping[str, object],
+        run_config: Mapping[str, object],
     ) -> None:
         self.config, self.folder, self.progress = config, folder, progress
         self.model, self.optimizers, self.lr_schedulers = model, optimizers, lr_schedulers

@@ -43,7 +43,7 @@ class FolderLock:
     _held: ClassVar[dict[Path, FolderLock]] = {}  # the locks of this process
 
     def __init__(self, folder: Path) -> None:
-        self._file: TextIO | None = None  # on rank 0
+        self._file: TextIO | None = None  # None except on rank 0
         self.run = call_on_rank_0(partial(self._acquire, folder))
 
     def _acquire(self, folder: Path) -> str:

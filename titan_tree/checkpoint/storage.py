@@ -93,7 +93,7 @@ class CheckpointWriter(FileSystemWriter):
         content: what checkpoint.json holds besides the checksums, as JSON values.
     """
 
-    def __init__(self, folder: Path, final: Path, content: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, final: Path, content: Mapping[str, object]) -> None:
         super().__init__(folder)
         self.folder, self.final, self.content = folder, final, content
 
@@ -178,7 +178,7 @@ def own_steps(folder: Path, run: str) -> list[int]:
     return sorted(steps)
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, content: Mapping[str, object]) -> None:
     """Writes checkpoint.json with a checksum of itself."""
     text = json.dumps(content, indent=1)
     write_synced(folder / MANIFEST, json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text + "\n")
@@ -228,12 +228,12 @@ def verify(folder: Path, files: Mapping[str, list[int]], part: int = 0, parts: i
         if path.parent != folder:
             raise DamagedCheckpointError(f"{folder / MANIFEST}: names a file outside of its folder: {name}")
         try:
-            found = FileSum.of(path)
+            file_sum = FileSum.of(path)
         except OSError as error:
             raise unreadable(path, error) from None
-        if found.num_bytes != num_bytes:
-            raise DamagedCheckpointError(f"{path}: {found.num_bytes:,} bytes instead of {num_bytes:,}")
-        if found.crc32 != tuple(crc32):
+        if file_sum.num_bytes != num_bytes:
+            raise DamagedCheckpointError(f"{path}: {file_sum.num_bytes:,} bytes instead of {num_bytes:,}")
+        if file_sum.crc32 != tuple(crc32):
             raise DamagedCheckpointError(f"{path}: its checksum is wrong")
 
 

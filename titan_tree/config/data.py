@@ -56,7 +56,7 @@ class DataConfig(Checked, table="data"):
     # "tree" trains on token trees. "flat" trains on every path separately, as a baseline.
     layout: Literal["tree", "flat"] = "tree"
     # Source of the advantages: "given" in the data, or an estimator that computes them from the rewards of
-    # each group, such as "group" in GRPO (docs/data.md).
+    # each group, such as "group" in GRPO (docs/advantages.md).
     advantage: str = setting("given", one_of("given", ADVANTAGES))
     advantage_options: dict[str, Any] = setting({})  # Options of the estimator, such as once = true.
     # Train with the routed_experts that the samples record (docs/routing.md). If paths record different

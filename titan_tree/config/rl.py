@@ -79,7 +79,7 @@ class RLConfig(Checked, table="rl"):
     rollouts: int = setting(8, at_least(2))  # Independent rollouts per task.
     # Further rollouts per task. Each continues a random one of the task's rollouts from a random later turn.
     branches: int = setting(0, at_least(0))
-    advantage: str = setting("group", one_of(ADVANTAGES))  # Estimator of advantages (docs/data.md).
+    advantage: str = setting("group", one_of(ADVANTAGES))  # Estimator of advantages (docs/advantages.md).
     advantage_options: dict[str, Any] = setting({})  # Options of the estimator.
     # Snapshot of the reference policy, or of the teacher of the loss "distill". Default: the weights at the
     # start of the run, also after a resume. Only for losses that read ref_logprobs.

@@ -62,7 +62,7 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
         emulate=device_type == "cpu",
     )
     layers = model.get_submodule("layers")
-    kept = {
+    high_precision = {
         id(getattr(mixer, name))
         for mixer in layers.modules()
         if isinstance(mixer, Mixer)
@@ -71,7 +71,7 @@ def float8_linears(model: nn.Module, recipe: Float8, device_type: str) -> None:
     converted: list[str] = []
 
     def is_converted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, Linear) or id(module) in kept:
+        if not isinstance(module, Linear) or id(module) in high_precision:
             return False
         if module.in_features % 16 or module.out_features % 16:
             return False

@@ -69,7 +69,7 @@ def parallelize(
     the global batch.
 
     Args:
-        model: on any device, also on "meta".
+        model: a model on any device, also on "meta".
         mesh: one-dimensional, of all ranks. ``OneRank()`` needs no process group.
         dtype: the dtype of the computation. FSDP2 casts the weights that it gathers. Weights that are not
             sharded by FSDP2 are cast once per step (``gradient_sync.cast_weights``): all weights of a single

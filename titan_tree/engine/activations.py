@@ -208,7 +208,8 @@ class Activations:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            return stream.record_event()
+            copied: torch.cuda.Event = stream.record_event()
+            return copied
 
     def _wait(self, copied: torch.cuda.Event | None) -> None:
         if copied is not None:

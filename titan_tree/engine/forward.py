@@ -87,14 +87,29 @@ def scored_batches(
         The number of the micro-batch, the batch on the device, and its scores (see ``join_outputs``).
     """
     for i, outputs in enumerate(step_passes(model, step, device, entropy=entropy)):
-        unpartitioned = step.unpartitioned[i] if i < len(step.unpartitioned) else None
-        if unpartitioned is not None:
-            whole = unpartitioned.to(device)
-            yield i, whole, join_outputs(outputs, whole.edge_token, model.sequence_group)
-            continue
-        for batch, out in outputs:
-            if not batch.is_dummy:
-                yield i, batch, out
+        whole = step.whole(i, device)
+        for batch, scores in joined_for_loss(outputs, whole, model.sequence_group):
+            yield i, batch, scores
+
+
+def joined_for_loss(
+    outputs: Iterable[tuple[TreeBatch, ModelOutput]],
+    whole: TreeBatch | None,
+    group: dist.ProcessGroup | None,
+) -> Outputs:
+    """Yields the batches of one micro-batch on which a loss can run, with the scores of their edges.
+
+    Args:
+        whole: the micro-batch as a single batch on the device, if the loss needs it. None: the loss runs on
+            each partition.
+        group: the ranks that share the tokens. Collective.
+    """
+    if whole is not None:
+        yield whole, join_outputs(outputs, whole.edge_token, group)
+        return
+    for batch, out in outputs:
+        if not batch.is_dummy:
+            yield batch, out
 
 
 def join_outputs(

@@ -30,7 +30,7 @@ class GatewayCache:
         self.streams = streams
         self._num_rows = [max(self._written(batch, i).stop for batch in batches) for i in range(len(streams))]
         self.rows: list[Tensor] = []  # empty until the first partition writes
-        self.gradients: list[Tensor] = []  # of the rows, summed over all readers in fp32 or wider
+        self.gradients: list[Tensor] = []  # gradients of ``rows``, summed over all readers in fp32 or wider
 
     def write(self, batch: TreeBatch, exports: Sequence[Tensor]) -> None:
         """Copies the exports of a partition into its rows, and sets the gradients of these rows to zero."""

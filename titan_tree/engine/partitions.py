@@ -32,8 +32,8 @@ ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]
 class _Partition:
     """A partition between its forward and its backward pass."""
 
-    number: int  # in the plan
-    batch: TreeBatch  # on the device
+    number: int  # its number in the plan
+    batch: TreeBatch  # its batch on the device
     has_children: bool
     keeps_activations: bool = True  # if False, the backward pass recomputes the forward pass first
     # The backward pass starts at these tensors: those of the loss, each with its gradient, and the exports,
@@ -113,7 +113,11 @@ class PartitionRunner:
             if out.loss_boundary:
                 loss.backward()
                 # Frozen tensors have no gradient, nor do routing sums that the loss does not use.
-                starts = [(end, leaf.grad) for end, leaf in out.loss_boundary if leaf.grad is not None]
+                starts = [
+                    (tensor.layers_end, tensor.loss_leaf.grad)
+                    for tensor in out.loss_boundary
+                    if tensor.loss_leaf.grad is not None
+                ]
             partition.loss_edges = [(get_gradient_edge(end), gradient) for end, gradient in starts]
         if partition.has_children:
             indexed = enumerate(out.exports or ())

@@ -28,7 +28,7 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import WHOLE, TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
-Position = tuple[int, ...]  # of a partition: the child indices on the way from the root to it
+Position = tuple[int, ...]  # a partition's: the child indices on the way from the root to it
 
 
 def equal_schedule(

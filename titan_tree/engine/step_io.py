@@ -1,32 +1,47 @@
-"""The input and the result of an optimizer step, with their sizes."""
+"""The input and the result of an optimizer step, with their sizes.
+
+trees -> StepPreparer (host, any process) -> StepInput -> TreeStep.run (device) -> StepResult
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import Routing
-from titan_tree.components.tree_loss import GlobalStatistics
+from titan_tree.components.tree_loss import GlobalStatistics, Reduction, normalizer
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.collectives import world_size
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.costs import ModelCosts, batch_sizes
+from titan_tree.tree.partition import one_pass
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_shards import WHOLE, TokenShard
+from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """Sizes of an optimizer step: of one rank's share in ``StepInput``, of all ranks in ``StepResult``."""
+    """Sizes of an optimizer step: one rank's in ``StepInput``, those of all ranks in ``StepResult``.
+
+    Both add up over ranks and steps.
+    """
 
     normalizer: float  # Z, the loss's divisor
     # Sum of w_p m_{p,t}. If it is 0, there is nothing to learn, even if Z of path_mean is positive.
     loss_weight: float
     advantage: float  # sum of w_p m_{p,t} A_{p,t}; 0 without advantages
-    advantage_square: float  # the same of A²
+    advantage_square: float  # sum of w_p m_{p,t} A²_{p,t}; 0 without advantages
     num_trees: int
     num_paths: int
     logical_tokens: int  # N_flat: tokens that training on every path alone would run
@@ -42,7 +57,18 @@ class StepCounts:
     disagreeing_token_layers: int  # those among them on which paths recorded different experts
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return StepCounts.of(map(operator.add, self.values(), other.values()))
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> StepCounts:
+        """Returns the counts with these values, in the order of the fields. See ``values``."""
+        types = {"float": float, "int": int}
+        named = zip(dataclasses.fields(cls), values, strict=True)
+        return cls(**{field.name: types[str(field.type)](value) for field, value in named})
+
+    def values(self) -> tuple[float, ...]:
+        """Returns the counts in the order of the fields."""
+        return dataclasses.astuple(self)
 
     @property
     def advantage_moments(self) -> tuple[float, float, float]:
@@ -51,13 +77,13 @@ class StepCounts:
 
     @property
     def por(self) -> float:
-        """The potential overlap ratio 1 - N_tree / N_flat."""
-        return 1.0 - self.distinct_tokens / self.logical_tokens
+        """The potential overlap ratio (POR)."""
+        return reuse_ratio(self.logical_tokens, self.distinct_tokens)
 
     @property
     def err(self) -> float:
-        """The effective reuse ratio 1 - N_part / N_flat. It equals ``por`` if no token runs twice."""
-        return 1.0 - self.executed_tokens / self.logical_tokens
+        """The effective reuse ratio (ERR). It equals ``por`` if no token runs twice."""
+        return reuse_ratio(self.logical_tokens, self.executed_tokens)
 
     @property
     def duplicates(self) -> float:
@@ -65,29 +91,59 @@ class StepCounts:
         return self.executed_tokens / (self.distinct_tokens + self.split_tokens) - 1.0
 
 
-NO_COUNTS = StepCounts(*(0 for _ in dataclasses.fields(StepCounts)))
+NO_COUNTS = StepCounts.of([0] * len(dataclasses.fields(StepCounts)))
 
 
-@dataclass(frozen=True)
+class MicroBatchCosts(NamedTuple):
+    """Sizes of one micro-batch that decide how long it takes, see ``TreeCosts``."""
+
+    tokens: int
+    pairs: int  # pairs of a token and a token that it sees, itself included
+    edges: int
+    chunks: int  # chunks of the recurrence
+    forwards: int
+
+    @staticmethod
+    def of(batches: Sequence[TreeBatch]) -> MicroBatchCosts:
+        """Returns the sizes of all partitions together."""
+        tokens, pairs, edges, chunks = np.sum([batch_sizes(batch) for batch in batches], axis=0).tolist()
+        return MicroBatchCosts(tokens, pairs, edges, chunks, len(batches))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """One rank's share of an optimizer step, on the host and ready to run."""
+    """One rank's share of an optimizer step, on the host and ready to run.
 
-    micro_batches: list[list[TreeBatch]]  # each with its partitions, or a single batch
-    # One entry per micro-batch: None, or the micro-batch as a single batch if the loss needs whole paths and
-    # the micro-batch is partitioned, or other ranks have some of its tokens.
+    Attributes:
+        micro_batches: the batches of each micro-batch: its partitions, or a single batch.
+        unpartitioned: the micro-batch as a single batch, if the loss needs whole paths and the micro-batch is
+            partitioned or other ranks have some of its tokens. None otherwise.
+        counts: this rank's counts.
+        chain_peak: the most tokens whose activations are live at once.
+        newest_version: the newest policy that sampled a token (``TokenPath.policy_version``); -1: unknown.
+        path_ids: the ids of each micro-batch's paths; "?" for a path without an id.
+        tree_ids: the id of each tree's first path.
+        micro_batch_costs: the sizes of each micro-batch.
+    """
+
+    micro_batches: list[list[TreeBatch]]
     unpartitioned: list[TreeBatch | None]
     counts: StepCounts
-    chain_peak: int  # the most tokens whose activations are live at once
-    newest_version: int = -1  # the newest policy that sampled a token (TokenPath.policy_version); -1: unknown
-    path_ids: tuple[tuple[str, ...], ...] = ()  # of each micro-batch's paths; "?" for a path without an id
-    tree_ids: tuple[str, ...] = ()  # of the first path of each tree
-    # For each micro-batch, the sum of its batches' ``batch_sizes`` (tree/costs.py), and their number.
-    sizes: tuple[tuple[int, ...], ...] = ()
+    chain_peak: int
+    newest_version: int = -1
+    path_ids: tuple[tuple[str, ...], ...] = ()
+    tree_ids: tuple[str, ...] = ()
+    micro_batch_costs: tuple[MicroBatchCosts, ...] = ()
 
     @classmethod
     def nothing(cls) -> StepInput:
         """Returns the input of a rank without trees."""
-        return cls([], [], NO_COUNTS, chain_peak=0)
+        return cls(micro_batches=[], unpartitioned=[], counts=NO_COUNTS, chain_peak=0)
+
+    def whole(self, micro_batch: int, device: torch.device) -> TreeBatch | None:
+        """Returns ``unpartitioned`` of a micro-batch on ``device``, or None, also for one of dummies."""
+        batch = self.unpartitioned[micro_batch] if micro_batch < len(self.unpartitioned) else None
+        return None if batch is None else batch.to(device, non_blocking=True)
 
     def pin_memory(self) -> StepInput:
         """Returns the input in page-locked memory, from which a GPU copies without waiting. Needs CUDA."""
@@ -98,7 +154,7 @@ class StepInput:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """The outcome of a step over all ranks. Tensors are on the device; reading them waits for the step."""
 
@@ -120,10 +176,10 @@ class GlobalSizes(NamedTuple):
 
     counts: StepCounts  # summed over ranks
     max_micro_batches: int
-    max_partitions: int  # of one micro-batch
+    max_partitions: int  # the largest number of one micro-batch
     chain_peak: int
     newest_version: int
-    notice: int  # the largest one that a rank gave, see ``all_reduce_counts``
+    notice: int  # the largest notice of a rank, see ``all_reduce_counts``
 
     @property
     def is_partitioned(self) -> bool:
@@ -141,7 +197,7 @@ def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
         raise UserError(
             f"TreeStep.run: expected a StepInput, got {type(step).__name__}; pass what prepare returns"
         )
-    counts = torch.tensor(dataclasses.astuple(step.counts), dtype=torch.float64)  # exact up to 2**53
+    counts = torch.tensor(step.counts.values(), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
     maxima = torch.tensor(
         [len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version, notice]
@@ -149,8 +205,83 @@ def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
     if world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    fields = dataclasses.fields(StepCounts)
-    values = (
-        value if f.type == "float" else int(value) for f, value in zip(fields, counts.tolist(), strict=True)
-    )
-    return GlobalSizes(StepCounts(*values), *maxima.tolist())
+    return GlobalSizes(StepCounts.of(counts.tolist()), *maxima.tolist())
+
+
+@dataclass(frozen=True)
+class StepPreparer:
+    """Makes the ``StepInput`` of a step from its trees: a function that worker processes can run.
+
+    It can be pickled, never communicates with other ranks, and never touches a GPU.
+
+    Args:
+        reduction: the loss's reduction, which decides the normalizer.
+        needs_whole_paths: whether a token's loss depends on other tokens of its path.
+        costs: the model's operations and bytes.
+        partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
+        share: the tokens of each forward pass that this rank computes. Ranks that share them get the same
+            trees.
+    """
+
+    reduction: Reduction
+    needs_whole_paths: bool
+    costs: ModelCosts
+    partitioner: TreePartitioner | None = None
+    share: TokenShard = WHOLE
+
+    def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
+        """Returns the input of a step from the trees of each micro-batch."""
+        plan = one_pass if self.partitioner is None else partial(self.partitioner.plan, costs=self.costs)
+        plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
+        batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
+        paths = [path for plan in plans for path in plan.tree.paths]
+        all_batches = [batch for partitions in batches for batch in partitions]
+        recorded = [plan.tree.routed_experts for plan in plans if plan.tree.routed_experts is not None]
+        trees = [tree for trees in micro_batches for tree in trees]
+        tree_ids = tuple(tree.paths[0].id or "?" for tree in trees if tree.is_counted)
+        distinct_tokens = sum(tree.counted_tokens for tree in trees)
+        counts = StepCounts(
+            normalizer=normalizer(self.reduction, paths),
+            loss_weight=float(sum(path.weight * path.loss_tokens for path in paths)),
+            advantage=sum(_weighted_sum(path, 1) for path in paths),
+            advantage_square=sum(_weighted_sum(path, 2) for path in paths),
+            num_trees=len(tree_ids),
+            num_paths=len(paths),
+            logical_tokens=sum(batch.n_logical for batch in all_batches),
+            distinct_tokens=distinct_tokens,
+            executed_tokens=sum(map(len, all_batches)),
+            split_tokens=sum(len(plan.tree) for plan in plans) - distinct_tokens,
+            scored_edges=sum(len(batch.edge_label) for batch in all_batches),
+            forwards=len(all_batches),
+            gateway_bytes=sum(map(self.costs.gateway_bytes, all_batches)),
+            flops=sum(map(self.costs.training_flops, all_batches)),
+            replayed_token_layers=sum(experts.num_token_layers for experts in recorded),
+            disagreeing_token_layers=sum(experts.num_disagreeing for experts in recorded),
+        )
+        unpartitioned = [
+            TreeBatch.from_trees([plan.tree], edges="loss")
+            if self.needs_whole_paths and (len(plan) > 1 or self.share.num_ranks > 1)
+            else None
+            for plan in plans
+        ]
+        chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
+        versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
+        if self.share.rank:  # the first of the ranks that share these trees counts them
+            counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
+        return StepInput(
+            micro_batches=[[self.share.of(batch) for batch in partitions] for partitions in batches],
+            unpartitioned=unpartitioned,
+            counts=counts,
+            chain_peak=-(-chain_peak // self.share.num_ranks),
+            newest_version=int(max(versions, default=-1)),
+            path_ids=tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans),
+            tree_ids=tree_ids,
+            micro_batch_costs=tuple(map(MicroBatchCosts.of, batches)),
+        )
+
+
+def _weighted_sum(path: TokenPath, power: int) -> float:
+    """Returns the sum of a power of the advantages, weighted as in the loss."""
+    if path.advantage is None:
+        return 0.0
+    return path.weight * float(path.loss_mask[1:] @ path.advantage[1:].astype(np.float64) ** power)

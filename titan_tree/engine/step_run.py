@@ -11,7 +11,7 @@ A step is the list that ``plan_passes`` returns. Each pass runs all partitions o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -23,11 +23,10 @@ from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.forward import Outputs, forward_passes, join_outputs
+from titan_tree.engine.forward import Outputs, forward_passes, join_outputs, joined_for_loss
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.router_loss import StepRouting
-from titan_tree.engine.step_io import GlobalSizes, StepResult
-from titan_tree.engine.whole_path_loss import WholePathLoss
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
@@ -62,7 +61,7 @@ def plan_passes(
     return passes
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LossTotals:
     """The loss and its metrics, summed over partitions and micro-batches of this rank."""
 
@@ -70,7 +69,7 @@ class LossTotals:
     normalizer: float
     statistics: GlobalStatistics
     loss: Tensor  # 0-dim fp32
-    sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, and their weight: see TreeLoss
+    sums: dict[str, Tensor] = field(default_factory=dict)  # the sums that TreeLoss returns
 
     def add(self, scores: ModelOutput, batch: TreeBatch, is_counted: bool = True) -> Tensor:
         """Computes the loss of log-probs and entropies, adds it to the totals, and returns it.
@@ -87,18 +86,57 @@ class LossTotals:
         return loss
 
 
-@dataclass
+class WholePathLoss:
+    """The loss of one partitioned micro-batch, as a weighted sum of the log-probs of its edges.
+
+    In a loss of whole paths, a token's term depends on other tokens of its path (GSPO's sequence ratio), and
+    a partition holds only parts of the paths. A score pass therefore computes the log-probs of all edges
+    without gradients, and the loss of the whole micro-batch is differentiated with respect to them. In the
+    train pass, the loss of a partition is the sum of its log-probs times these derivatives. The gradient is
+    the same; the cost is one more forward pass.
+
+    Args:
+        scores: the scores of all edges, from ``join_outputs``.
+        unpartitioned: the micro-batch as a single batch, on the same device.
+        loss_function: maps scores and batch to the loss.
+    """
+
+    def __init__(
+        self,
+        scores: ModelOutput,
+        unpartitioned: TreeBatch,
+        loss_function: Callable[[ModelOutput, TreeBatch], Tensor],
+    ) -> None:
+        fields = {"logprobs": scores.logprobs, "entropy": scores.entropy}
+        leaves = {name: score.requires_grad_() for name, score in fields.items() if score is not None}
+        loss = loss_function(scores, unpartitioned)
+        # A loss may use entropies for its metrics alone. They then have no derivative.
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        named = zip(leaves, gradients, strict=True)
+        self._derivatives = {name: gradient for name, gradient in named if gradient is not None}
+        self._edge_token = unpartitioned.edge_token
+
+    def __call__(self, batch: TreeBatch, out: ModelOutput) -> Tensor:
+        """Returns a 0-dim tensor. Its gradients, summed over all partitions, are those of the loss."""
+        if batch.is_dummy:
+            return out.logprobs.sum() * 0.0
+        index = torch.searchsorted(self._edge_token, batch.edge_token)
+        terms = [(d[index] * getattr(out, name)).sum() for name, d in self._derivatives.items()]
+        return torch.stack(terms).sum()
+
+
+@dataclass(kw_only=True)
 class StepRun:
     """Runs the passes of one step and holds the values that they share."""
 
     model: TreeModel
-    micro_batches: Sequence[Sequence[TreeBatch]]
-    unpartitioned: Sequence[TreeBatch | None]  # see StepInput; may be shorter than micro_batches
+    step: StepInput
+    micro_batches: Sequence[Sequence[TreeBatch]]  # those of the step, and dummies
     totals: LossTotals
     routing: StepRouting | None  # None for a model without experts
     activations: Activations
     gradient_sync: GradientSync
-    is_partitioned: bool  # on any rank
+    is_partitioned: bool  # whether any rank has partitions
     # Whether every backward pass sums gradients over ranks (not possible with partitions), or only the last.
     sums_every_backward: bool = False
     # Tokens of score passes and recomputed activations, and of count passes, which TreeStep adds.
@@ -127,15 +165,12 @@ class StepRun:
     def measure(self, i: int, is_last: bool) -> None:
         """Adds micro-batch ``i`` to the mean that the loss depends on. The last one sums it over ranks."""
         batches, loss = self.micro_batches[i], self.totals.function
-        outputs = [(batch, out._replace(exports=None)) for batch, out in self._outputs(batches)]
         self.extra_forward_tokens += sum(map(len, batches))
-        whole, root = self._whole(i), outputs[0][0]
-        if whole is None and not root.is_dummy:
-            whole = root
-        if whole is not None:
-            scores = join_outputs(outputs, whole.edge_token, self.model.sequence_group)
-            if self.model.share.rank == 0:  # other ranks that share the tokens have the same scores
-                self._measured += loss.measure(scores.logprobs, whole).double().cpu()
+        outputs, whole = self._outputs(batches), self._whole(i)
+        for batch, scores in joined_for_loss(outputs, whole, self.model.sequence_group):
+            # Ranks that share the tokens have the same scores of whole micro-batches.
+            if whole is None or self.model.share.rank == 0:
+                self._measured += loss.measure(scores.logprobs, batch).double().cpu()
         if is_last:
             measured = all_reduce_sum(self._measured.to(self.activations.device))
             self.totals.statistics = dataclasses.replace(self.totals.statistics, measured=measured)
@@ -218,8 +253,7 @@ class StepRun:
 
     def _whole(self, i: int) -> TreeBatch | None:
         """Returns micro-batch ``i`` as a single batch if the loss needs it, see ``StepInput``."""
-        whole = self.unpartitioned[i] if i < len(self.unpartitioned) else None
-        return None if whole is None else whole.to(self.activations.device, non_blocking=True)
+        return self.step.whole(i, self.activations.device)
 
     def _add_whole_paths(self, scores: ModelOutput, whole: TreeBatch) -> Tensor:
         """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""

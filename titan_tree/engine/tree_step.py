@@ -24,10 +24,9 @@ from titan_tree.distributed.gradient_sync import GradientSync, cast_weights
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.bad_steps import BadStepError, find_cause
 from titan_tree.engine.forward import evaluate, scored_batches
-from titan_tree.engine.preparation import StepPreparer
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.schedule import equal_schedule
-from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult, all_reduce_counts
+from titan_tree.engine.step_io import GlobalSizes, StepInput, StepPreparer, StepResult, all_reduce_counts
 from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
@@ -51,15 +50,15 @@ class TreeStep:
     Args:
         model: a titan_tree model, plain or parallelized.
         loss: the loss, see ``TreeLoss``.
-        device: where the model is.
+        device: the device of the model.
         partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
-        activations: where suspended partitions keep their activations. None keeps them on the device.
-        reduce_gradients: with FSDP2, sum gradients over ranks after the "last" micro-batch (keeps an
+        activations: stores the activations of suspended partitions. None keeps them on the device.
+        reduce_gradients: when FSDP2 sums gradients over ranks: after the "last" micro-batch (keeps an
             unsharded fp32 gradient on each rank) or after "every" one (not possible with partitions).
         reshard_after_forward: FSDP2's setting for steps without partitions.
         router_loss: the router losses of a model with experts. None adds none.
     Raises:
-        UserError: for a router_loss without experts, or if expert-parallel ranks would offload activations.
+        UserError: there is a router_loss without experts, or expert-parallel ranks would offload activations.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class TreeStep:
     def preparer(self) -> StepPreparer:
         """Returns the function that makes step inputs. It can be pickled and run in another process."""
         return StepPreparer(
-            self.loss.reduction,
-            self.loss.spec.needs_whole_paths,
-            self.model.costs(),
-            self.partitioner,
-            self.model.share,
+            reduction=self.loss.reduction,
+            needs_whole_paths=self.loss.spec.needs_whole_paths,
+            costs=self.model.costs(),
+            partitioner=self.partitioner,
+            share=self.model.share,
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
@@ -113,7 +112,7 @@ class TreeStep:
 
         Args:
             step: this rank's share.
-            sizes: of all ranks, if the caller has called ``all_reduce_counts`` already.
+            sizes: the sizes of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
             BadStepError: if the loss counts no token of the global batch. No pass has run then.
             UserError: if ``step`` is not a StepInput, or if the GPU runs out of memory. Discard the gradients
@@ -208,19 +207,22 @@ class TreeStep:
                 self.device,
                 self.model.sequence_group,
             )
-        return StepRun(
-            self.model,
-            micro_batches,
-            step.unpartitioned,
-            LossTotals(
-                self.loss,
-                counts.normalizer,
-                GlobalStatistics(moments=counts.advantage_moments, newest_version=sizes.newest_version),
-                torch.zeros((), device=self.device),
+        totals = LossTotals(
+            function=self.loss,
+            normalizer=counts.normalizer,
+            statistics=GlobalStatistics(
+                moments=counts.advantage_moments, newest_version=sizes.newest_version
             ),
-            routing,
-            self.activations,
-            self._gradient_sync,
+            loss=torch.zeros((), device=self.device),
+        )
+        return StepRun(
+            model=self.model,
+            step=step,
+            micro_batches=micro_batches,
+            totals=totals,
+            routing=routing,
+            activations=self.activations,
+            gradient_sync=self._gradient_sync,
             is_partitioned=sizes.is_partitioned,
             sums_every_backward=self.reduce_gradients == "every",
         )

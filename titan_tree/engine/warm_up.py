@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.engine.preparation import StepPreparer
-from titan_tree.engine.step_io import StepInput
+from titan_tree.engine.step_io import StepInput, StepPreparer
 from titan_tree.tree.paths import PER_TOKEN, ExpertSizes, TokenPath
 from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
@@ -19,7 +18,7 @@ from titan_tree.tree.token_tree import TokenTree
 # first partition of the large one exports all of its rows.
 SMALL = (7,)
 TRUNK, LEFT, RIGHT = 20, (23, 8, 27), (29, 9, 25)  # a trunk with two branches, each of which has two leaves
-MAX_LENGTH = 32  # of a partition
+MAX_LENGTH = 32  # maximum length of a partition
 LENGTH = sum(SMALL) + TRUNK + sum(LEFT) + sum(RIGHT)
 
 
@@ -33,12 +32,13 @@ def warm_up_inputs(
         vocab_size: token ids are smaller.
         experts: the sizes of recorded experts; None: the trees have none.
     """
-    unit = max(1, num_tokens // LENGTH)  # in tokens
+    unit = max(1, num_tokens // LENGTH)  # tokens per unit
     rng = np.random.default_rng(0)
 
     def node(length: int) -> list[int]:
         # Random tokens, because experts would not be balanced if all tokens were alike.
-        return rng.integers(vocab_size, size=length * unit).tolist()
+        tokens: list[int] = rng.integers(vocab_size, size=length * unit).tolist()
+        return tokens
 
     trunk = node(TRUNK)
     branches = [(trunk + node(branch), leaves) for branch, *leaves in (LEFT, RIGHT)]
@@ -48,15 +48,17 @@ def warm_up_inputs(
         TokenTree.from_paths(_warm_up_paths(token_lists, experts), replay)
         for token_lists in (2 * [node(*SMALL)], large)
     ]
-    partitioner = TreePartitioner("redundancy_free", MAX_LENGTH * unit)
-    partitioners = [None] if preparer.partitioner is None else [None, partitioner]
-    return [replace(preparer, partitioner=each)([trees]) for each in partitioners]
+    partitioners: list[TreePartitioner | None] = [None]
+    if preparer.partitioner is not None:
+        partitioners.append(TreePartitioner("redundancy_free", MAX_LENGTH * unit))
+    return [replace(preparer, partitioner=partitioner)([trees]) for partitioner in partitioners]
 
 
 def _warm_up_paths(token_lists: Sequence[list[int]], experts: ExpertSizes | None) -> list[TokenPath]:
     """Returns a path for each of an even number of lists: preference pairs, and then a mismatched path."""
     preferences = ["chosen", "rejected"] * (len(token_lists) // 2)
-    paths = [_warm_up_path(*each, experts) for each in zip(token_lists, preferences, strict=True)]
+    paired = zip(token_lists, preferences, strict=True)
+    paths = [_warm_up_path(tokens, preference, experts) for tokens, preference in paired]
     return [*paths, _warm_up_path(token_lists[-1], "mismatched", experts)]
 
 

@@ -83,9 +83,9 @@ class TreeLightningModule(L.LightningModule):
     tree_step: TreeStep
     router_bias: RouterBias | None
     balancing: Balancing | None
-    num_steps: int  # of the whole run
-    bad_steps: BadSteps  # of this process
-    position: dict[str, Any] | None  # of the dataset, after the last step that was trained
+    num_steps: int  # number of steps of the whole run
+    bad_steps: BadSteps  # the bad steps of this process
+    position: dict[str, Any] | None  # the dataset's after the last step that was trained
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class TreeLightningModule(L.LightningModule):
         self.model = build_parallel_model(
             config.model, config.training, config.parallel, self.mesh, config.lora
         )
-        leave_out_frozen(self)  # of checkpoints
+        leave_out_frozen(self)  # checkpoints omit frozen weights
         self.router_bias = build_router_bias(config.router_bias, self.model)
         self.tree_step = build_tree_step(config, self.model, loss, device)
         self.balancing = build_balancing(config, self.model, loss, self.mesh, device)

@@ -43,7 +43,7 @@ class Rows:
 
     trees: tuple[TokenTree, ...]  # one for each temperature
     index: Tensor  # [F] int64: of each pair, the place of the token that predicts among the S tokens
-    shape: torch.Size  # of the framework's tokens: [B, T] or [S]
+    shape: torch.Size  # shape of the framework's tokens: [B, T] or [S]
 
     @staticmethod
     def padded(

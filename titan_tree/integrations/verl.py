@@ -37,7 +37,7 @@ except ImportError as error:
         f"titan_tree.integrations.verl needs verl 0.9.1 ({error}); see docs/verl.md for how to install it"
     ) from None
 
-VERSION = "0.9.1"  # of verl: the engine relies on more than its public interface
+VERSION = "0.9.1"  # the version of verl: the engine relies on more than its public interface
 if (installed := version("verl")) != VERSION:
     raise UserError(
         f"titan_tree.integrations.verl: expected verl {VERSION}, got {installed}; install that version, or "
@@ -111,8 +111,8 @@ class TreeEngine(FSDPEngineWithLMHead):
             if loss_function is None:
                 return torch.ones((), device=log_probs.device)  # as verl reports it
             group = self.get_data_parallel_group()
-            loss, found = loss_function(model_output=jagged, data=data, dp_group=group)
-            metrics.update(found)
+            loss, loss_metrics = loss_function(model_output=jagged, data=data, dp_group=group)
+            metrics.update(loss_metrics)
             return loss
 
         loss = RowLoss(rows, compute_loss, entropy=needs_entropy)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class StepReport:
     """The outcome of one optimizer step that changed the weights. Metrics are computed from it."""
 
-    result: StepResult  # of all ranks together
+    result: StepResult  # the step's result over all ranks
     loss: float
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step

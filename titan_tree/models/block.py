@@ -96,7 +96,7 @@ class Mixer(nn.Module, ABC):
 class LayerOutput(NamedTuple):
     """The result of a ``Block``: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
-    hidden: Tensor  # [N, d], the next layer's input
+    hidden: Tensor  # [N, d] or [1, N, d], the next layer's input
     exports: tuple[Tensor, ...]  # see ``Mixer.forward``
     routing: Routing | None = None  # sums over tokens, if the layer has experts
     routed_experts: Tensor | None = None  # [N, k] int16, the experts of each token, if the layer has experts

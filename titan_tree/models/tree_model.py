@@ -31,25 +31,30 @@ from titan_tree.tree.partition import PAD
 from titan_tree.tree.token_shards import TokenShard
 
 
+class BoundaryTensor(NamedTuple):
+    """A tensor of a partition that crosses from the layers into the loss.
+
+    Backward passes have two stages. The first one differentiates the loss down to ``loss_leaf``, which frees
+    the logits. The second one continues from ``layers_end`` when child partitions have added their gradients.
+    """
+
+    layers_end: Tensor  # the end of the layers' autograd graph
+    loss_leaf: Tensor  # the leaf where the loss's graph begins; equal values
+
+
 class ModelOutput(NamedTuple):
     """The result of a model: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
 
     logprobs: Tensor  # [E] fp32, nats
     entropy: Tensor | None = None  # [E] fp32, nats, on request
     routing: Routing | None = None  # sums over tokens, stacked over the L layers with experts
-    # In a partition, one pair per tensor that crosses from the layers into the loss: the end of the layers'
-    # autograd graph, and the leaf where the loss's graph begins. The tensors are the hidden states [E, d] of
-    # the predicting tokens and the sums in ``routing``. The loss, with all its logits, can therefore be
-    # differentiated at once, while the layers' graph stays until child partitions have added their gradients.
-    loss_boundary: tuple[tuple[Tensor, Tensor], ...] = ()
+    # In a partition: the hidden states [E, d] of the predicting tokens, and the sums in ``routing``.
+    loss_boundary: tuple[BoundaryTensor, ...] = ()
     # In a partition, what the layers export for child partitions, one tensor per entry of
     # ``TreeModel.cache_streams``.
     exports: tuple[Tensor, ...] | None = None
     routed_experts: tuple[Tensor, ...] = ()  # [N, k] int16 per layer with experts: the experts of each token
     statistics: Mapping[Statistic, Tensor] = MappingProxyType({})  # [E] each, on request: see edge_statistics
-
-
-EdgeScores = tuple[Tensor, Tensor | None, Mapping[Statistic, Tensor]]
 
 
 class LayersOutput(NamedTuple):
@@ -195,7 +200,7 @@ class TreeModel(nn.Module, ABC):
         experts = tuple(out.routed_experts)
         if not out.exports:
             scores = self.score_edges(hidden, head, batch, entropy, statistics)
-            return ModelOutput(*scores[:2], routing, routed_experts=experts, statistics=scores[2])
+            return scores._replace(routing=routing, routed_experts=experts)
         ends = (hidden, *(routing or ()))
         leaves = [end.detach().requires_grad_(end.requires_grad) for end in ends]
         # The tensors that autograd saves here are not offloaded like the activations of the layers, because
@@ -204,8 +209,10 @@ class TreeModel(nn.Module, ABC):
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             scores = self.score_edges(leaves[0], head, batch, entropy, statistics)
         routing = Routing(*leaves[1:]) if routing else None
-        boundary = tuple(zip(ends, leaves, strict=True))
-        return ModelOutput(*scores[:2], routing, boundary, tuple(out.exports), experts, scores[2])
+        boundary = tuple(map(BoundaryTensor, ends, leaves))
+        return scores._replace(
+            routing=routing, loss_boundary=boundary, exports=tuple(out.exports), routed_experts=experts
+        )
 
     def prepare(self, layout: TreeLayout) -> TreeLayout:
         """Returns the layout with everything that layers derive from it. Called once per batch.
@@ -267,7 +274,7 @@ class TreeModel(nn.Module, ABC):
 
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
-    ) -> EdgeScores:
+    ) -> ModelOutput:
         """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
 
         Args:
@@ -284,7 +291,7 @@ class TreeModel(nn.Module, ABC):
             hidden, head, batch.edge_label, entropy, self.recompute_logits, cap=cap
         )
         metrics = edge_statistics(statistics, hidden, head, batch.edge_label, cap=cap) if statistics else {}
-        return logprobs, entropies, metrics
+        return ModelOutput(logprobs, entropies, statistics=metrics)
 
 
 def _gateways(

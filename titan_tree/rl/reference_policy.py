@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,9 +23,8 @@ from titan_tree.run.model_setup import (
     snapshot_model,
     start_weights,
 )
-from titan_tree.scoring.score_trees import path_logprobs
+from titan_tree.scoring.score_trees import set_logprobs
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
 
 
 class Reference:
@@ -74,13 +72,16 @@ class Reference:
                 "restore it, or set checkpoint.allow_changes = true"
             )
 
-    def score(self, groups: Sequence[Sequence[TokenPath]]) -> None:
+    def set_ref_logprobs(self, groups: Sequence[Sequence[TokenPath]]) -> None:
         """Sets ``ref_logprobs`` of all paths. Each group becomes a tree."""
-        trees = [TokenTree.from_paths(paths) for paths in groups]
         with adapters_off(self.model) if self.is_base else nullcontext():
-            scores = path_logprobs(self.model, trees, self.max_tokens, self.step.partitioner)
-        for path, logprobs in zip(chain.from_iterable(groups), scores, strict=True):
-            path.ref_logprobs = logprobs
+            set_logprobs(
+                self.model,
+                groups,
+                "ref_logprobs",
+                max_tokens=self.max_tokens,
+                partitioner=self.step.partitioner,
+            )
 
 
 def check_reference(config: RLRunConfig, loss: TreeLoss) -> None:

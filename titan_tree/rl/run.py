@@ -194,6 +194,6 @@ def check_without_weights(config: RLRunConfig, sampler: Sampler | None = None) -
     build_router_bias(config.router_bias, model)
     check_model(config, model, sampler)
     if config.rl.server.url is not None:
-        from titan_tree.rl.server.served import build_server_sampler
+        from titan_tree.rl.server.server_sampler import build_server_sampler  # imports httpx
 
         build_server_sampler(config, model, run="")  # sends no request

@@ -35,7 +35,7 @@ from titan_tree.rl.sampler import RemoteSampler, Sampler
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
 from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer
-from titan_tree.scoring.score_trees import path_logprobs
+from titan_tree.scoring.score_trees import set_logprobs
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -155,7 +155,7 @@ class RLTrainer(EpisodeTrainer):
         config = self.config
         check_model(config, self.model, self._custom_sampler)
         if config.rl.server.url is not None:
-            from titan_tree.rl.server.served import build_server_sampler
+            from titan_tree.rl.server.server_sampler import build_server_sampler  # imports httpx
 
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
@@ -198,19 +198,23 @@ class RLTrainer(EpisodeTrainer):
         self.check_limits(by_task)
         started = time.perf_counter()
         if self.tree_step.loss.reads_rollout:
-            self._score(by_task)
+            paths = list(chain.from_iterable(by_task))
+            sampler_logprobs = [path.old_logprobs for path in paths]
+            data, partitioner = self.config.data, self.tree_step.partitioner
+            set_logprobs(
+                self.model,
+                by_task,
+                "old_logprobs",
+                max_tokens=data.max_tokens,
+                partitioner=partitioner,
+                replay=data.replay,
+            )
+            for path, logprobs in zip(paths, sampler_logprobs, strict=True):
+                path.rollout_logprobs = logprobs
         if self.reference:
-            self.reference.score(by_task)
+            self.reference.set_ref_logprobs(by_task)
         values["scoring_s"] = time.perf_counter() - started
         return by_task
-
-    def _score(self, by_task: Sequence[Sequence[TokenPath]]) -> None:
-        """Moves the sampler's log-probs to ``rollout_logprobs``. ``old_logprobs`` become the trainer's."""
-        data = self.config.data
-        trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
-        scores = path_logprobs(self.model, trees, data.max_tokens, self.tree_step.partitioner)
-        for path, logprobs in zip(chain.from_iterable(by_task), scores, strict=True):
-            path.rollout_logprobs, path.old_logprobs = path.old_logprobs, logprobs
 
     def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
         """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""

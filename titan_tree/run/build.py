@@ -41,7 +41,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.paths import ModelLimits
 
-DEFAULT_STEPS = 1000  # of a run that sets neither training.steps nor training.epochs
+DEFAULT_STEPS = 1000  # steps of a run that sets neither training.steps nor training.epochs
 WARM_UP_TOKENS = 16_384  # enough for the compiler to choose kernels for large batches
 
 
@@ -56,10 +56,10 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
         loss,
         device,
         partitioner,
-        build_activations(partition, device),
-        config.parallel.reduce_gradients,
-        config.parallel.reshard_after_forward,
-        RouterLoss(router.balance, router.z, router.scope),
+        activations=build_activations(partition, device),
+        reduce_gradients=config.parallel.reduce_gradients,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        router_loss=RouterLoss(router.balance, router.z, router.scope),
     )
 
 
@@ -128,7 +128,7 @@ def build_dataset(
         is_balanced: each rank reads groups of its own, and trees travel to the ranks that train on them.
             Otherwise, ranks that share the tokens of trees read the same groups.
     """
-    readers = 1 if is_balanced else config.parallel.sequence_parallel  # of the same groups
+    readers = 1 if is_balanced else config.parallel.sequence_parallel  # ranks that read the same groups
     return TreeDataset(
         reader.config,
         reader,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
     return model_from_config(model.hf_path, torch.float32, model.attention, model.gdn, model.implementation)
 
 
-def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, Any]:
+def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, object]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
     if model.lora is not None:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -90,13 +89,11 @@ class OptimizerStep:
         """
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
         torch.manual_seed(hash((self.seed, step, rank())))
-        update, balance = None, {}
+        updated, balance = None, {}
         if self.balancing:
             self.balancing.start_step()
         try:
-            update = update_weights(
-                self.tree_step, self.optimizers, self.router_bias, self.max_grad_norm, step_input, sizes
-            )
+            updated = self.update_weights(step_input, sizes)
             self.bad_steps.in_a_row = 0
         except BadStepError as reason:
             self.bad_steps.add(step, reason)
@@ -104,13 +101,14 @@ class OptimizerStep:
         for scheduler in self.lr_schedulers:
             scheduler.step()
         if self.balancing:
-            balance = self.balancing.finish_step(step, step_input, sizes, is_good=update is not None)
-        if update is None:
+            balance = self.balancing.finish_step(step, step_input, sizes, is_good=updated is not None)
+        if updated is None:
             return None
+        result, loss, grad_norm = updated
         return StepReport(
-            result=update.result,
-            loss=update.loss,
-            grad_norm=update.grad_norm,
+            result=result,
+            loss=loss,
+            grad_norm=grad_norm,
             lr=lr,
             epoch=epoch,
             seconds=time.perf_counter() - started,
@@ -119,39 +117,26 @@ class OptimizerStep:
             balance=balance,
         )
 
+    def update_weights(self, step_input: StepInput, sizes: GlobalSizes) -> tuple[StepResult, float, float]:
+        """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
 
-class Update(NamedTuple):
-    """The outcome of a step that changed the weights."""
-
-    result: StepResult
-    loss: float
-    grad_norm: float  # before clipping
-
-
-def update_weights(
-    tree_step: TreeStep,
-    optimizers: Collection[torch.optim.Optimizer],
-    router_bias: RouterBias | None,
-    max_grad_norm: float,
-    step_input: StepInput,
-    sizes: GlobalSizes,
-) -> Update:
-    """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
-
-    Raises:
-        BadStepError: the loss or its gradient is not finite, or the loss counts no token. Weights, optimizer
-            states and router biases are unchanged, and no gradients are left.
-    """
-    result = tree_step.run(step_input, sizes)
-    norm = clip_and_step(optimizers, result.loss, max_grad_norm)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    values = {"loss": result.loss.item(), "grad_norm": norm.item()}  # waits for the device
-    if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-        cause = tree_step.find_cause(step_input, result.statistics)
-        raise BadStepError(f"{' and '.join(wrong)}; {cause}; check their values, or lower optimizer.lr")
-    if router_bias:
-        assert result.routing is not None
-        assert tree_step.model.experts is not None
-        router_bias.update(tree_step.model.experts.router_biases().values(), result.routing)
-    return Update(result, **values)
+        Returns:
+            The result of the passes, the loss, and the norm of its gradient before clipping.
+        Raises:
+            BadStepError: the loss or its gradient is not finite, or the loss counts no token. Weights,
+                optimizer states and router biases are unchanged, and no gradients are left.
+        """
+        result = self.tree_step.run(step_input, sizes)
+        norm = clip_and_step(self.optimizers, result.loss, self.max_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss, grad_norm = result.loss.item(), norm.item()  # waits for the device
+        values = {"loss": loss, "grad_norm": grad_norm}
+        if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+            cause = self.tree_step.find_cause(step_input, result.statistics)
+            raise BadStepError(f"{' and '.join(wrong)}; {cause}; check their values, or lower optimizer.lr")
+        if self.router_bias:
+            assert result.routing is not None
+            assert self.tree_step.model.experts is not None
+            self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
+        return result, loss, grad_norm

@@ -34,7 +34,7 @@ from titan_tree.signals import Interrupted, Signals
 logger = logging.getLogger(__name__)
 
 NONE, CHECKPOINT, SIGNAL, REFUSED = 0, 1, 100, 1000
-SHOWN_PATHS = 4  # in a message
+SHOWN_PATHS = 4  # paths that a message names
 SynchronizedInput = tuple[StepInput, dict[str, Any], GlobalSizes]
 
 
@@ -110,7 +110,7 @@ class StopController:
         timeout_s = start_timeout(parallel.timeout_s) if is_first else parallel.timeout_s
         with failures_named(self._describe(self.progress.step + 1), self._what_next, timeout_s):
             if is_first:
-                set_timeout(timeout_s)  # of the groups that sharding has created
+                set_timeout(timeout_s)  # also for the groups that sharding has created
             with self._checkpoint_before_error():
                 yield
             step, interval = self.progress.step, parallel.check_interval
@@ -133,7 +133,7 @@ class StopController:
 
         return describe
 
-    def _schedule(self) -> tuple[Any, ...]:
+    def _schedule(self) -> tuple[object, ...]:
         """Returns what determines the next steps. It must be the same on all ranks."""
         tables = ("loss", "router_loss", "router_bias", "optimizer", "lr_scheduler", "training", "partition")
         settings = [getattr(self.config, table) for table in tables]

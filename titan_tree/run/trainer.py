@@ -67,7 +67,7 @@ from titan_tree.run.stopping import StopController, SynchronizedInput
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 200  # of the sample that a run logs at its start
+SAMPLE_TOKENS = 200  # tokens of the sample that a run logs at its start
 COUNTED_BYTES = 256e6  # data files up to this size are read once before training, to log their sizes
 
 
@@ -89,12 +89,12 @@ class Trainer:
         UserError: the configuration, the data and the checkpoints do not fit together.
     """
 
-    # where it runs
+    # The process.
     config: Config
     mesh: DeviceMesh
     device: torch.device
 
-    # what is trained, and how
+    # The model and its steps.
     model: TreeModel
     optimizers: Optimizers
     lr_schedulers: titan.LRSchedulersContainer
@@ -102,22 +102,22 @@ class Trainer:
     router_bias: RouterBias | None
     balancing: Balancing | None  # None on one rank
 
-    # on what
+    # The data.
     tokenizer: TreeTokenizer | None
     dataset: TreeDataset
-    validation_inputs: list[StepInput]  # in host memory; empty without validation files
+    validation_inputs: list[StepInput]  # kept in host memory; empty without validation files
     data_sizes: DataSizes | None  # None: not counted
 
-    # how far it is, and where it writes
+    # Progress and outputs.
     folder: RunFolder
-    num_steps: int  # of the whole run; ``train`` ends as soon as they are done
+    num_steps: int  # number of steps of the whole run; ``train`` ends as soon as they are done
     progress: Progress
     checkpoints: Checkpoints
     stopping: StopController
-    steps_trained: int  # by this process, without bad steps
-    counts: StepCounts  # of these steps, summed
-    bad_steps: BadSteps  # of this process
-    rollout_values: Mapping[str, float]  # of the rollouts of this step; empty unless rl/ samples them
+    steps_trained: int  # good steps of this process
+    counts: StepCounts  # the sum over these steps
+    bad_steps: BadSteps  # the other steps of this process
+    rollout_values: Mapping[str, float]  # metrics of this step's rollouts; empty unless rl/ samples them
     loggers: Loggers | None  # None except on rank 0
 
     def __init__(self, config: Config) -> None:
@@ -242,8 +242,8 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the graphs of a run before its first step, so that no later step waits for them."""
         started = time.perf_counter()
-        kept = keep_compiled(Path(self.config.folder) / "compiled")
-        logger.info("compiling into %s; a later start reads it from there", kept)
+        cache = keep_compiled(Path(self.config.folder) / "compiled")
+        logger.info("compiling into %s; a later start reads it from there", cache)
         warm_up(self.config, self.tree_step)
         logger.info("compiled in %.0f s", time.perf_counter() - started)
 

@@ -34,10 +34,10 @@ class ResumableFile:
     def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path.with_name(f"{path.name}.partial")
         self._content, self._state = self.folder / "content", self.folder / "state.json"
-        self._description: Mapping[str, Any] = {}
+        self._description: Mapping[str, object] = {}
         self._refuse_existing()
 
-    def open(self, description: Mapping[str, Any]) -> Any:
+    def open(self, description: Mapping[str, object]) -> Any:
         """Starts or continues, and returns the progress that the last round stored; None at the start.
 
         Args:
@@ -66,7 +66,7 @@ class ResumableFile:
             file.truncate(size)
         return progress
 
-    def append(self, texts: Sequence[str], progress: Any) -> None:
+    def append(self, texts: Sequence[str], progress: object) -> None:
         """Adds a round. ``progress`` are JSON values that ``open`` returns to the next process."""
         with self._writing():
             with self._content.open("ab") as file:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from titan_tree.scoring.scored_records import GroupNames, PlacedPath, path_recor
 from titan_tree.tree.paths import LOGPROBS, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # that can be written
+FIELDS = tuple(name for name in LOGPROBS if name != "rollout_logprobs")  # the ones to write
 LARGE = 0.1  # nats: differences above are counted
 
 
@@ -250,7 +249,7 @@ class _ScoreRun:
                 f"--experts: expected parallel.sequence_parallel = 1, got {self.sharing}; set it to 1"
             )
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, object]:
         """Returns what decides the records: a run continues one with the same description."""
         config = dataclasses.asdict(self.config)
         tables = {name: config[name] for name in ("model", "lora", "data")}

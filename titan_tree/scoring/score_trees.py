@@ -29,6 +29,7 @@ from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, one_pass
 from titan_tree.tree.paths import ModelLimits, TokenPath
+from titan_tree.tree.routed_experts import Replay
 from titan_tree.tree.token_tree import TokenTree
 
 B = TypeVar("B", Tensor, TreeBatch)
@@ -168,14 +169,22 @@ def score_trees(
 
 
 @torch.no_grad()
-def path_logprobs(
-    model: TreeModel, trees: Sequence[TokenTree], max_tokens: int, partitioner: TreePartitioner | None
-) -> list[np.ndarray]:
-    """Returns the log-probs [T] of all paths of ``trees``, one after another. See ``score_trees``."""
+def set_logprobs(
+    model: TreeModel,
+    groups: Sequence[Sequence[TokenPath]],
+    field: Literal["old_logprobs", "ref_logprobs"],
+    *,
+    max_tokens: int,
+    partitioner: TreePartitioner | None,
+    replay: Replay = "off",
+) -> None:
+    """Sets a field of all paths to their log-probs under ``model``. Each group becomes a tree."""
+    trees = [TokenTree.from_paths(paths, replay) for paths in groups]
     scores = chain.from_iterable(score_trees(model, trees, max_tokens, partitioner))
     logprobs = torch.cat([path.logprobs for path in scores]).cpu()  # one copy
-    lengths = [len(path) for tree in trees for path in tree.paths]
-    return [path_logprobs.numpy() for path_logprobs in logprobs.split(lengths)]
+    paths = list(chain.from_iterable(groups))
+    for path, values in zip(paths, logprobs.split(list(map(len, paths))), strict=True):
+        setattr(path, field, values.numpy())
 
 
 class _Forward(NamedTuple):
@@ -183,8 +192,8 @@ class _Forward(NamedTuple):
 
     trees: Sequence[int]
     plan: PartitionPlan | None  # None: this rank only takes part in the communication of others
-    batches: Sequence[TreeBatch]  # of the plan
-    partitions: Sequence[TreeBatch]  # that this rank runs: its shares of the batches, and dummies
+    batches: Sequence[TreeBatch]  # the plan's
+    partitions: Sequence[TreeBatch]  # what this rank runs: its shares of the batches, and dummies
 
 
 def _forwards(

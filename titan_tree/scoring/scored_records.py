@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from titan_tree.data.token_store import STORED
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import LOGPROBS, TokenPath
 
-PlacedPath = tuple[TokenPath, dict[str, Any]]  # a path, and the fields that only its record has
+PlacedPath = tuple[TokenPath, dict[str, object]]  # a path, and the fields that only its record has
 
 
 def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
@@ -47,7 +46,7 @@ def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
     ]
 
 
-def _fields(sample: Sample, default_rollout: str | None) -> dict[str, Any]:
+def _fields(sample: Sample, default_rollout: str | None) -> dict[str, object]:
     return {
         "rollout_id": record_name(sample.record, "rollout_id") or default_rollout,
         "reward": sample.record.get("reward"),
@@ -70,7 +69,7 @@ class GroupNames:
 
 
 def path_record(
-    group: Group, name: str, path: TokenPath, fields: Mapping[str, Any], scores: Mapping[str, np.ndarray]
+    group: Group, name: str, path: TokenPath, fields: Mapping[str, object], scores: Mapping[str, np.ndarray]
 ) -> str:
     """Returns one line of JSON.
 
@@ -81,7 +80,7 @@ def path_record(
         fields: further fields.
         scores: arrays of numbers [T] by field; NaN becomes null. "routed_experts" is [T, L, k].
     """
-    record: dict[str, Any] = {"group_id": name, "id": path.id.removeprefix(f"{group.id}/"), **fields}
+    record: dict[str, object] = {"group_id": name, "id": path.id.removeprefix(f"{group.id}/"), **fields}
     if path.id == group.id:  # a record that is a group of its own
         record = {"id": name, **fields}
     record["tokens"] = path.tokens.tolist()

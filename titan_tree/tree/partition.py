@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from titan_tree.errors import UserError
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 MAX_DRAWN = 40  # partitions in a drawing; a longer plan shows its first and last ones
 
@@ -74,8 +74,8 @@ class PlanStats:
 
     @property
     def err(self) -> float:
-        """Effective reuse ratio 1 - N_part / N_flat. The potential overlap ratio (POR) is its upper bound."""
-        return 1.0 - self.n_part / self.n_flat
+        """Effective reuse ratio. The potential overlap ratio (POR) is its upper bound."""
+        return reuse_ratio(self.n_flat, self.n_part)
 
     @property
     def duplicates(self) -> float:

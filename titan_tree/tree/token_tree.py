@@ -21,6 +21,11 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
 
 
+def reuse_ratio(n_flat: int, n_run: int) -> float:
+    """Returns 1 - n_run / n_flat: POR if N_tree tokens run, ERR if N_part tokens run. 0 without tokens."""
+    return 1.0 - n_run / n_flat if n_flat else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class TreeStats:
     """Sizes of one tree, or of several trees together (``TreeStats.total``)."""
@@ -38,8 +43,8 @@ class TreeStats:
 
     @property
     def por(self) -> float:
-        """Potential overlap ratio 1 - N_tree / N_flat: the share of tokens that a tree need not compute."""
-        return 1.0 - self.n_tree / self.n_flat if self.n_flat else 0.0
+        """Potential overlap ratio: the share of tokens that a tree need not compute."""
+        return reuse_ratio(self.n_flat, self.n_tree)
 
     @property
     def branching(self) -> float:

@@ -19,8 +19,7 @@ from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
-from titan_tree.engine.preparation import StepPreparer
-from titan_tree.engine.step_io import StepCounts, StepInput
+from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
 from titan_tree.tree.batch import CacheRows, TreeBatch
 from titan_tree.tree.costs import TreeCosts, num_pairs, tree_sizes
 from titan_tree.tree.token_shards import TokenShard

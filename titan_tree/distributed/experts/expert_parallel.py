@@ -33,8 +33,8 @@ def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
     group = mesh.get_group("ep")
     for experts in experts_of(model):
         for name, weight in list(experts.named_parameters()):
-            own = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(own, weight.requires_grad))
+            shard = distribute_tensor(weight.data, mesh["ep"], [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(shard, weight.requires_grad))
         experts.dispatcher = ShardedExperts(group)
     assert model.experts is not None
     model.experts.group = group

@@ -216,8 +216,8 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     dx, dweight, dexperts = sharded_experts_backward(
         grad.contiguous(), weights, arrived, sizes, ctx.group, is_trained
     )
-    found = iter(dexperts)
-    by_weight = [next(found) if trained else None for trained in is_trained]
+    gradients = iter(dexperts)
+    by_weight = [next(gradients) if trained else None for trained in is_trained]
     return dx, dweight, *by_weight, [None] * len(arrived), None, None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
+from titan_tree.models.block import LayerOutput
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import (
     KEYWORD,
@@ -32,13 +33,6 @@ from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import PAD
 
 CACHE = "past_key_values"  # the argument of transformers' layers
-
-
-class BlockOutput(NamedTuple):
-    """The result of a block: a tuple, because FSDP2 attaches its backward hooks to tensors in tuples."""
-
-    hidden: Tensor  # [1, N, d]
-    exports: tuple[Tensor, ...]  # in a partition, two tensors; otherwise ()
 
 
 class TransformersBlock(nn.Module):
@@ -62,7 +56,7 @@ class TransformersBlock(nn.Module):
         named: Mapping[str, Any],
         layout: TreeLayout,
         rows: Sequence[Tensor],
-    ) -> BlockOutput:
+    ) -> LayerOutput:
         """Runs the layer.
 
         Args:
@@ -74,7 +68,7 @@ class TransformersBlock(nn.Module):
         cache = PartitionCache(rows, layout) if rows else None
         tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: cache}
         hidden = self.layer(hidden, *positional, **{**named, **tree})
-        return BlockOutput(hidden, () if cache is None else cache.exports)
+        return LayerOutput(hidden, () if cache is None else cache.exports)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from titan_tree.models.transformers.attention_function import (
 from titan_tree.models.transformers.blocks import CACHE, LayerSizes, Survey
 from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.recurrent import RECURRENT_CACHE, on_trees, recurrent_mixer, row_shapes
-from titan_tree.models.tree_model import EdgeScores, ModelOutput
+from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 
@@ -109,10 +109,10 @@ class InPlaceModel(TransformersModel):
 
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
-    ) -> EdgeScores:
+    ) -> ModelOutput:
         score, module = super().score_edges, self.head
 
-        def run(hidden: Tensor) -> EdgeScores:
+        def run(hidden: Tensor) -> ModelOutput:
             weight = module.get_parameter("weight").to(hidden.dtype)  # FSDP2 may have cast it already
             return score(hidden, weight, batch, entropy, statistics)
 

@@ -6,28 +6,28 @@ import base64
 import binascii
 import io
 import math
-from typing import Any
 
 import numpy as np
 
 from titan_tree.errors import UserError, shorten
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.server.client import Json
 from titan_tree.tree.paths import ExpertSizes
 
 
 def read_completions(
-    answer: Any, prompt: int, limit: int, stop: int, experts: ExpertSizes | None = None
+    answer: Json, prompt: int, limit: int, stop: int, experts: ExpertSizes | None = None
 ) -> Completion:
     """Returns the turn in an answer of OpenAI's completions API with vLLM's fields.
 
     Args:
         prompt: number of tokens of the context.
-        limit: of tokens of the turn.
+        limit: maximal number of tokens of the turn.
         stop: the id that ends a turn.
-        experts: sizes of the model whose experts the answer must contain; None: it need not contain any.
+        experts: sizes of the model whose experts the answer must contain. None: it need not contain any.
 
     Raises:
-        UserError: tokens, log-probs and experts are not those of one turn.
+        UserError: tokens, log-probs and experts do not form one whole turn.
     """
     try:
         (choice,) = answer["choices"]
@@ -41,18 +41,18 @@ def read_completions(
             "return_token_ids"
         ) from None
     _check_turn(tokens, logprobs, counted, finish, limit, stop)
-    rows = None
+    recorded = None
     if experts is not None:
-        rows = _checked(_vllm_experts(answer, choice), prompt + len(tokens), experts)
-    return Completion(tokens, [float(logprob) for logprob in logprobs], rows)
+        recorded = _checked(_vllm_experts(answer, choice), prompt + len(tokens), experts)
+    return Completion(tokens, [float(logprob) for logprob in logprobs], recorded)
 
 
 def read_generate(
-    answer: Any, prompt: int, limit: int, stop: int, experts: ExpertSizes | None = None
+    answer: Json, prompt: int, limit: int, stop: int, experts: ExpertSizes | None = None
 ) -> Completion:
-    """Returns the turn in an answer of SGLang's /generate. Arguments and errors: see ``read_completions``.
+    """Returns the turn in an answer of SGLang's /generate. See ``read_completions`` for arguments and errors.
 
-    SGLang also ends a turn after any other end-of-text token of the model. Such a turn is cut off.
+    SGLang also ends a turn after any other end-of-text token of the model. Such a turn counts as cut off.
     """
     try:
         info = answer["meta_info"]
@@ -67,19 +67,25 @@ def read_generate(
             f"{shorten(answer)}; use a version of SGLang that knows return_logprob"
         ) from None
     is_other_end = isinstance(finish, dict) and finish.get("type") == "stop" and tokens
-    other = tokens[-1] if is_other_end and finish.get("matched") == tokens[-1] else None
-    _check_turn(tokens, logprobs, counted, finish, limit, stop, other)
-    rows = None
+    other_end = tokens[-1] if is_other_end and finish.get("matched") == tokens[-1] else None
+    _check_turn(tokens, logprobs, counted, finish, limit, stop, other_end)
+    recorded = None
     if experts is not None:
         length = prompt + len(tokens)
-        rows = _checked(_sglang_experts(info, length - 1, experts), length, experts)
-    return Completion(tokens, [float(logprob) for logprob in logprobs], rows)
+        recorded = _checked(_sglang_experts(info, length - 1, experts), length, experts)
+    return Completion(tokens, [float(logprob) for logprob in logprobs], recorded)
 
 
 def _check_turn(
-    tokens: Any, logprobs: Any, counted: Any, finish: Any, limit: int, stop: int, other_end: int | None = None
+    tokens: Json,
+    logprobs: Json,
+    counted: Json,
+    finish: Json,
+    limit: int,
+    stop: int,
+    other_end: int | None = None,
 ) -> None:
-    """Raises UserError unless tokens and log-probs are those of one turn, which ``other_end`` may end."""
+    """Raises UserError unless tokens and log-probs form a whole turn. It may also end with ``other_end``."""
     if not _all_numbers(tokens, int) or not _all_numbers(logprobs, (int, float)):
         raise UserError(
             f"expected integer token_ids and numbers as token_logprobs, got {shorten(tokens)} and "
@@ -100,29 +106,29 @@ def _check_turn(
         )
 
 
-def _vllm_experts(answer: Any, choice: Any) -> Any:
-    """Returns the experts in an answer of vLLM as an array; None without them.
+def _vllm_experts(answer: Json, choice: Json) -> np.ndarray | None:
+    """Returns the experts in an answer of vLLM as an array, or None if the answer has none.
 
-    Newer versions send the bytes of a .npy file in base64 for the whole sequence, older ones nested lists:
+    Newer versions send one .npy file in base64 for the whole sequence. Older versions send two nested lists,
     one for the prompt and one for the turn.
     """
-    sent = choice.get("routed_experts")
+    encoded = choice.get("routed_experts")
     try:
-        if isinstance(sent, str):
-            return np.load(io.BytesIO(base64.b64decode(sent, validate=True)), allow_pickle=False)
+        if isinstance(encoded, str):
+            return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
         prompt = answer.get("prompt_routed_experts")
-        return None if sent is None or prompt is None else np.array(prompt + sent)
+        return None if encoded is None or prompt is None else np.array(prompt + encoded)
     except (TypeError, ValueError, EOFError, OSError, binascii.Error) as error:
         raise UserError(f"routed_experts: {error}; use another version of vLLM") from None
 
 
-def _sglang_experts(info: Any, rows: int, sizes: ExpertSizes) -> Any:
-    """Returns the experts in an answer of SGLang, int32 numbers in base64, as an array; None without them."""
-    sent = info.get("routed_experts")
-    if sent is None:
+def _sglang_experts(info: Json, rows: int, sizes: ExpertSizes) -> np.ndarray | None:
+    """Returns the experts in an answer of SGLang as an array, or None. They arrive as int32 in base64."""
+    encoded = info.get("routed_experts")
+    if encoded is None:
         return None
     try:
-        numbers = np.frombuffer(base64.b64decode(sent, validate=True), "<i4")
+        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
     except (TypeError, ValueError, binascii.Error) as error:
         raise UserError(f"routed_experts: {error}; use another version of SGLang") from None
     if numbers.size % (rows * sizes.top_k):
@@ -134,7 +140,7 @@ def _sglang_experts(info: Any, rows: int, sizes: ExpertSizes) -> Any:
 
 
 def _checked(experts: np.ndarray | None, length: int, sizes: ExpertSizes) -> np.ndarray:
-    """Returns the experts of all of ``length`` tokens but the last one, which the model has not read.
+    """Returns the experts of the first ``length`` - 1 tokens. The model has not read the last token.
 
     Some versions also send a row for the last token.
     """
@@ -158,7 +164,7 @@ def _checked(experts: np.ndarray | None, length: int, sizes: ExpertSizes) -> np.
     return experts[: length - 1].astype(np.int16)
 
 
-def _all_numbers(values: Any, kind: type | tuple[type, ...]) -> bool:
+def _all_numbers(values: Json, kind: type | tuple[type, ...]) -> bool:
     return isinstance(values, list) and all(
         isinstance(value, kind) and type(value) is not bool and math.isfinite(value)  # type: ignore[arg-type]
         for value in values

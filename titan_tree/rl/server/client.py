@@ -1,115 +1,130 @@
-"""Server: requests to an HTTP server that samples rollouts, such as vLLM or SGLang."""
+"""ServerClient: requests to an HTTP server that samples rollouts, such as vLLM or SGLang."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
+import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from json import JSONDecodeError
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
+import tenacity
+
+from titan_tree.config.rl import ServerConfig
 from titan_tree.errors import UserError
 
 T = TypeVar("T")
+Json: TypeAlias = Any  # decoded JSON, whose structure the server determines
 logger = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # its level INFO logs every request
 
 RETRIED = (408, 409, 425, 429)  # and 500 to 599: statuses of a server that may answer the same request later
-LONGEST_ERROR = 1000  # bytes of a refusal that are read
-CONNECT_S = 30.0  # until a connection stands, which ``stop`` cannot end
+LONGEST_ERROR = 1000  # number of characters of a refusal that are quoted
+CONNECT_S = 30.0  # seconds until a connection must be open. ``stop`` cannot end this wait.
+PAUSE_S = 1.0  # seconds before the second attempt. The pause doubles with each further attempt.
 
 
 class StoppedError(RuntimeError):
-    """``Server.stop`` ended a request."""
+    """``ServerClient.stop`` ended a request."""
 
 
-class Server:
-    """Sends requests to a server, each over a connection of its own. Threads may share it.
+class _UnavailableError(Exception):
+    """A server answered with a status that says that the same request may succeed later."""
 
-    A request whose connection fails, whose answer takes too long, or whose status is one of ``RETRIED`` or
-    5xx is sent again.
+
+class ServerClient:
+    """Sends requests to a server, each over a connection of its own. Several threads may share a client.
+
+    A request is sent again if its connection fails, its answer takes too long, or its status is 5xx or one of
+    ``RETRIED``.
 
     Args:
-        url: of the server, such as "http://localhost:8000".
-        api_key: sent as a bearer token; None: no key.
-        timeout_s: seconds that a connection may stay silent.
-        attempts: number of times that a request is sent at most.
-        pause_s: seconds before the second attempt. The pause doubles with each further one.
+        config: the table [rl.server], which holds the address and the limits.
+        api_key: a key to send as a bearer token. By default, ``config.api_key_env`` names its variable.
 
     Raises:
-        UserError: ``url`` is not a URL.
+        UserError: the address is not a URL, or the variable is not set.
     """
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
-        attempts: int = 5,
-        pause_s: float = 1.0,
-    ) -> None:
-        self._parts = urlsplit(url)
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+    def __init__(self, config: ServerConfig, api_key: str | None = None) -> None:
+        url, key_name = config.url or "", config.api_key_env
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise UserError(f"rl.server.url: expected a URL such as 'http://localhost:8000', got {url!r}")
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self._api_key, self._attempts, self._pause_s = api_key, attempts, pause_s
-        self._stopped, self._lock = threading.Event(), threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        if key_name is not None and (api_key := os.environ.get(key_name)) is None:
+            raise UserError(
+                f"rl.server.api_key_env: expected the name of an environment variable, got {key_name!r}, "
+                "which is not set; export it"
+            )
+        self.url, self.timeout_s, self._attempts = url.rstrip("/"), config.timeout_s, config.attempts
+        authorization = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Accept-Encoding": "identity"} | authorization,
+            timeout=httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, CONNECT_S), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # no proxies
+            verify=ssl.create_default_context(),  # the certificates of the system
+        )
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()  # for all requests until ``stop`` sets and replaces it
+        self._sockets: set[socket.socket] = set()
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, object]) -> Json:
         """Sends ``body`` as JSON, and returns the JSON of the answer.
 
         Raises:
             UserError: the server refuses the request, or answers none of the attempts.
-            StoppedError: the requests were stopped.
+            StoppedError: ``stop`` ended the request.
         """
-        return self._request("POST", path, body, json.loads)
+        return self._request("POST", path, body, httpx.Response.json)
 
     def command(
         self,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         retried: tuple[int, ...] = (),
         attempts: int | None = None,
     ) -> None:
-        """Sends a command, whose answer need not be JSON. Raises as ``post``.
+        """Sends a command, whose answer need not be JSON. Raises the same errors as ``post``.
 
         Args:
             retried: further statuses after which the command is sent again.
-            attempts: None: those of the server.
+            attempts: maximal number of attempts. None: the number of the configuration.
 
         Raises:
-            UserError: also if the answer is JSON with a field "success" that is false.
+            UserError: the answer is JSON with a field "success" that is false.
         """
-        answer = self._request("POST", path, body or {}, _json_or_text, retried, attempts)
+        answer = self._request("POST", path, body or {}, _json_or_none, retried, attempts)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UserError(f"{self.url}{path}: expected success, got {answer}; see the log of the server")
 
-    def find(self, *paths: str) -> dict[str, Any] | None:
-        """Returns the JSON of the first path that the server knows, or None. Raises as ``post``."""
+    def find(self, *paths: str) -> dict[str, Json] | None:
+        """Returns the JSON of the first path that the server knows, or None. Raises the same as ``post``."""
         for path in paths:
-            answer = self._request("GET", path, None, _json_or_text, unknown_is_none=True)
+            answer = self._request("GET", path, None, _json_or_none, accepted=(200, 404, 405))
             if isinstance(answer, dict):
                 return answer
         return None
 
     def stop(self) -> None:
-        """Ends all requests that are under way. They and all later ones raise StoppedError."""
-        self._stopped.set()
+        """Ends all requests that have been sent. They raise StoppedError."""
         with self._lock:
-            for connection in self._open:
-                with suppress(OSError):  # the other end may have closed it
-                    if connection.sock:
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+            self._stopped.set()
+            for connection in self._sockets:
+                with suppress(OSError):  # the server may have closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._stopped = threading.Event()
 
     def local_address(self) -> str:
         """Returns the address of this machine on the network that leads to the server."""
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            self._parts.hostname, self._parts.port or 80, type=socket.SOCK_DGRAM
-        )[0]
+        host, port = urlsplit(self.url).hostname, urlsplit(self.url).port or 80
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
@@ -118,70 +133,81 @@ class Server:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
-        read: Callable[[bytes], T],
+        body: Mapping[str, object] | None,
+        read: Callable[[httpx.Response], T],
         retried: tuple[int, ...] = (),
         attempts: int | None = None,
-        unknown_is_none: bool = False,
-    ) -> T | None:
-        where, attempts = f"{self.url}{path}", attempts or self._attempts
-        content = None if body is None else json.dumps(body).encode()
-        problem = ""
-        for attempt in range(1, attempts + 1):
-            if self._stopped.is_set():
-                raise StoppedError(where)
-            try:
-                status, answer = self._send(method, path, content)
-                if status == 200:
-                    return read(answer)
-                if unknown_is_none and status in (404, 405):
-                    return None
-                problem = f"status {status}: {answer[:LONGEST_ERROR].decode(errors='replace')}"
-                if status < 500 and status not in (*RETRIED, *retried):
-                    raise UserError(
-                        f"{where}: refused a request with {problem}; check the settings, and the version and "
-                        "the options of the server"
-                    )
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < attempts:
-                if not self._stopped.is_set():
-                    logger.warning("%s: attempt %d of %d failed: %s", where, attempt, attempts, problem)
-                self._stopped.wait(self._pause_s * 2 ** (attempt - 1))
-        if self._stopped.is_set():
-            raise StoppedError(where)
-        raise UserError(
-            f"{where}: no answer after {attempts} attempts, the last one failed with {problem}; "
-            "check that the server runs, or raise rl.server.attempts or rl.server.timeout_s"
-        )
+        accepted: tuple[int, ...] = (200,),
+    ) -> T:
+        """Sends a request until ``read`` can read an answer with one of the statuses ``accepted``."""
+        where, attempts, stopped = f"{self.url}{path}", attempts or self._attempts, self._stopped
 
-    def _send(self, method: str, path: str, content: bytes | None) -> tuple[int, bytes]:
-        """Sends a request once, and returns the status and the content of the answer."""
-        parts = self._parts
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        assert parts.hostname
-        connection = kind(parts.hostname, parts.port, timeout=min(self.timeout_s, CONNECT_S))
-        headers = {"Content-Type": "application/json"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        with self._lock:
-            self._open.add(connection)
+        def send() -> T:
+            response = self._send(method, path, body, stopped)
+            status = response.status_code
+            if status in accepted:
+                return read(response)
+            problem = f"status {status}: {response.text[:LONGEST_ERROR]}"
+            if status >= 500 or status in (*RETRIED, *retried):
+                raise _UnavailableError(problem)
+            raise UserError(
+                f"{where}: refused a request with {problem}; check the settings, and the version and the "
+                "options of the server"
+            )
+
+        def warn(state: tenacity.RetryCallState) -> None:
+            number, problem = state.attempt_number, _problem(state.outcome)
+            logger.warning("%s: attempt %d of %d failed: %s", where, number, attempts, problem)
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((httpx.RequestError, JSONDecodeError, _UnavailableError)),
+            stop=tenacity.stop_after_attempt(attempts) | tenacity.stop_when_event_set(stopped),
+            wait=tenacity.wait_exponential(PAUSE_S),
+            sleep=tenacity.sleep_using_event(stopped),
+            before_sleep=warn,
+        )
         try:
-            connection.connect()
-            connection.sock.settimeout(self.timeout_s)
-            if self._stopped.is_set():
-                raise StoppedError(path)
-            connection.request(method, f"{parts.path.rstrip('/')}{path}", content, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+            return retrying(send)
+        except tenacity.RetryError as error:
+            if stopped.is_set():
+                raise StoppedError(where) from None
+            raise UserError(
+                f"{where}: no answer after {attempts} attempts, the last one failed with "
+                f"{_problem(error.last_attempt)}; check that the server runs, or raise rl.server.attempts or "
+                "rl.server.timeout_s"
+            ) from None
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, object] | None, stopped: threading.Event
+    ) -> httpx.Response:
+        """Sends a request once. ``stop`` can shut down its sockets, which ends the wait for the answer."""
+        if stopped.is_set():
+            raise StoppedError(f"{self.url}{path}")
+        opened: list[socket.socket] = []
+
+        def register(event: str, info: Mapping[str, Any]) -> None:
+            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+                opened.append(info["return_value"].get_extra_info("socket"))
+                with self._lock:
+                    self._sockets.update(opened)
+                    if stopped.is_set():
+                        opened[-1].shutdown(socket.SHUT_RDWR)
+
+        try:
+            return self._http.request(method, path, json=body, extensions={"trace": register})
         finally:
             with self._lock:
-                self._open.discard(connection)
-            connection.close()
+                self._sockets.difference_update(opened)
 
 
-def _json_or_text(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return content.decode(errors="replace")
+def _problem(attempt: tenacity.Future | None) -> str:
+    """Returns why an attempt failed."""
+    error = attempt.exception() if attempt else None
+    return str(error) if isinstance(error, _UnavailableError) else f"{type(error).__name__}: {error}"
+
+
+def _json_or_none(response: httpx.Response) -> Json:
+    """Returns the JSON of an answer, or None if it has none or its status is not 200."""
+    with suppress(ValueError):
+        return response.json() if response.status_code == 200 else None
+    return None
