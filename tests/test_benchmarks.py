@@ -90,6 +90,7 @@ def test_rows_with_new_columns_are_appended_to_a_file(tmp_path, monkeypatch):
     assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
 
 
+@pytest.mark.slow
 def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
     pytest.importorskip("matplotlib")
     run("plots", "--folder", tmp_path)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.support.cases import for_each
 from titan_tree import registry
 from titan_tree.errors import UserError
 from titan_tree.registry import Registry
@@ -40,8 +41,6 @@ def test_an_unknown_name_is_an_error_that_suggests_the_closest_one() -> None:
         numbers["1"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, entries in REGISTRIES.items() for name in entries]
-)
+@for_each(("kind", "name"), [(kind, name) for kind, entries in REGISTRIES.items() for name in entries])
 def test_every_entry_can_be_imported(kind: str, name: str) -> None:
     assert REGISTRIES[kind][name] is not None

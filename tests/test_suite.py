@@ -1,13 +1,15 @@
 """The everyday suite keeps its budget, and everything else runs with ``--all``."""
 
+import inspect
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support import budget
-from tests.support.cases import slow_except
+from tests.support.cases import for_each, slow_except
 
 
 def item(*marks: str) -> Any:
@@ -36,3 +38,19 @@ def test_cases_that_do_not_run_every_day_are_slow() -> None:
     assert first == "a"
     assert second.values == ("b",)
     assert [mark.name for mark in second.marks] == ["slow"]
+
+
+def test_a_loop_over_cases_names_the_one_that_fails(tmp_path: Path) -> None:
+    seen = []
+
+    @for_each("word", ["a", "b"])
+    @for_each(("number", "square"), [(2, 4), (3, 6), (4, 16)])
+    def test(tmp_path: Path, word: str, number: int, square: int) -> None:
+        seen.append((tmp_path.name, word, number))
+        assert number**2 == square
+
+    assert list(inspect.signature(test).parameters) == ["tmp_path"]
+    with pytest.raises(AssertionError) as error:
+        test(tmp_path=tmp_path)
+    assert seen == [("case0", "a", 2), ("case1", "a", 3)]
+    assert error.value.__notes__ == ["in case 1: number = 3, square = 6", "in case 0: word = 'a'"]

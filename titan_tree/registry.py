@@ -180,7 +180,7 @@ GDN_BACKENDS: BackendRegistry[GdnBackend] = BackendRegistry(
 PARTITION_STRATEGIES: Registry[Callable[[TokenTree, int, int | None], Iterable[Partition]]] = Registry(
     "partition strategy",
     {
-        "none": "titan_tree.components.tree_partitioner.none:partition",
+        "none": "titan_tree.components.tree_partitioner:one_partition",
         "single_path": "titan_tree.components.tree_partitioner.single_path:partition",
         "multi_path": "titan_tree.components.tree_partitioner.multi_path:partition",
         "greedy": "titan_tree.components.tree_partitioner.greedy:partition",

@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # torchrun and a scheduler may both send the same signal. It counts as a second signal only after this time.
@@ -35,7 +36,7 @@ class Signals:
     def __init__(self) -> None:
         self._is_deferred = False
         self._pipe: int | None = None  # open while the ``with`` block runs in the main thread
-        self._earlier: dict[int, Any] = {}
+        self._earlier: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def defer(self) -> None:
         """Lets the next signal set ``received`` instead of raising Interrupted."""

@@ -156,7 +156,9 @@ def with_context(layout: TreeLayout, where: str, num_context: int) -> TreeLayout
     """
     columns = layout.key_index if where == "front" else layout.positions.argsort(stable=True).int()
     queries = columns[num_context:].sort().values
-    return TreeLayout(layout.positions[queries.long()], layout.subtree_end, queries)
+    return TreeLayout(
+        positions=layout.positions[queries.long()], subtree_end=layout.subtree_end, key_index=queries
+    )
 
 
 def backend_contender(

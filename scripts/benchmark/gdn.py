@@ -129,7 +129,7 @@ def rule_on(layout: TreeLayout) -> Run:
 def convolution_on(layout: TreeLayout) -> Run:
     """Returns the causal convolution with SiLU on a tree."""
     plan = prepare_conv(layout, WIDTH)
-    return lambda x, weight: tree_causal_conv1d(x, weight, layout, plan=plan)[0]
+    return lambda x, weight: tree_causal_conv1d(x, weight, layout, index=plan)[0]
 
 
 def plain_convolution(x: Tensor, weight: Tensor) -> Tensor:

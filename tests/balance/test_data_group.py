@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.data.test_token_store import assert_same_tree
+from tests.support.cases import slow_except
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
@@ -162,7 +163,7 @@ def load(micro_batches: MicroBatches) -> float:
     return float(COSTS.seconds(tree_sizes(list(itertools.chain(*micro_batches)))).sum())
 
 
-@pytest.mark.parametrize("ranks_per_owner", [1, 2])
+@pytest.mark.parametrize("ranks_per_owner", slow_except([2], [1, 2]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,7 +196,7 @@ def test_owners_train_on_all_trees_of_a_step(
         assert max(loads[0]) == pytest.approx(max(loads[1]), rel=0.15)  # equal but for the order of trees
 
 
-@pytest.mark.parametrize("ranks_per_owner", [1, 2])
+@pytest.mark.parametrize("ranks_per_owner", slow_except([1], [1, 2]))
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.balance.test_assignment import assert_complete
+from tests.support.cases import for_each
 from tests.support.oracle import random_groups
 from tests.support.paths import random_token_lists
 from titan_tree.balance.splitting import (
@@ -43,7 +44,7 @@ def step_of(
     return balancer, whole, balancer.split(whole, leaves)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_planned_sizes_are_those_of_the_pieces(seed: int) -> None:
     """Tokens and pairs are equal. Edges and chunks are upper bounds, and equal for a whole tree."""
     draw = random.Random(seed)
@@ -59,7 +60,7 @@ def test_planned_sizes_are_those_of_the_pieces(seed: int) -> None:
     assert (planned[:, 2:] >= real[:, 2:]).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_cuts_repeat_least_within_the_target(seed: int) -> None:
     """Among all cuts of which no piece of several leaves exceeds the target."""
     draw = random.Random(seed)

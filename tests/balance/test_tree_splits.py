@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.paths import random_token_lists
 from tests.support.records import expected_records, random_recorded_path
 from titan_tree.balance.splitting import split_tree
@@ -31,7 +32,7 @@ def prefixes(tree: TokenTree) -> list[Prefix]:
     return [prefix_at[i] for i in range(len(tree))]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_a_piece_is_a_tree_of_its_paths(seed: int) -> None:
     """It holds the distinct prefixes of its paths, in the order of the whole tree."""
     draw = random.Random(seed)
@@ -57,7 +58,7 @@ def test_a_piece_is_a_tree_of_its_paths(seed: int) -> None:
         assert [int(path.id) for path in piece.paths] == sorted(int(path.id) for path in piece.paths)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_pieces_count_what_the_tree_counts(seed: int) -> None:
     draw = random.Random(seed)
     lists = random_token_lists(seed)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.checkpoint import background
@@ -24,7 +25,7 @@ def checkpoints(config: Any) -> dict[str, bytes]:
     return {path.name: (path / "__0_0.distcp").read_bytes() for path in folder.glob("step-?")}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", slow_except(["adamw"], ["adamw", "adamw8bit"]))
 def test_a_checkpoint_holds_the_values_at_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
@@ -102,7 +103,7 @@ def write_or_fail(patch: pytest.MonkeyPatch, failing_step: int) -> None:
     patch.setattr(CheckpointWriter, "write_data", fail)
 
 
-@pytest.mark.parametrize("failing_step", [4, 6])
+@pytest.mark.parametrize("failing_step", slow_except([6], [4, 6]))
 def test_a_failed_write_is_reported_and_earlier_checkpoints_are_intact(
     tmp_path: Path, failing_step: int
 ) -> None:

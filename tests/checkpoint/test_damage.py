@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.cases import slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.checkpoint.storage import BLOCK, FileSum, read_manifest, write_manifest
@@ -93,7 +94,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+EVERYDAY = ("bit of the tensors", "bit of the index", "bit of the manifest", "forged: wrong type")
+
+
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, DAMAGE))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

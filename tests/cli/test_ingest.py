@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.cases import slow_except
 from tests.support.datasets import tree_dataset
 from titan_tree.cli import main
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -46,7 +47,7 @@ def as_data(dataset: TreeDataset, steps: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"merge": "batch"}, {"layout": "flat"}, {"replay": "first"}],
+    slow_except([{}], [{}, {"merge": "batch"}, {"layout": "flat"}, {"replay": "first"}]),
     ids=["group", "batch", "flat", "replay"],
 )
 def test_a_store_gives_the_trees_of_its_files_in_the_same_order(

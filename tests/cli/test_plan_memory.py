@@ -18,7 +18,8 @@ from titan_tree.distributed.parallelize import shard_sizes
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.models.decoder import build_model
 from titan_tree.run.model_setup import build_parallel_model
-from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.gateway import CacheRows
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

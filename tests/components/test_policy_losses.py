@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.components.test_tree_loss import edge_table, random_paths
-from tests.support.cases import slow_except
+from tests.support.cases import for_each, slow_except
 from tests.support.policy_losses import LOSSES, gspo, ppo, reduced
 from titan_tree.components.tree_loss import KLPenalty, LossSpec, RolloutCorrection, TreeLoss
 from titan_tree.config import LossConfig
@@ -222,7 +222,7 @@ def test_extreme_ratios_are_never_nan(case, dtype):
                     assert torch.stack([value, *gradient]).isfinite().all(), (x, advantage)
 
 
-@pytest.mark.parametrize("case", [case for case in LOSSES if case != "distill"])
+@for_each("case", [case for case in LOSSES if case != "distill"])
 def test_a_group_without_advantages_has_no_gradient(case):
     options, reduction, _ = LOSSES[case]
     paths, batch, logprobs = forest(0, zero_advantage=True)
@@ -316,7 +316,7 @@ def test_the_configuration_builds_both_terms(tmp_path):
         ("loss.kl.coeficient=1", r"unknown key 'loss\.kl\.coeficient'; did you mean 'loss\.kl\.coefficient'"),
         ("loss.kl=0.1", r"loss\.kl: expected a table, got 0\.1"),
         ("loss.options.kl=0.1", r"loss\.options\.kl: expected no such option \(set loss\.kl instead\)"),
-        ("loss.correction.mode=clip", r"loss\.correction\.mode: Invalid value 'clip', expected one of"),
+        ("loss.correction.mode=clip", r"loss\.correction\.mode: expected one of .*, got 'clip'"),
     ):
         with pytest.raises(UserError, match=error):
             load_config(file, [argument])

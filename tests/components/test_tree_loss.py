@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from titan_tree.components.tree_loss import KLPenalty, LossSpec, TreeLoss, register_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
@@ -305,7 +306,7 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
         return logprobs.mean().expand_as(logprobs)
 
     register_loss("argument", whole_paths=True)(lambda logprobs, pairs: mean(logprobs, pairs))
-    LOSSES.register("spec", LossSpec(mean, needs_whole_paths=True))
+    register_loss("spec")(LossSpec(mean, needs_whole_paths=True))
     needs = {name: LossSpec.of(name).needs_whole_paths for name in LOSSES}
     ratios = ["gspo", "gspo_token", "luspo", "gmpo", "vespo"]
     preferences = ["dpo", "ipo", "apo_zero", "kto", "simpo", "orpo", "cpo"]
@@ -313,7 +314,7 @@ def test_a_loss_can_declare_that_it_needs_whole_paths():
     assert [name for name, needed in needs.items() if needed] == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "error"),
     [
         (lambda logprobs, pairs: logprobs.sum(), r"losses of shape \[3\], .* got a scalar; TreeLoss applies"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import for_each
 from titan_tree.config import Config, LossConfig, OptimizerConfig
 from titan_tree.config.checks import (
     Checked,
@@ -81,7 +82,7 @@ def test_a_dumped_configuration_loads_as_the_same_configuration(
     assert load_config(copy) == config
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("toml", "says"),
     [
         ("[training]\nstepz = 3", ["x.toml", "'training.stepz'", "'training.steps'"]),
@@ -106,7 +107,7 @@ def test_an_error_in_a_file_names_the_file_and_the_key(file: Path, toml: str, sa
     assert_says(lambda: load_config(file), says)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("argument", "says"),
     [
         ("training.stepz=3", ["'training.stepz=3'", "'training.steps'"]),
@@ -173,7 +174,7 @@ def test_required_keys_and_missing_files_are_named(file: Path) -> None:
     assert_says(lambda: load_config(file.with_name("none.toml")), ["none.toml", "No such file"])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@for_each("path", CONFIGS)
 def test_shipped_configs_are_valid(path: Path) -> None:
     is_rl = path.stem.startswith("rl_")
     fine_tuning = "model.hf_path" in path.read_text() and not is_rl
@@ -205,7 +206,7 @@ class Sizes(Checked):
     heads: int | None = setting(None, positive_int)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "says"),
     [
         ({"hidden": 0}, "hidden: expected an integer > 0, got 0"),

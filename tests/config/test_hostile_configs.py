@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import for_each
 from titan_tree.config import Config
 from titan_tree.config.toml import dump_config, load_config
 from titan_tree.errors import UserError
@@ -153,7 +154,7 @@ ARGUMENTS = {  # argument -> words of the error
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@for_each("name", FILES)
 def test_a_hostile_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content, words = FILES[name]
     file = tmp_path / "x.toml"
@@ -163,7 +164,7 @@ def test_a_hostile_file_is_refused_in_one_line(tmp_path: Path, name: str) -> Non
     assert words in message
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS, ids=lambda argument: argument[:30])
+@for_each("argument", ARGUMENTS)
 def test_a_hostile_argument_is_refused_in_one_line(tmp_path: Path, argument: str) -> None:
     (tmp_path / "x.toml").write_text(GOOD)
     message = refusal(tmp_path / "x.toml", argument)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from titan_tree.cli import main
 from titan_tree.data.advantages import advantages
@@ -214,7 +215,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@for_each("name", ADVANTAGES)
 def test_random_trees_against_the_slow_implementation(name):
     shared = 0
     for seed in range(40):

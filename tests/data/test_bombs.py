@@ -7,6 +7,7 @@ import resource
 import pytest
 import zstandard
 
+from tests.support.cases import for_each
 from titan_tree.components.tree_tokenizer import TreeTokenizer, vocabulary
 from titan_tree.data.readers import containers, decompress, read_records
 from titan_tree.errors import UserError
@@ -73,8 +74,8 @@ def test_a_tokenizer_bomb_is_refused_in_one_line(tmp_path, monkeypatch, name):
     assert str(tmp_path / name) in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[1, " + "9" * 5000 + "]"])
-@pytest.mark.parametrize("field", ["tokens", "weight", "reward", "id"])
+@for_each("value", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[1, " + "9" * 5000 + "]"])
+@for_each("field", ["tokens", "weight", "reward", "id"])
 def test_deep_brackets_and_giant_integers_are_refused_with_file_and_line(tmp_path, value, field):
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"tokens": [1, 2]}}\n{{"tokens": [1, 2], "{field}": {value}}}\n')

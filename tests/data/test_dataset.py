@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.errors import UserError
@@ -319,7 +320,7 @@ def test_an_epoch_without_groups_is_refused(tmp_path):
         three.num_steps(three.reader.sizes())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_num_steps_is_the_number_of_steps_on_every_rank(tmp_path, seed):
     draw = random.Random(seed)
     files = []

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.support.datasets import tree_dataset
-from titan_tree.data.loader import StepLoader, _WorkerSteps
+from titan_tree.data.loader import StepLoader, _WorkerSteps, from_bytes, to_bytes
 from titan_tree.data.packing import MicroBatches
-from titan_tree.data.serialization import from_bytes, to_bytes
 from titan_tree.errors import UserError
 from titan_tree.signals import SIGNALS
 from titan_tree.tree.batch import TreeBatch

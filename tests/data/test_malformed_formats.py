@@ -3,6 +3,7 @@
 import pytest
 
 from tests.data.fuzz_formats import fuzz
+from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from tests.support.formats import TOKEN_ROWS, write_document, write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -159,7 +160,7 @@ def test_alpaca_with_history(tmp_path):
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
-@pytest.mark.parametrize(("row", "record"), TOKEN_ROWS.values(), ids=TOKEN_ROWS)
+@for_each(("row", "record"), TOKEN_ROWS.values())
 def test_columns_of_the_frameworks(tmp_path, row, record):
     assert convert(tmp_path, "auto", row) == {"tokens": [1, 2, 3, 4, 5], **record}
     reader = sample_reader(str(tmp_path / "f"), ignore_fields=["kept"])
@@ -371,7 +372,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("format", "row", "message"), REFUSED, ids=[f"{r[0]} {r[2][:30]}" for r in REFUSED])
+@for_each(("format", "row", "message"), REFUSED)
 def test_a_malformed_row_is_an_error_with_file_line_and_field(tmp_path, format, row, message):
     file = write_lines(tmp_path / "f.jsonl", [row])
     with pytest.raises(UserError, match=rf"f\.jsonl:1: {message}") as error:
@@ -401,7 +402,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("format", "document", "message"), DOCUMENTS)
+@for_each(("format", "document", "message"), DOCUMENTS)
 def test_a_malformed_document_is_an_error_with_its_place(tmp_path, format, document, message):
     with pytest.raises(UserError, match=rf"f\.json{message}"):
         list(read_records(write_document(tmp_path / "f.json", document), format))

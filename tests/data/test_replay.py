@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import sample_reader, tree_dataset
 from tests.support.oracle import relative_error
 from tests.support.paths import random_token_lists
@@ -56,7 +57,7 @@ def test_records_are_read_from_lists_and_from_npy_files(tmp_path):
     assert path.routed_experts.tolist() == [[[255, 0]]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "message"),
     [
         (

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.sample_reader import NO_LIMITS
@@ -248,7 +249,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(("line", "message"), MALFORMED.values(), ids=MALFORMED)
+@for_each(("line", "message"), MALFORMED.values())
 def test_a_malformed_record_is_an_error_with_file_line_and_field(tmp_path, line, message):
     file = write(tmp_path / "bad.jsonl", GOOD, line)
     with pytest.raises(UserError, match=message) as error:

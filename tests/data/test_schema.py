@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.datasets import REAL_DATA, sample_reader, tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers.strict_json import parse_json
@@ -39,7 +40,7 @@ def error_of(tmp_path, *lines, **settings):
     return message.removeprefix(f"{tmp_path}/rollouts.jsonl:")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("record", "message"),
     [
         (ROW | {"advantages": 1}, "advantages: unknown field; did you mean 'advantage'?"),
@@ -97,7 +98,7 @@ def test_fields_that_the_chat_template_reads_are_known(tmp_path):
     assert len(reader.paths(group)) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "message"),
     [
         ({"weight": "1"}, "weight: expected a number, got '1'"),
@@ -153,7 +154,7 @@ def test_truncated_arrays_are_refused(tmp_path):
     assert error_of(tmp_path, row(huge)).startswith("1: routed_experts: expected base64 of a .npy")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "message"),
     [
         (

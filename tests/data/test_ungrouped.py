@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from titan_tree.data import ungrouped
+from titan_tree.data import packing
 from titan_tree.data.groups import Group
-from titan_tree.data.ungrouped import UngroupedLines
+from titan_tree.data.packing import UngroupedLines
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -57,7 +57,7 @@ def test_groups_and_tasks_need_no_advice():
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ungrouped, "MAX_TOKENS", 6)
+    monkeypatch.setattr(packing, "MAX_HELD_TOKENS", 6)
     text = advice([[[1, 2, 3]], [[1, 2, 4]], [[1, 2, 5]]])
     assert text is not None
     assert text.startswith(

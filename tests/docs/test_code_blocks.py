@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.markdown import anchors, blocks, links
 from tests.support.page_runner import PAGES, ROOT, run_page, runnable_blocks
 
@@ -43,7 +44,7 @@ def test_code_blocks_run_and_print_what_the_page_shows(
             assert_same_output(printed, block.output, f"{name(page)}:{block.line}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@for_each("page", PAGES)
 def test_relative_links_point_to_files_and_headings_that_exist(page: Path) -> None:
     for link in links(page):
         if re.match(r"\w+:", link):

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.support.cases import slow_except
 from tests.support.oracle import hf_model, random_groups, tree_model
 from tests.support.partitions import RandomCuts, forest_of
 from tests.support.tiny_run import read_metrics, tiny_config, train
@@ -78,7 +79,10 @@ POLICIES = {
 }
 
 
-EXECUTION = [(name, checkpoint, False) for name in POLICIES for checkpoint in ("none", "full")]
+EXECUTION = slow_except(
+    [(name, "none", False) for name in ("offload", "recompute", "host is full")],
+    [(name, checkpoint, False) for name in POLICIES for checkpoint in ("none", "full")],
+)
 EXECUTION += [
     pytest.param(name, "none", True, marks=pytest.mark.exhaustive) for name in ("offload", "host is full")
 ]
@@ -165,6 +169,7 @@ def test_weights_stay_on_the_device(frozen):
     out.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [{}, *POLICIES.values()], ids=["keep", *POLICIES])
 def test_an_exception_frees_all_activations(kept):
     """Graphs without a backward pass are freed, because no operator's output keeps its own graph alive."""
@@ -194,7 +199,7 @@ def test_extra_forward_tokens_count_the_score_pass():
     assert int(result.extra_forward_tokens) == result.counts.executed_tokens
 
 
-@pytest.mark.parametrize("policy", ["offload", "recompute"])
+@pytest.mark.parametrize("policy", slow_except(["offload"], ["offload", "recompute"]))
 def test_training_does_not_depend_on_the_policy(tmp_path, policy):
     """The policies are set through the configuration."""
     kept = train(tiny_config(tmp_path / "keep", data__max_tokens=12))

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from tests.support.oracle import hf_model, tree_model
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.data.serialization import from_bytes, to_bytes
+from titan_tree.data.loader import from_bytes, to_bytes
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.step_io import StepInput

@@ -123,7 +123,7 @@ def test_never_waits_for_the_gpu():
 
     def step():
         results(lambda *x: TreeGDN()(*x, layout)[0], inputs, do)
-        y, _ = tree_causal_conv1d(x, weight, layout, plan=prepare_conv(layout, 4))
+        y, _ = tree_causal_conv1d(x, weight, layout, index=prepare_conv(layout, 4))
         torch.autograd.grad(y.sum(), (x, weight))
 
     step()  # compiles

@@ -145,20 +145,23 @@ def tree_dppo(logprobs: Tensor, pairs: PathPairs, high: float = 0.02, low: float
     return dppo(logprobs, pairs.rollout_logprobs, pairs.advantage, high, low, 0.1)
 
 
-def test_prime_rl_has_the_same_loss() -> None:
-    def formula(logprobs: list[Tensor], weights: Sequence[float] = (1, 1, 1, 1, 1)) -> Tensor:
+@pytest.mark.parametrize("kind", ["samples", "micro-batches", "a row of weight 0"])
+def test_prime_rl_has_the_same_loss(kind: str) -> None:
+    weights = (1, 0, 1, 1, 1) if kind == "a row of weight 0" else (1, 1, 1, 1, 1)
+
+    def formula(logprobs: list[Tensor]) -> Tensor:
         """The sum over trained tokens, divided by their number."""
         rows = zip(logprobs, SAMPLED, ADVANTAGES, MASKS, weights, strict=True)
         total = sum((w * dppo(x, s, a, 0.02, 0.02, 0.1) * m).sum() for x, s, a, m, w in rows)
         return total / sum(m.sum() * (w > 0) for m, w in zip(MASKS, weights, strict=True))
 
-    rows = training_samples()
+    rows: list[Any] = training_samples()
+    if kind == "a row of weight 0":
+        rows[1].rl_weights = [0.0] * len(rows[1].token_ids)
+    elif kind == "micro-batches":
+        rows = [micro_batch(rows[:3]), micro_batch(rows[3:])]
     register_loss("dppo")(tree_dppo)
-    loss = TreeLoss("dppo", "token_mean")
-    check_step(PrimeRL.to_paths(rows), loss, formula)
-    check_step(PrimeRL.to_paths([micro_batch(rows[:3]), micro_batch(rows[3:])]), loss, formula)
-    rows[1].rl_weights = [0.0] * len(rows[1].token_ids)
-    check_step(PrimeRL.to_paths(rows), loss, lambda x: formula(x, (1, 0, 1, 1, 1)))
+    check_step(PrimeRL.to_paths(rows), TreeLoss("dppo", "token_mean"), formula)
 
 
 def test_weights_of_prime_rl_multiply_the_advantage() -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.cases import for_each
 from titan_tree.config import MetricsConfig
 from titan_tree.errors import UserError
 from titan_tree.metrics import Logger, Loggers
@@ -196,9 +197,7 @@ def test_a_logger_of_your_own_takes_one_class_and_one_registration(tmp_path: Pat
     assert [row["loss"] for row in read_rows(tmp_path)] == ["0.5"]
 
 
-@pytest.mark.parametrize(
-    "row", ["x,0.5", "-1,0.5", "2", "2,0.5,0.1", "²,0.5", ",", "\x00", "9" * 5000 + ",0.5"]
-)
+@for_each("row", ["x,0.5", "-1,0.5", "2", "2,0.5,0.1", "²,0.5", ",", "\x00", "9" * 5000 + ",0.5"])
 def test_a_damaged_csv_is_one_line(tmp_path: Path, row: str) -> None:
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,1.0\n{row}\n3,0.25\n")
     with pytest.raises(UserError, match=r"metrics\.csv:3: expected a step and one value per column"):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.cases import for_each
 from tests.support.oracle import hybrid_model, path_logprobs, tree_batch
 from tests.support.snapshots import TOKENS, assert_scores_like, edit_config
 from titan_tree.errors import UserError
@@ -99,7 +100,7 @@ def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
     torch.testing.assert_close(ours, logprobs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types: .* every n-th layer"),

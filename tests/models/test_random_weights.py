@@ -6,6 +6,7 @@ from hashlib import blake2b
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from titan_tree.models import weights
 from titan_tree.models.decoder import build_model
 from titan_tree.models.weights import ElementDraws, WeightShard, draw_weights
@@ -91,8 +92,8 @@ def test_rows_names_and_seeds_are_independent():
         assert shifted.abs().max() < 5 * float(other.var()) / math.sqrt(other.numel())
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 10**6])
-@pytest.mark.parametrize("shape", [(11,), (7, 5), (5, 6, 4), (6, 1, 4)])
+@for_each("chunk", [1, 7, 10**6])
+@for_each("shape", [(11,), (7, 5), (5, 6, 4), (6, 1, 4)])
 def test_a_box_is_drawn_as_the_whole_parameter(monkeypatch, shape, chunk):
     monkeypatch.setattr(weights, "CHUNK", chunk)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.cases import for_each
 from tests.support.hf_families import VOCAB, hf_family, hf_logprobs
 from titan_tree.components.lora import is_factor
 from titan_tree.components.tree_loss import TreeLoss
@@ -140,7 +141,7 @@ def test_compiled_layers_share_their_graphs(name: str) -> None:
     assert graphs[-1] == graphs[-2]
 
 
-@pytest.mark.parametrize("name", sorted(REASONS))
+@for_each("name", sorted(REASONS))
 def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
     try:
         config = AutoConfig.for_model(name)
@@ -150,7 +151,7 @@ def test_models_that_cannot_run_on_trees_are_refused(name: str) -> None:
         check_supported(config.get_text_config(), "here")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "changes", "message"),
     [
         ("gpt2", {}, "model_type: gpt2 has not been tested on trees; expected one of cohere2, "),

@@ -7,6 +7,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from titan_tree.data.advantages import advantages
 from titan_tree.errors import UserError
 from titan_tree.registry import ADVANTAGES
@@ -131,8 +132,8 @@ def test_random_forks_against_values_from_the_leaves_up() -> None:
     assert num_forks > 200
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("once", [False, True])
+@for_each("name", ADVANTAGES)
+@for_each("once", [False, True])
 def test_without_forks_values_are_those_of_files(name: str, once: bool) -> None:
     """Only ``once`` differs: rollouts that are known to be independent have sampled each of their turns."""
     for seed in range(20):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
+from tests.support.cases import for_each
 from titan_tree.errors import UserError
 from titan_tree.rl.async_sampling import in_daemon
 from titan_tree.rl.cached_sampler import CachedSampler
@@ -149,7 +150,7 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         ServerSampler(url, "m", attempts=2).sample([[1]], [5], STOP, seed=0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("answer", "message"),
     [
         (400, "refused a request with status 400: .*on purpose"),
@@ -293,7 +294,7 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) 
     assert np.array_equal(completion.experts, routes(4))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("api", "answer", "message"),
     [
         ("sglang", generated([5, STOP]), "expected routed_experts, got none; start the server with --enable"),

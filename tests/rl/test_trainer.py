@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from tests.support.cases import slow_except
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree import register_loss, tree_logprobs
@@ -33,7 +34,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 
 @pytest.mark.parametrize(("loss", "advantage"), [("grpo", "spo"), ("ppo", "spo"), ("gspo", "spo")])
-@pytest.mark.parametrize("max_tokens", [512, 60])
+@pytest.mark.parametrize("max_tokens", slow_except([60], [512, 60]))
 def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, max_tokens: int) -> None:
     """The same rollouts, with branches, as trees, as partitioned trees, and path by path."""
     options = ["rl.environment=letters", f"loss.name={loss}", f"rl.advantage={advantage}"]
@@ -102,7 +103,9 @@ def with_mistral(config: RLRunConfig, folder: Path) -> RLRunConfig:
     return dataclasses.replace(config, model=model)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5", "mistral", "qwen3_5 with LoRA"])
+@pytest.mark.parametrize(
+    "model", slow_except(["qwen3_moe", "mistral"], ["qwen3_moe", "qwen3_5", "mistral", "qwen3_5 with LoRA"])
+)
 def test_any_model_trains_on_its_own_rollouts(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,11 +268,7 @@ def test_wrong_configurations_are_refused(tmp_path: Path, override: str, message
         (["model.overrides.vocab_size=512"], "vocab_size: expected at most the tokenizer's 282 ids, got 512"),
         (["data.tokenizer=null"], "data.tokenizer: expected a tokenizer, got none"),
         (["warm_start.steps=2", "rl.environment=letters"], "'letters' has no method demonstrations"),
-        (["loss.kl.coefficient=0.1", "rl.reference=none"], "rl.reference: expected the folder of a snapshot"),
-        (["rl.advantage=group"], "rl.branches: expected 0, because rl.advantage = 'group' would take"),
-        (["loss.name=distill"], "rl.reference: expected the teacher's snapshot"),
         (["rl.max_rollout_tokens=20"], "expected more than the 28 tokens of a prompt, got 20"),
-        (["rl.advantage_options={omega: 1}"], "rl.advantage_options.omega: 'spo' has no such option"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.cases import slow_except
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import SMALL, VOCAB, read_metrics, tiny_config, train, write_groups
 from titan_tree import OneRank, clip_and_step
@@ -98,7 +99,7 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize("model", slow_except(["qwen3", "qwen3_5_moe"], SMALL))
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
     for layout in ("tree", "flat"):
@@ -329,6 +330,7 @@ def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> 
             assert float(ours["validation_loss"]) == expected
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_ends_with_one_message(tmp_path: Path) -> None:
     """Its worker would otherwise train too, and start workers of its own."""
     script = tmp_path / "script.py"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.paths import LOGPROBS, TokenPath
@@ -64,7 +65,7 @@ def test_one_policy_version_or_one_per_token():
     assert prompt.policy_version.tolist() == [-1, -1, 4]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "message"),
     [
         ({"weight": "1"}, "weight: expected a number from 0 to 1e12, got '1'"),

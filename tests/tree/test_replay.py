@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.paths import random_token_lists
 from tests.support.records import MODES, expected_records, random_recorded_path, rows_of
 from titan_tree.errors import UserError
@@ -12,8 +13,8 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(12))
+@for_each("mode", MODES)
+@for_each("seed", range(12))
 def test_records_of_a_tree_equal_those_of_plain_loops(seed, mode):
     """With three experts, paths often agree, disagree and tie. The order of a record means nothing."""
     draw = random.Random(seed)

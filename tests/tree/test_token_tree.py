@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.paths import random_token_lists
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -71,7 +72,7 @@ def prefixes_in_dfs_order(tree, paths):
     return [prefix_at[i] for i in range(len(tree))]
 
 
-@pytest.mark.parametrize("paths", CASES)
+@for_each("paths", CASES)
 def test_tokens_are_distinct_prefixes_and_subtrees_are_ranges(paths):
     tree, trie = TokenTree.from_paths([TokenPath(p) for p in paths]), NaiveTrie(paths)
     order = prefixes_in_dfs_order(tree, paths)
@@ -86,7 +87,7 @@ def test_tokens_are_distinct_prefixes_and_subtrees_are_ranges(paths):
         assert (order[before] if before >= 0 else ()) == prefix[:-1]
 
 
-@pytest.mark.parametrize("paths", CASES)
+@for_each("paths", CASES)
 def test_nodes_are_maximal_runs_shared_by_the_same_paths(paths):
     tree, trie = TokenTree.from_paths([TokenPath(p) for p in paths]), NaiveTrie(paths)
     order = prefixes_in_dfs_order(tree, paths)
@@ -106,7 +107,7 @@ def test_nodes_are_maximal_runs_shared_by_the_same_paths(paths):
         assert order[tree.node_offsets[tree.path_node[number] + 1] - 1] == tuple(path)
 
 
-@pytest.mark.parametrize("paths", CASES)
+@for_each("paths", CASES)
 def test_the_heaviest_child_comes_first(paths):
     tree, trie = TokenTree.from_paths([TokenPath(p) for p in paths]), NaiveTrie(paths)
     order = prefixes_in_dfs_order(tree, paths)
@@ -115,7 +116,7 @@ def test_the_heaviest_child_comes_first(paths):
         assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("paths", CASES)
+@for_each("paths", CASES)
 def test_statistics_equal_those_of_the_naive_trie(paths):
     stats, trie = TokenTree.from_paths([TokenPath(p) for p in paths]).stats, NaiveTrie(paths)
     fan_out = {p: len(trie.children(p)) for p in trie.users}
@@ -136,7 +137,16 @@ def test_statistics_equal_those_of_the_naive_trie(paths):
 def test_total_statistics_are_sums_and_maxima():
     a = TokenTree.from_paths([TokenPath([1, 2, 3]), TokenPath([1, 2, 4]), TokenPath([1])]).stats
     b = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5])]).stats
-    assert TreeStats.total([a, b]) == TreeStats(9, 12, 5, 4, 1, 2, 3, 5)
+    assert TreeStats.total([a, b]) == TreeStats(
+        n_tree=9,
+        n_flat=12,
+        n_nodes=5,
+        n_paths=4,
+        n_branches=1,
+        n_branch_children=2,
+        max_depth=3,
+        longest_path=5,
+    )
 
 
 def random_samples(paths, seed):
@@ -153,8 +163,8 @@ def random_samples(paths, seed):
     ]
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("edges", ["all", "loss"])
+@for_each("seed", range(12))
+@for_each("edges", ["all", "loss"])
 def test_pairs_of_packed_trees_list_every_predicted_token_of_every_path(seed, edges):
     forests = [random_samples(random_token_lists(3 * seed + i), seed) for i in range(3)]
     trees = [TokenTree.from_paths(f) for f in forests]
@@ -194,7 +204,7 @@ def test_pairs_of_packed_trees_list_every_predicted_token_of_every_path(seed, ed
     assert batch.n_logical == sum(map(len, paths))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_the_attention_mask_of_a_batch_is_the_ancestor_relation(seed):
     forests = [random_token_lists(seed), random_token_lists(seed + 100)]
     trees = [TokenTree.from_paths([TokenPath(p) for p in paths]) for paths in forests]

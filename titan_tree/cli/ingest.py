@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
@@ -73,7 +72,7 @@ def _check(reader: SampleReader, tokenizer: TreeTokenizer | None) -> None:
 
 def _header(
     args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns what the store is made of."""
     checksums = zip(reader.files, reader.checksums, strict=True)
     return {

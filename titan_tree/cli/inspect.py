@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from itertools import count, islice
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -29,10 +28,9 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.divergence import render_picture, render_report
 from titan_tree.data.groups import Group, holds_conversations
-from titan_tree.data.packing import merged_trees
+from titan_tree.data.packing import UngroupedLines, merged_trees
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample
-from titan_tree.data.ungrouped import UngroupedLines
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
@@ -176,15 +174,15 @@ def _batch_trees(
 def _print_report(
     console: Console, args: argparse.Namespace, trees: Iterator[NamedTree], tokenizer: TreeTokenizer | None
 ) -> None:
-    names, found = [], []  # several trees if records share an id
+    names, named = [], []  # several trees if records share an id
     for name, tree in trees:
         names.append(name)
         if name == args.report:
-            found.append(tree)
-    if not found:
+            named.append(tree)
+    if not named:
         raise UserError(f"--report {args.report}: no tree has this name; {_similar(args.report, names)}")
     decode = tokenizer.decode if tokenizer else None
-    for tree in found:
+    for tree in named:
         if args.picture:
             console.print(render_picture(tree, decode))
         console.print(render_report(tree, decode, console.width))
@@ -194,24 +192,24 @@ def _print_sample(
     console: Console, args: argparse.Namespace, reader: SampleReader, tokenizer: TreeTokenizer | None
 ) -> None:
     """Prints the samples with the given id, or else the first sample of the tree or trajectory of this id."""
-    ids, found = [], []
+    ids, matches = [], []
     with progress_bar() as open_file:
         for group in reader.groups(open_file):
             ids.append(group.id)
             if f"{args.show}/".startswith(f"{group.id}/") or group.id.startswith(f"{args.show}/"):
                 paths = reader.paths(group)
                 ids += [path.id for path in paths]
-                found += [path for path in paths if f"{path.id}/".startswith(f"{args.show}/")]
-    if not found:
+                matches += [path for path in paths if f"{path.id}/".startswith(f"{args.show}/")]
+    if not matches:
         raise UserError(f"--show {args.show}: no sample or tree has this id; {_similar(args.show, ids)}")
-    named = [path for path in found if path.id == args.show]  # several if records share an id
-    for path in named or found[:1]:
+    named = [path for path in matches if path.id == args.show]  # several if records share an id
+    for path in named or matches[:1]:
         # The terminal wraps long lines of text, so that the output has the line breaks of the sample.
         console.print(render_sample(path, tokenizer), soft_wrap=tokenizer is not None)
-    if not named and len(found) > 1:
-        others = [printable(path.id) for path in found[1 : args.limit + 1]]
-        more = f", and {len(found) - 1 - len(others):,} more" if len(found) - 1 > len(others) else ""
-        note = f"this is the first of {len(found):,} samples; the others are {', '.join(others)}{more}"
+    if not named and len(matches) > 1:
+        others = [printable(path.id) for path in matches[1 : args.limit + 1]]
+        more = f", and {len(matches) - 1 - len(others):,} more" if len(matches) - 1 > len(others) else ""
+        note = f"this is the first of {len(matches):,} samples; the others are {', '.join(others)}{more}"
         console.print(Text(note), style="yellow")
 
 
@@ -222,14 +220,14 @@ def _similar(name: str, names: Sequence[str]) -> str:
     return f"the first ones are {', '.join(names[:3])}"
 
 
-def _as_json(stats: list[NamedStats]) -> dict[str, Any]:
+def _as_json(stats: list[NamedStats]) -> dict[str, object]:
     return {
         "trees": [{"id": name, **_json_numbers(tree)} for name, tree in stats],
         "all": _json_numbers(TreeStats.total([tree for _, tree in stats])),
     }
 
 
-def _json_numbers(stats: TreeStats) -> dict[str, Any]:
+def _json_numbers(stats: TreeStats) -> dict[str, object]:
     return asdict(stats) | {"por": stats.por, "branching": stats.branching}
 
 

@@ -39,6 +39,7 @@ def adamw_(
     first: Moment,
     second: Moment,
     scalars: Tensor,
+    *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
@@ -51,8 +52,8 @@ def adamw_(
 
     Args:
         weight: contiguous, bf16 or fp32. If the moments are quantized, its size is a multiple of ``BLOCK``.
-        grad: in the shape of the weight, bf16 or fp32; g times the divisor in ``scalars``.
-        first: quantized if and only if ``second`` is.
+        grad: gradient times the divisor in ``scalars``, in the shape of the weight, bf16 or fp32.
+        first: the first moment, quantized if and only if ``second`` is.
         scalars: [4] fp32 on the weight's device: 1 - beta1^t, sqrt(1 - beta2^t), the divisor of the
             gradient, and 1 to skip the update or 0.
     """
@@ -60,11 +61,12 @@ def adamw_(
     if not weight.numel():
         return
     update = _launch if weight.is_cuda else _update
-    update(weight, grad.contiguous(), first, second, scalars, lr, betas, eps, lr * weight_decay)
+    decay = lr * weight_decay
+    update(weight, grad.contiguous(), first, second, scalars, lr=lr, betas=betas, eps=eps, decay=decay)
 
 
 def _update(
-    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor,
+    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Runs ``adamw_`` in plain PyTorch. ``decay``: lr * weight_decay."""
@@ -101,7 +103,7 @@ def _write(moment: Moment, x: Tensor) -> None:
 
 
 def _launch(
-    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor,
+    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Runs ``adamw_`` in the kernel. ``decay``: lr * weight_decay."""

@@ -46,8 +46,8 @@ def edge_statistics(
         if "is_top1" in names:
             peak = torch.maximum(peak, logits.amax(1))
             inside = (column >= 0) & (column < end - start)
-            own = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
-            label_logit = torch.where(inside, own, label_logit)
+            logit_inside = logits.gather(1, column.clamp(0, end - start - 1)[:, None])[:, 0]
+            label_logit = torch.where(inside, logit_inside, label_logit)
         if "mean_logits" in names:
             total = total + logits.sum(1)
         if "log_sum_sq_probs" in names:

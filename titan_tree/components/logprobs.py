@@ -221,7 +221,7 @@ def _softmax(
         logits: [E, B].
         column: [E], the label's column in this block; outside 0 .. B-1 if the label is in another block.
         label_logit: [E], overwritten in place for labels in this block; or None.
-        dtype: of the probabilities; None: return None instead of them.
+        dtype: dtype of the probabilities; None: return None instead of them.
         entropy: if False, return None instead of the entropy.
     """
     if not _use_kernels(logits):

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,7 @@ def factors(
     """Returns A, and B times the scaling, in ``dtype``; None if the weight has no update or updates are off.
 
     Args:
-        module: that of the weight.
+        module: the module that owns the weight.
         weight: attribute name of the weight.
         local: the parameters of ``module`` by name, if its own are DTensors.
     """
@@ -94,7 +93,7 @@ def factors(
     return a.to(dtype), b.to(dtype) * scaling
 
 
-def _add_update(linear: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
     """Adds the update to the output of a linear. A forward hook also works for linears of other libraries."""
     pair = factors(linear, "weight", out.dtype)
     if pair is None:

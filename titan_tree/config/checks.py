@@ -142,5 +142,6 @@ def _is_number(value: object) -> bool:
 boolean = check("true or false", lambda value: isinstance(value, bool))
 finite = check("a finite number", _is_number)
 positive_number = check("a finite number > 0", lambda value: _is_number(value) and value > 0)
+non_negative = check("a finite number >= 0", lambda value: _is_number(value) and value >= 0)
 positive_int = check("an integer > 0", lambda value: type(value) is int and value > 0)
 natural_int = check("an integer >= 0", lambda value: type(value) is int and value >= 0)

@@ -41,9 +41,8 @@ class DataConfig(Checked, table="data"):
     weights: list[float] | None = setting(
         None, list_of(check("a number > 0 and at most 1e6", lambda weight: 0 < weight <= 1e6))
     )
-    format: str = setting(
-        "auto", one_of("auto", READERS)
-    )  # Format of the files. "auto" looks at their content.
+    # Format of the files. "auto" looks at their content.
+    format: str = setting("auto", one_of("auto", READERS))
     # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
     # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
     ignore_fields: list[str] = setting([])

@@ -1,27 +1,34 @@
-"""The tables [loss], [router_loss] and [router_bias]."""
+"""The tables [loss], [router_loss] and [router_bias].
+
+KLPenalty, RolloutCorrection, RouterLoss and RouterBias are subclasses of their tables, with the mathematics.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_tree.config.checks import Checked, at_least, finite, one_of, require, setting
+from titan_tree.config.checks import Checked, at_least, finite, non_negative, one_of, require, setting
 from titan_tree.registry import LOSSES
 
 
-@dataclass
+@dataclass(frozen=True)
 class KLConfig(Checked, table="loss.kl"):
     """A penalty for diverging from the reference policy (docs/components/losses.md)."""
 
-    coefficient: float = setting(
-        0.0, finite, at_least(0)
-    )  # Factor of the penalty, which needs ref_logprobs. 0: off.
+    # Factor of the penalty, which needs ref_logprobs. 0: off.
+    coefficient: float = setting(0.0, finite, at_least(0))
     estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of the KL divergence.
     importance: bool = False  # Multiply the estimate by p / p_old, for tokens of an older policy.
     as_reward: bool = False  # Subtract the penalty from the advantages. This is usual with k1.
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_valid = not (self.importance and self.as_reward)
+        require(is_valid, "loss.kl.importance", "false together with loss.kl.as_reward", "true")
 
-@dataclass
+
+@dataclass(frozen=True)
 class CorrectionConfig(Checked, table="loss.correction"):
     """Weights for rollout_logprobs that differ from old_logprobs (docs/components/losses.md)."""
 
@@ -37,6 +44,22 @@ class CorrectionConfig(Checked, table="loss.correction"):
     # What is compared with the bounds: the "ratio" above, or an estimate of KL(rollout || old), which needs
     # mode = "reject".
     estimator: Literal["ratio", "k2", "k3"] = "ratio"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level == "off":
+            return
+        low, high, is_ratio = self.low, self.high, self.estimator == "ratio"
+        expected = f"at least 0 and below loss.correction.high = {high:g}"
+        require(low < high, "loss.correction.low", expected, f"{low:g}")
+        expected = "'max' only with the estimator 'k2' or 'k3'"
+        require(self.level != "max" or not is_ratio, "loss.correction.level", expected, "'ratio'")
+        require(
+            is_ratio or (self.mode == "reject" and low == 0),
+            "loss.correction.estimator",
+            f"mode = 'reject' and low = 0 with {self.estimator!r}",
+            f"{self.mode!r} and {low:g}",
+        )
 
 
 @dataclass(kw_only=True)
@@ -63,27 +86,26 @@ class LossConfig(Checked, table="loss"):
             require(finite(value) is None, key, "a finite number", repr(value))
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RouterLossConfig(Checked, table="router_loss"):
     """Auxiliary losses on the router of a mixture of experts (docs/routing.md). A coefficient of 0 is off."""
 
-    balance: float = setting(
-        0.0, finite
-    )  # Coefficient of the load-balancing loss. About 1e-3 in pre-training.
-    z: float = setting(0.0, finite)  # Coefficient of the z-loss.
+    # Coefficient of the load-balancing loss. About 1e-3 in pre-training.
+    balance: float = setting(0.0, non_negative)
+    z: float = setting(0.0, non_negative)  # Coefficient of the z-loss.
     # Tokens over which expert loads are balanced. "global_batch" does not depend on how trees are packed into
     # micro-batches and ranks. If a rank needs several forward passes per scope, the balancing loss runs each
     # of them twice: first to count the tokens per expert, then to train.
     scope: Literal["global_batch", "micro_batch"] = "global_batch"
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RouterBiasConfig(Checked, table="router_bias"):
     """A bias on the router's choice balances the experts, without a loss (docs/routing.md)."""
 
     # Change of a bias per optimizer step. DeepSeek-V3 uses 1e-3. Default: no biases are added, and those of a
     # snapshot stay constant. 0: biases are added, and stay constant.
-    rate: float | None = setting(None, finite)
+    rate: float | None = setting(None, non_negative)
     # How often a token counts in the load of an expert. "paths": once per path; "tokens": once.
     counts: Literal["paths", "tokens"] = "paths"
 

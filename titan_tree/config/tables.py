@@ -43,7 +43,7 @@ class Config:
         if self.training.steps is not None:
             check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
         require(self.folder.strip(), "folder", "a path", repr(self.folder))
-        # ModelConfig cannot check this: omegaconf constructs it with defaults, where both are unset.
+        # ModelConfig cannot check this: the default of the key is ModelConfig(), where both are unset.
         require(
             bool(self.model.flavor) != bool(self.model.hf_path),
             "model",

@@ -67,9 +67,8 @@ class OptimizerConfig(Checked, table="optimizer"):
     name: str = setting("adamw", one_of(OPTIMIZERS))
     lr: float = setting(1e-5, finite, at_least(0))  # Learning rate after the warm-up.
     betas: list[float] = setting([0.9, 0.95], BETAS)  # Decay rates of the two moments.
-    weight_decay: float = setting(
-        0.1, finite, at_least(0)
-    )  # Decay of matrices, multiplied by the learning rate.
+    # Decay of matrices, multiplied by the learning rate.
+    weight_decay: float = setting(0.1, finite, at_least(0))
     eps: float = setting(1e-8, finite, at_least(0))  # Term that AdamW adds to the denominator.
     max_grad_norm: float = setting(1.0, greater_than(0))  # Maximum of the global 2-norm. inf: no clipping.
 

@@ -7,17 +7,16 @@ data_files.py     the files of a run: readers, weights, sizes, checksums
 sample_reader.py  samples -> TokenPaths, by way of the tokenizer
 turns.py          the turns of a group, as nodes of a tree
 advantages.py     rewards of a group -> advantages
-packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches
+packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches; finds lines that
+                  share prefixes but have no group id
 dataset.py        TreeDataset: the endless, resumable stream of all of the above
-loader.py         StepLoader: makes the inputs of steps ahead of training, in worker processes
-serialization.py  the input of a step as bytes, between processes
+loader.py         StepLoader: makes the inputs of steps ahead of training, in worker processes that send bytes
 tree_bytes.py     a tree as bytes, in token stores and between ranks
 token_store.py    files of tokenized trees
-ungrouped.py      finds lines that share prefixes but have no group id
 divergence.py     where and why the paths of a tree diverge, for `titan-tree inspect --report`
 show.py           a sample as text, with its trained tokens marked
 demo.py           the embedded sample
 
-This package works with files and NumPy. Only loader.py and serialization.py import torch. No file imports
+This package works with files and NumPy. Only loader.py imports torch. No file imports
 omegaconf.
 """

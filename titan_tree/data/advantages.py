@@ -40,16 +40,16 @@ def advantages(
     """Returns the advantages of the paths of one group.
 
     Args:
-        name: of an estimator in ``ADVANTAGES``, such as "loo" or "tree_rl".
+        name: name of an estimator in ``ADVANTAGES``, such as "loo" or "tree_rl".
         paths: P paths. Their tokens and loss masks are read.
         rewards: [R] one finite number per rollout.
         rollouts: [P] which rollout each path belongs to, for example if each turn of a conversation is a
             path. The paths of a rollout are in the order of its turns. Default: each path is a rollout.
         inherited: [R] how many of its first turns each rollout inherited from another one, if it was forked.
             Default: not known; all rollouts then count alike in V.
-        options: of the estimator. ``once`` is an option of all: divide by the number of paths that count the
-            same turn, so that a sum over paths counts the turn once. With ``inherited``, it counts once per
-            rollout that sampled it.
+        options: options of the estimator. ``once`` is an option of all: divide by the number of paths that
+            count the same turn, so that a sum over paths counts the turn once. With ``inherited``, it counts
+            once per rollout that sampled it.
 
     Returns:
         One [T] float32 array per path (``TokenPath.advantage``).
@@ -78,9 +78,9 @@ def check_options(name: str, options: Mapping[str, Any], table: str = "data") ->
     """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes.
 
     Args:
-        name: of the estimator.
-        options: by name.
-        table: of the configuration that has them, for error messages.
+        name: name of the estimator.
+        options: the options by name.
+        table: the configuration's table that has them, for error messages.
     """
     known = ["once", *list(inspect.signature(ADVANTAGES[name]).parameters)[1:]]
     for key, value in options.items():
@@ -113,18 +113,18 @@ def gigpo(turns: Turns, omega: float = 1.0, gamma: float = 0.95, std: bool = Tru
     The second one compares discounted returns, gamma^(turns that follow) R_i (GiGPO, arXiv:2505.10978).
 
     Args:
-        omega: weight of the second one.
+        omega: weight of the turn's advantage.
         gamma: discount per turn.
         std: divide both by their standard deviation + 1e-6.
     """
-    of_rollout = _normalized(turns.rewards, std)
+    rollout_values = _normalized(turns.rewards, std)
     left = Counter(turns.rollouts[turn.path] for turn in turns.turns)
     by_state: dict[Any, list[tuple[int, float]]] = defaultdict(list)
     for number, turn in enumerate(turns.turns):
         rollout = turns.rollouts[turn.path]
         left[rollout] -= 1
         by_state[turn.state].append((number, gamma ** left[rollout] * turns.rewards[rollout]))
-    values = [of_rollout[turns.rollouts[turn.path]] for turn in turns.turns]
+    values = [rollout_values[turns.rollouts[turn.path]] for turn in turns.turns]
     for members in by_state.values():
         numbers, returns = zip(*members, strict=True)
         for number, advantage in zip(numbers, _normalized(returns, std), strict=True):
@@ -139,8 +139,8 @@ def tree_rl(turns: Turns) -> list[np.ndarray]:
     """
 
     def value(turn: Turn) -> float:
-        own, n = turns.node_values[turn.node], len(turns.node_rollouts[turn.node])
-        return float((own - turns.root + own - turns.state_values[turn.state]) / np.sqrt(n))
+        v, n = turns.node_values[turn.node], len(turns.node_rollouts[turn.node])
+        return float((v - turns.root + v - turns.state_values[turn.state]) / np.sqrt(n))
 
     return turns.per_token(map(value, turns.turns))
 
@@ -170,8 +170,8 @@ def tree_grpo(turns: Turns) -> list[np.ndarray]:
         trees[node].append(rollout)
     values = _normalized(turns.rewards)
     for members in trees.values():
-        of_tree = _normalized([turns.rewards[rollout] for rollout in members])
-        for rollout, advantage in zip(members, of_tree, strict=True):
+        tree_values = _normalized([turns.rewards[rollout] for rollout in members])
+        for rollout, advantage in zip(members, tree_values, strict=True):
             values[rollout] += advantage
     return turns.per_path(values)
 

@@ -35,7 +35,7 @@ class DataFiles:
 
     Attributes:
         files: the paths that ``config.files`` names, globs expanded.
-        weights: for each file, how often an epoch contains each of its groups.
+        weights: how often an epoch contains each group of a file, one number per file.
 
     Raises:
         UserError: a file does not exist or is named twice.
@@ -43,10 +43,10 @@ class DataFiles:
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
-        found = [find_files([name]) for name in config.files]
-        weights = config.weights or [1.0] * len(found)
-        self.files = [file for files in found for file in files]
-        self.weights = [weight for files, weight in zip(found, weights, strict=True) for _ in files]
+        by_name = [find_files([name]) for name in config.files]
+        weights = config.weights or [1.0] * len(by_name)
+        self.files = [file for files in by_name for file in files]
+        self.weights = [weight for files, weight in zip(by_name, weights, strict=True) for _ in files]
         _refuse_repeated(self.files)
         # Set here because a thread may read ``checksums`` while another one pickles this object.
         self._checksums: list[list[int]] | None = None
@@ -91,9 +91,9 @@ class DataFiles:
         file_groups, samples = [], 0
         for file in self.files:
             records = read_records(file, self.config.format)
-            of_groups = list(map(self._num_samples, group_records(records, first_places)))
-            file_groups.append(len(of_groups))
-            samples += sum(of_groups)
+            group_sizes = list(map(self._num_samples, group_records(records, first_places)))
+            file_groups.append(len(group_sizes))
+            samples += sum(group_sizes)
         return DataSizes(tuple(file_groups), samples)
 
     def _num_samples(self, group: Group) -> int:
@@ -121,10 +121,8 @@ class DataFiles:
 
     def check_unchanged(self, before: list[list[int]]) -> None:
         """Raises UserError if the files differ from those whose ``checksums`` a checkpoint holds."""
-        now, advice = (
-            self.checksums,
-            "resume with the same data, start in a new folder, or set checkpoint.allow_changes = true",
-        )
+        now = self.checksums
+        advice = "resume with the same data, start in a new folder, or set checkpoint.allow_changes = true"
         if len(now) != len(before):
             raise UserError(
                 f"data.files: {len(now)} files, but the checkpoint was written with {len(before)}; {advice}"

@@ -201,8 +201,8 @@ class TreeDataset:
             by_group = [self._paths(group) for group in batch[self.rank :: self.world_size]]
             for paths in by_group:
                 self._check_path_sizes(paths)
-                for path in paths if self.config.replay == "off" else ():
-                    path.routed_experts = None  # nobody reads them
+                if self.config.replay == "off":
+                    _drop_experts(paths)
             return by_group
 
         if self.config.merge == "group":
@@ -269,6 +269,12 @@ class TreeDataset:
                 f"{what} has {tokens:,} tokens, more than data.max_tokens = {limit:,}; raise the limit, or "
                 "cut larger trees with partition.strategy = 'auto'"
             )
+
+
+def _drop_experts(paths: Sequence[TokenPath]) -> None:
+    """Removes recorded experts that nobody reads, so that they do not travel to other ranks."""
+    for path in paths:
+        path.routed_experts = None
 
 
 def _empty_epoch(epoch: int) -> UserError:

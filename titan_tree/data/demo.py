@@ -36,7 +36,7 @@ TOOLS = [
 Message = dict[str, Any]
 
 
-def records() -> Iterator[dict[str, Any]]:
+def records() -> Iterator[dict[str, object]]:
     """Yields one record per task in the schema of titan_tree/data/schema.py, the same on every call."""
     for task in range(NUM_TASKS):
         draw = random.Random(f"demo/{task}")

@@ -43,8 +43,9 @@ def group_records(records: Iterable[tuple[Place, Record]], first_places: dict[st
     """Joins adjacent records of a file that have the same group_id.
 
     Args:
-        records: of one file; a group does not continue in the next file.
-        first_places: where the groups of earlier files began, by group_id; those of this file are added.
+        records: the records of one file; a group does not continue in the next file.
+        first_places: the places where the groups of earlier files began, by group_id. The function adds
+            those of this file.
 
     Raises:
         UserError: the records of a group are not adjacent. Two trees would compute their shared tokens twice.
@@ -112,12 +113,15 @@ def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]
         check_record(record, "a task", ignored)
     inherited = present_fields(record, INHERITED_FIELDS)
     for index, trajectory in enumerate(trajectories):
-        here = f"{place}: trajectories[{index}]"
+        trajectory_place = f"{place}: trajectories[{index}]"
         if not isinstance(trajectory, dict):
-            raise UserError(f"{here}: expected a JSON object, got {type(trajectory).__name__}")
-        own = present_fields(trajectory, trajectory)
-        if "group_id" in own:
-            raise UserError(f"{here}: group_id: not read here; a task is one group, so set it on the task")
-        others = () if "messages" in own else CONVERSATION_FIELDS
+            raise UserError(f"{trajectory_place}: expected a JSON object, got {type(trajectory).__name__}")
+        fields = present_fields(trajectory, trajectory)
+        if "group_id" in fields:
+            raise UserError(
+                f"{trajectory_place}: group_id: not read here; a task is one group, so set it on the task"
+            )
+        others = () if "messages" in fields else CONVERSATION_FIELDS
         passed_on = {name: value for name, value in inherited.items() if name not in others}
-        yield Sample(here, f"{group_id}/{_id(here, trajectory, str(index))}", passed_on | own)
+        name = f"{group_id}/{_id(trajectory_place, trajectory, str(index))}"
+        yield Sample(trajectory_place, name, passed_on | fields)

@@ -10,6 +10,7 @@ containers.
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
@@ -20,14 +21,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler
 from multiprocessing import resource_tracker
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from titan_tree.data.dataset import Sharing, TreeDataset
 from titan_tree.data.packing import MicroBatches
-from titan_tree.data.serialization import Packed, from_bytes, to_bytes
+from titan_tree.data.tree_bytes import padding
 from titan_tree.errors import UserError
 from titan_tree.signals import SIGNALS
 
@@ -136,8 +139,8 @@ class StepLoader(Generic[T]):
 class _WorkerSteps(IterableDataset):
     """Iterates over the packed steps of one worker.
 
-    What a worker needs is several megabytes with the vocabulary. It lies in shared memory: a pipe holds
-    64 KiB, so the training process would wait for each worker to start before it starts the next one.
+    The dataset is pickled once into shared memory. Sent through the start-up pipe (64 KiB), its megabytes of
+    vocabulary would make worker start-ups wait for one another.
     """
 
     def __init__(
@@ -211,3 +214,60 @@ def _exit_with_parent() -> None:
 
 def _unchanged(item: T) -> T:
     return item
+
+
+class Packed(NamedTuple):
+    """An object without its tensors, and their bytes."""
+
+    skeleton: bytes  # a pickle, with (offset, shape, dtype) in place of every tensor
+    content: bytearray
+
+
+def to_bytes(value: object) -> Packed:
+    """Packs an object that contains CPU tensors into two byte strings."""
+    file, tensors = io.BytesIO(), _Tensors()
+    _Pickler(file, tensors).dump(value)
+    return Packed(file.getvalue(), tensors.content)
+
+
+def from_bytes(packed: Packed, pin: bool = False) -> Any:
+    """Returns the object. Its tensors are views of one buffer, page-locked with ``pin``."""
+    content = torch.frombuffer(packed.content or bytearray(1), dtype=torch.uint8)
+    unpickler = pickle.Unpickler(io.BytesIO(packed.skeleton))
+    buffer = content.pin_memory() if pin else content
+
+    def tensor(place: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
+        offset, shape, dtype = place
+        size = int(np.prod(shape)) * dtype.itemsize
+        return buffer[offset : offset + size].view(dtype).view(shape)
+
+    unpickler.persistent_load = tensor  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+class _Tensors:
+    """The bytes of tensors, one after another."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def add(self, tensor: Tensor) -> int:
+        """Appends a tensor and returns its offset."""
+        self.content += padding(len(self.content))
+        offset = len(self.content)
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.content += values.view(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
+        return offset
+
+
+class _Pickler(pickle.Pickler):
+    """Stores tensors in ``tensors`` and pickles their places instead."""
+
+    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        return self.tensors.add(value), tuple(value.shape), value.dtype

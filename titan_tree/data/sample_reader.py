@@ -183,8 +183,8 @@ class SampleReader(DataFiles):
             for (sample, paths), owner in zip(samples, owners, strict=True)
             for path in paths
         ]
-        paths, of_paths = [path for *_, path in placed], [owner for _, owner, _ in placed]
-        values = advantages(name, paths, rewards, of_paths, **self.config.advantage_options)
+        paths, path_owners = [path for *_, path in placed], [owner for _, owner, _ in placed]
+        values = advantages(name, paths, rewards, path_owners, **self.config.advantage_options)
         for (place, _, path), value in zip(placed, values, strict=True):
             with errors_at(place):
                 path.advantage = advantage_array("advantage", value, len(path))
@@ -193,9 +193,9 @@ class SampleReader(DataFiles):
         _, name, record = sample
         kinds = [kind for kind in SAMPLE_KINDS if record.get(kind) is not None]
         if len(kinds) != 1:
-            found = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
+            present = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
             raise UserError(
-                f"expected one of the fields trajectories, messages, tokens, input_ids; got {found}"
+                f"expected one of the fields trajectories, messages, tokens, input_ids; got {present}"
             )
         if kinds == ["messages"]:
             paths = self._conversation_paths(name, record)

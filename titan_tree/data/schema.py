@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 from titan_tree.components.tree_tokenizer.messages import NORMALIZED_FIELDS
 from titan_tree.data.readers import Record
@@ -126,7 +125,7 @@ def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
         raise UserError(f"{where}: expected {noun}, got {shorten(items[index])}")
 
 
-def check_messages(messages: Any, template_fields: Set[str], ignored: Set[str]) -> None:
+def check_messages(messages: object, template_fields: Set[str], ignored: Set[str]) -> None:
     """Checks the names of the fields of messages. Other checks are those of ``normalize_messages``.
 
     Args:
@@ -143,7 +142,7 @@ def check_messages(messages: Any, template_fields: Set[str], ignored: Set[str]) 
                 raise UserError(f"messages[{index}].{error}") from None
 
 
-def turn_weights(messages: Iterable[Mapping[str, Any]]) -> list[int]:
+def turn_weights(messages: Iterable[Mapping[str, object]]) -> list[int]:
     """Returns the ``weight``, 0 or 1, of each assistant message of a valid conversation; 1 by default."""
     weights = []
     for index, message in enumerate(messages):

@@ -19,7 +19,7 @@ LONGEST_CHARACTER = 8  # tokens that may share bytes of characters
 SHORTEST_END = 8  # tokens that a shortened sample shows at least at each end of a span
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Consecutive tokens that look alike."""
 
     text: str
@@ -59,15 +59,15 @@ def render_sample(
     names = sorted(tokenizer.special_tokens, key=len, reverse=True) if tokenizer else []
     special_name = re.compile("|".join(map(re.escape, names)) or "(?!)")
     body, inside = Text(), False
-    for piece in _pieces(path.tokens, trained, _kept(trained, max_tokens), tokenizer):
-        if piece.is_trained != inside:
-            inside = piece.is_trained
+    for span in _spans(path.tokens, trained, _shown(trained, max_tokens), tokenizer):
+        if span.is_trained != inside:
+            inside = span.is_trained
             body.append(separator + (OPEN if inside else CLOSE), style="bold green")
-        text = piece.text
-        if not piece.is_special and special_name.search(text):
+        text = span.text
+        if not span.is_special and special_name.search(text):
             text = special_name.sub(r"\\\g<0>", text)
             key = f"{OPEN}trained tokens{CLOSE}, \\<plain text that looks like a special token>"
-        body.append(separator + "\n".join(map(_printable_line, text.split("\n"))), style=piece.style)
+        body.append(separator + "\n".join(map(_printable_line, text.split("\n"))), style=span.style)
     if inside:
         body.append(separator + CLOSE, style="bold green")
     return Text.assemble(f"{_header(path, trained)}\n", (f"{key}\n\n", "dim"), body)
@@ -99,7 +99,7 @@ def _printable_line(line: str) -> str:
     return "\t".join(map(printable, line.split("\t")))
 
 
-def _kept(trained: np.ndarray, max_tokens: int | None) -> np.ndarray:
+def _shown(trained: np.ndarray, max_tokens: int | None) -> np.ndarray:
     """Returns which tokens to show, [T] bool: the ends of spans, so that every edge of the mask is visible.
 
     If there are so many spans that this exceeds ``max_tokens``, the middle of the sample is left out as well.
@@ -108,24 +108,24 @@ def _kept(trained: np.ndarray, max_tokens: int | None) -> np.ndarray:
         return np.ones(len(trained), bool)
     starts = np.flatnonzero(np.diff(trained, prepend=not trained[0]))
     end_size = max(max_tokens // (2 * len(starts)), SHORTEST_END)
-    kept = np.zeros(len(trained), bool)
+    is_shown = np.zeros(len(trained), bool)
     for start, end in zip(starts, [*starts[1:], len(trained)], strict=True):
-        kept[start : min(start + end_size, end)] = True
-        kept[max(end - end_size, start) : end] = True
-    shown = np.flatnonzero(kept)
-    kept[shown[max_tokens // 2 : len(shown) - max_tokens // 2]] = False
-    return kept
+        is_shown[start : min(start + end_size, end)] = True
+        is_shown[max(end - end_size, start) : end] = True
+    shown = np.flatnonzero(is_shown)
+    is_shown[shown[max_tokens // 2 : len(shown) - max_tokens // 2]] = False
+    return is_shown
 
 
-def _pieces(
-    tokens: np.ndarray, trained: np.ndarray, kept: np.ndarray, tokenizer: TreeTokenizer | None
-) -> Iterator[Piece]:
+def _spans(
+    tokens: np.ndarray, trained: np.ndarray, is_shown: np.ndarray, tokenizer: TreeTokenizer | None
+) -> Iterator[Span]:
     """Yields the sample in order. A character that spans several tokens is trained if one of them is."""
     special = set(tokenizer.special_tokens.values()) if tokenizer else set()
 
     def look(character: tuple[int, int]) -> tuple[bool, bool, bool]:
         start, end = character
-        if not kept[start]:
+        if not is_shown[start]:
             return False, False, True
         return bool(trained[start:end].any()), int(tokens[start]) in special, False
 
@@ -135,11 +135,11 @@ def _pieces(
         if is_left_out:
             size, count = end - start, int(trained[start:end].sum())
             some = f", {count:,} of them trained" if 0 < count < size else ""
-            yield Piece(f"⟨... {size:,} tokens left out{some} ...⟩", count == size, is_left_out=True)
+            yield Span(f"⟨... {size:,} tokens left out{some} ...⟩", count == size, is_left_out=True)
         elif tokenizer:
-            yield Piece(tokenizer.decode(tokens[start:end]), is_trained, is_special)
+            yield Span(tokenizer.decode(tokens[start:end]), is_trained, is_special)
         else:
-            yield Piece(" ".join(map(str, tokens[start:end])), is_trained)
+            yield Span(" ".join(map(str, tokens[start:end])), is_trained)
 
 
 def _characters(tokens: np.ndarray, tokenizer: TreeTokenizer | None) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.tree_bytes import ALIGNMENT, tree_from_bytes, tree_to_bytes
+from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -131,7 +131,7 @@ def is_store(file: Path) -> bool:
 
 
 def write_store(
-    file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, Any]
+    file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, object]
 ) -> np.ndarray:
     """Writes a store. The file appears under its name only when it is complete.
 
@@ -185,4 +185,4 @@ def _refuse_existing(path: Path) -> None:
 
 
 def _align(out: BinaryIO) -> None:
-    out.write(bytes(-out.tell() % ALIGNMENT))
+    out.write(padding(out.tell()))

@@ -30,7 +30,7 @@ TREE_ARRAYS = (
     "path_node",
 )
 PATH_FIELDS = tuple(field.name for field in dataclasses.fields(TokenPath) if field.name != "tokens")
-ALIGNMENT = 64  # bytes; of every array
+ALIGNMENT = 64  # every array, of trees, token stores and steps, begins at a multiple of so many bytes
 
 
 def tree_to_bytes(tree: TokenTree) -> bytes:
@@ -55,13 +55,12 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
     places, offset = {}, 0
     for name, array in arrays.items():
         places[name] = [array.dtype.str, array.shape, offset]
-        offset = aligned(offset + array.nbytes)
+        offset += array.nbytes + len(padding(array.nbytes))
     description = {"fields": fields, "arrays": places, "records": counts, "is_rest": not tree.is_counted}
     line = json.dumps(description).encode()
     out = bytearray(struct.pack("<Q", len(line)) + line)
     for array in arrays.values():
-        out += bytes(-len(out) % ALIGNMENT)
-        out += np.ascontiguousarray(array).tobytes()
+        out += padding(len(out)) + np.ascontiguousarray(array).tobytes()
     return bytes(out)
 
 
@@ -69,7 +68,7 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     """Returns the tree that ``tree_to_bytes`` has encoded. Its arrays are views of ``content``."""
     (length,) = struct.unpack_from("<Q", content)
     description = json.loads(bytes(content[8 : 8 + length]))
-    values = memoryview(content)[aligned(8 + length) :]
+    values = memoryview(content)[8 + length + len(padding(8 + length)) :]
     arrays = {name: _array(values, place) for name, place in description["arrays"].items()}
     tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
     # Token stores before 2026-11-23 do not have "is_rest".
@@ -92,14 +91,14 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
 
 def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> Any:
     """Adds the arrays that a field needs, and returns its description for ``_decode``."""
-    given = [value for value in values if value is not None]
-    if not given:
+    present = [value for value in values if value is not None]
+    if not present:
         return {"kind": "none"}
-    if not isinstance(given[0], np.ndarray):
+    if not isinstance(present[0], np.ndarray):
         return {"kind": "values", "values": values}
     missing = [index for index, value in enumerate(values) if value is None]
-    lengths = np.array([len(value) for value in given])
-    flat = np.concatenate(given)
+    lengths = np.array([len(value) for value in present])
+    flat = np.concatenate(present)
     runs = _run_starts(flat, lengths) if flat.ndim == 1 else None
     if runs is None or 2 * len(runs) > len(flat):
         arrays[f"{name}.dense"] = flat
@@ -125,9 +124,9 @@ def _decode(
     if not (missing := set(description["missing"])):
         return np.split(flat, path_offsets[1:-1])
     lengths = np.diff(path_offsets)
-    given = [index for index in range(num_paths) if index not in missing]
+    present = [index for index in range(num_paths) if index not in missing]
     values: list[Any] = [None] * num_paths
-    for index, value in zip(given, np.split(flat, np.cumsum(lengths[given])[:-1]), strict=True):
+    for index, value in zip(present, np.split(flat, np.cumsum(lengths[present])[:-1]), strict=True):
         values[index] = value
     return values
 
@@ -142,11 +141,11 @@ def _run_starts(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def _path_index(tree: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns ``path_index`` and ``path_offsets`` of a TokenTree from its nodes."""
     offsets, parents = tree["node_offsets"].tolist(), tree["node_parent"].tolist()
-    of_node: list[np.ndarray] = []  # the tokens from the root to the end of each node
+    from_root: list[np.ndarray] = []  # the tokens from the root to the end of each node
     for node, parent in enumerate(parents):
-        own = np.arange(offsets[node], offsets[node + 1], dtype=np.int32)
-        of_node.append(own if parent < 0 else np.concatenate([of_node[parent], own]))
-    indices = [of_node[node] for node in tree["path_node"].tolist()]
+        tokens = np.arange(offsets[node], offsets[node + 1], dtype=np.int32)
+        from_root.append(tokens if parent < 0 else np.concatenate([from_root[parent], tokens]))
+    indices = [from_root[node] for node in tree["path_node"].tolist()]
     path_offsets = np.concatenate([[0], np.cumsum([len(index) for index in indices])])
     return np.concatenate(indices), path_offsets
 
@@ -165,6 +164,6 @@ def _array(content: memoryview, place: tuple[str, list[int], int]) -> np.ndarray
     return np.frombuffer(content, dtype, count, offset).reshape(shape)
 
 
-def aligned(offset: int) -> int:
-    """Returns the next multiple of ALIGNMENT."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def padding(offset: int) -> bytes:
+    """Returns the zeros between ``offset`` and the next multiple of ALIGNMENT."""
+    return bytes(-offset % ALIGNMENT)

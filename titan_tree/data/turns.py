@@ -30,12 +30,20 @@ class Turn(NamedTuple):
     node: Hashable  # equal for turns with the same context and the same tokens
 
 
+class Weights(NamedTuple):
+    """How much each rollout counts in the mean rewards."""
+
+    turn: list[float]  # in V(turn), one per turn
+    state: list[float]  # in V(state), one per turn
+    root: list[float]  # in V(root), [R]
+
+
 class Turns:
     """The turns of P paths, which belong to R rollouts.
 
     Args:
-        paths: of one group.
-        rewards: [R] of the rollouts.
+        paths: the paths of one group.
+        rewards: [R] the reward of each rollout.
         rollouts: [P] the rollout of each path. Default: each path is a rollout. The paths of a rollout are in
             the order of its turns.
         inherited: [R] how many of its first turns each rollout inherited from the rollout that it was forked
@@ -67,7 +75,7 @@ class Turns:
     @cached_property
     def root(self) -> float:
         """V(root): the mean reward of all rollouts."""
-        return _mean(self.rewards, self._weights[2])
+        return _mean(self.rewards, self._weights.root)
 
     @cached_property
     def node_rollouts(self) -> dict[Hashable, set[int]]:
@@ -78,27 +86,27 @@ class Turns:
     def node_values(self) -> dict[Hashable, float]:
         """V(u): the mean reward of the rollouts that took turn u, by node."""
         rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
-        return self._means([turn.node for turn in self.turns], rewards, self._weights[0])
+        return self._means([turn.node for turn in self.turns], rewards, self._weights.turn)
 
     @cached_property
     def state_values(self) -> dict[Hashable, float]:
         """The mean reward of the rollouts that took any turn from a state: V of the node above."""
         rewards = [self.rewards[self.rollouts[turn.path]] for turn in self.turns]
-        return self._means([turn.state for turn in self.turns], rewards, self._weights[1])
+        return self._means([turn.state for turn in self.turns], rewards, self._weights.state)
 
     @cached_property
     def state_stds(self) -> dict[Hashable, float]:
         """The standard deviation of V(u) over the rollouts that took a turn u from a state."""
         states = [turn.state for turn in self.turns]
         gaps = [self.node_values[turn.node] - self.state_values[turn.state] for turn in self.turns]
-        variances = self._means(states, [gap**2 for gap in gaps], self._weights[1])
+        variances = self._means(states, [gap**2 for gap in gaps], self._weights.state)
         return {state: math.sqrt(variance) for state, variance in variances.items()}
 
     def per_token(self, values: Iterable[float]) -> list[np.ndarray]:
         """Returns [T] float64 per path: the value of the turn at its tokens, 0 elsewhere.
 
         Args:
-            values: of ``turns``, in their order.
+            values: the values of ``turns``, in their order.
         """
         arrays = [np.zeros(len(path)) for path in self.paths]
         for turn, value in zip(self.turns, values, strict=True):
@@ -141,22 +149,22 @@ class Turns:
         return sampled
 
     @cached_property
-    def _weights(self) -> tuple[list[float], list[float], list[float]]:
-        """The weights of rollouts in V(u) and in V of the state, one per turn, and those in V(root), [R].
+    def _weights(self) -> Weights:
+        """Importance weights that undo forking. Without forks, all of them are 1.
 
-        They make V of a state the mean of V(u) over the turns that were sampled there, because rollouts that
-        inherited a turn say nothing about how likely it is. Without forks, all weights are 1.
+        A rollout that inherited a turn did not sample it, so it says nothing about how likely the turn is.
+        The value of a state must be the mean of V(turn) over the turns that were sampled there.
         """
         taken = Counter(key for turn in self.turns for key in (turn.node, turn.state))
         share = {key: self._sampled[key] / taken[key] if self._sampled else 1.0 for key in taken}
-        of_rollout = [1.0] * len(self.rewards)
-        after, at = [], []
+        weights = [1.0] * len(self.rewards)  # of each rollout, behind the turn that the loop looks at
+        turn_weights, state_weights = [], []
         for turn in reversed(self.turns):
             rollout = self.rollouts[turn.path]
-            after.append(of_rollout[rollout])
-            of_rollout[rollout] *= share[turn.node] / share[turn.state]
-            at.append(of_rollout[rollout])
-        return after[::-1], at[::-1], of_rollout
+            turn_weights.append(weights[rollout])
+            weights[rollout] *= share[turn.node] / share[turn.state]
+            state_weights.append(weights[rollout])
+        return Weights(turn_weights[::-1], state_weights[::-1], weights)
 
     def _means(
         self, keys: Sequence[Hashable], values: Sequence[float], weights: Sequence[float]
@@ -165,7 +173,7 @@ class Turns:
         members: dict[Hashable, dict[int, tuple[float, float]]] = {}
         for turn, key, value, weight in zip(self.turns, keys, values, weights, strict=True):
             members.setdefault(key, {})[self.rollouts[turn.path]] = value, weight
-        return {key: _mean(*zip(*of_key.values(), strict=True)) for key, of_key in members.items()}
+        return {key: _mean(*zip(*pairs.values(), strict=True)) for key, pairs in members.items()}
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -116,9 +116,9 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
     ``found_inf`` is 1.
 
     Args:
-        optimizers: of all weights. A framework's wrapper must have the optimizer as attribute ``optimizer``.
-        loss: 0-dim, the same on all ranks.
-        max_norm: > 0; inf never clips.
+        optimizers: optimizers of all weights. A framework's wrapper must have the attribute ``optimizer``.
+        loss: the step's loss, 0-dim, the same on all ranks.
+        max_norm: maximum norm, > 0; inf never clips.
     Returns:
         The norm before clipping, 0-dim, the same on all ranks.
     """
@@ -135,14 +135,14 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
         for optimizer in wrapped:
             optimizer.grad_scale = divisor
             optimizer.found_inf = 1.0 - finite.float()
-        for each in optimizers:
-            each.step()
+        for stepped in optimizers:
+            stepped.step()
         for optimizer in wrapped:
             del optimizer.grad_scale, optimizer.found_inf
     elif finite:
         torch._foreach_div_(local, divisor)
-        for each in optimizers:
-            each.step()
+        for stepped in optimizers:
+            stepped.step()
     return norm
 
 

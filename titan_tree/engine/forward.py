@@ -1,9 +1,11 @@
 """Forward passes without gradients: the one path under scoring, evaluation and the search for bad paths.
 
-forward_passes   runs the partitions of one micro-batch: yields (batch, output)
-step_passes      runs all micro-batches of a step, on all ranks equally many
-scored_batches   joins partitions where the loss needs whole paths
-evaluate         sums losses over all tokens
+    forward_passes        runs the partitions of one micro-batch: yields (batch, output)
+    step_forward_passes   runs all micro-batches of a step, on all ranks equally many
+    scored_batches        joins partitions where the loss needs whole paths
+    evaluate              sums losses over all tokens
+
+Score, measure and count passes (step_run.py), scoring/ and integrations/ call the first one.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def forward_passes(
         yield batch, out
 
 
-def step_passes(
+def step_forward_passes(
     model: TreeModel,
     step: StepInput,
     device: torch.device,
@@ -86,13 +88,13 @@ def scored_batches(
     Returns:
         The number of the micro-batch, the batch on the device, and its scores (see ``join_outputs``).
     """
-    for i, outputs in enumerate(step_passes(model, step, device, entropy=entropy)):
+    for i, outputs in enumerate(step_forward_passes(model, step, device, entropy=entropy)):
         whole = step.whole(i, device)
-        for batch, scores in joined_for_loss(outputs, whole, model.sequence_group):
+        for batch, scores in batches_for_loss(outputs, whole, model.sequence_group):
             yield i, batch, scores
 
 
-def joined_for_loss(
+def batches_for_loss(
     outputs: Iterable[tuple[TreeBatch, ModelOutput]],
     whole: TreeBatch | None,
     group: dist.ProcessGroup | None,
@@ -158,7 +160,7 @@ def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad(), cast_weights(model):
         for step in steps:
-            for outputs in step_passes(model, step, device, statistics=["is_top1"]):
+            for outputs in step_forward_passes(model, step, device, statistics=["is_top1"]):
                 for batch, out in outputs:
                     if not batch.is_dummy:
                         sums += _evaluation_sums(batch, out)

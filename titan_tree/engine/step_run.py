@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from titan_tree.components.tree_loss import GlobalStatistics, TreeLoss
 from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
-from titan_tree.engine.forward import Outputs, forward_passes, join_outputs, joined_for_loss
+from titan_tree.engine.forward import Outputs, batches_for_loss, forward_passes, join_outputs
 from titan_tree.engine.partitions import PartitionRunner
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
@@ -59,31 +59,6 @@ def plan_passes(
             passes.append(Pass("score", i, i == last))
         passes.append(Pass("train", i, i == last))
     return passes
-
-
-@dataclass(kw_only=True)
-class LossTotals:
-    """The loss and its metrics, summed over partitions and micro-batches of this rank."""
-
-    function: TreeLoss
-    normalizer: float
-    statistics: GlobalStatistics
-    loss: Tensor  # 0-dim fp32
-    sums: dict[str, Tensor] = field(default_factory=dict)  # the sums that TreeLoss returns
-
-    def add(self, scores: ModelOutput, batch: TreeBatch, is_counted: bool = True) -> Tensor:
-        """Computes the loss of log-probs and entropies, adds it to the totals, and returns it.
-
-        Args:
-            is_counted: False if another rank adds the same loss to its totals.
-        """
-        loss, sums = self.function(scores.logprobs, batch, self.normalizer, scores.entropy, self.statistics)
-        if not is_counted:
-            return loss
-        self.loss += loss.detach()
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        return loss
 
 
 class WholePathLoss:
@@ -127,22 +102,38 @@ class WholePathLoss:
 
 @dataclass(kw_only=True)
 class StepRun:
-    """Runs the passes of one step and holds the values that they share."""
+    """Runs the passes of one step, and sums up the loss and its metrics.
+
+    Args:
+        step: this rank's share.
+        sizes: the sizes of all ranks.
+        micro_batches: the micro-batches of ``step``, and those of dummies.
+        routing: sums up what routers chose. None for a model without experts.
+        sums_every_backward: whether every backward pass sums gradients over ranks (not possible with
+            partitions), or only the last one.
+    """
 
     model: TreeModel
+    loss_function: TreeLoss
     step: StepInput
-    micro_batches: Sequence[Sequence[TreeBatch]]  # those of the step, and dummies
-    totals: LossTotals
-    routing: StepRouting | None  # None for a model without experts
+    sizes: GlobalSizes
+    micro_batches: Sequence[Sequence[TreeBatch]]
+    routing: StepRouting | None
     activations: Activations
     gradient_sync: GradientSync
-    is_partitioned: bool  # whether any rank has partitions
-    # Whether every backward pass sums gradients over ranks (not possible with partitions), or only the last.
     sums_every_backward: bool = False
-    # Tokens of score passes and recomputed activations, and of count passes, which TreeStep adds.
-    extra_forward_tokens: int = 0
-    _whole_path_losses: dict[int, WholePathLoss] = field(default_factory=dict)
-    _measured: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+    def __post_init__(self) -> None:
+        # Tokens of score passes and recomputed activations, and of count passes, which TreeStep adds.
+        self.extra_forward_tokens = 0
+        self._device = self.activations.device
+        self._statistics = GlobalStatistics(
+            moments=self.sizes.counts.advantage_moments, newest_version=self.sizes.newest_version
+        )
+        self._loss = torch.zeros((), device=self._device)  # of this rank, without router losses
+        self._loss_sums: dict[str, Tensor] = {}  # the sums that ``loss_function`` returns
+        self._whole_path_losses: dict[int, WholePathLoss] = {}  # by micro-batch
+        self._measured = torch.zeros(2, dtype=torch.float64)
 
     def run(self, passes: Sequence[Pass]) -> None:
         """Runs ``passes`` in order."""
@@ -160,20 +151,20 @@ class StepRun:
         """Counts the choices of micro-batch ``i``, without the vocabulary projection."""
         assert self.routing is not None
         batches = [batch.without_edges() for batch in self.micro_batches[i]]
-        self.routing.count(forward_passes(self.model, batches, self.activations.device), is_last)
+        self.routing.count(forward_passes(self.model, batches, self._device), is_last)
 
     def measure(self, i: int, is_last: bool) -> None:
         """Adds micro-batch ``i`` to the mean that the loss depends on. The last one sums it over ranks."""
-        batches, loss = self.micro_batches[i], self.totals.function
+        batches, loss = self.micro_batches[i], self.loss_function
         self.extra_forward_tokens += sum(map(len, batches))
         outputs, whole = self._outputs(batches), self._whole(i)
-        for batch, scores in joined_for_loss(outputs, whole, self.model.sequence_group):
+        for batch, scores in batches_for_loss(outputs, whole, self.model.sequence_group):
             # Ranks that share the tokens have the same scores of whole micro-batches.
             if whole is None or self.model.share.rank == 0:
                 self._measured += loss.measure(scores.logprobs, batch).double().cpu()
         if is_last:
-            measured = all_reduce_sum(self._measured.to(self.activations.device))
-            self.totals.statistics = dataclasses.replace(self.totals.statistics, measured=measured)
+            measured = all_reduce_sum(self._measured.to(self._device))
+            self._statistics = dataclasses.replace(self._statistics, measured=measured)
 
     def score(self, i: int) -> None:
         """Scores micro-batch ``i`` and differentiates its loss with respect to the log-probs."""
@@ -190,48 +181,45 @@ class StepRun:
 
     def train(self, i: int, is_last: bool) -> None:
         """Runs forward and backward passes of micro-batch ``i``."""
-        if not self.is_partitioned:
+        if not self.sizes.is_partitioned:
             self.gradient_sync.sum_in_backward(is_last or self.sums_every_backward)
         runner = PartitionRunner(
             self.model,
             self.micro_batches[i],
-            self.activations.device,
-            entropy=self.totals.function.needs_entropy,
+            self._device,
+            entropy=self.loss_function.needs_entropy,
             activations=self.activations,
         )
-        release = self.gradient_sync.release if self.is_partitioned and is_last else None
-        runner.train(lambda batch, out: self._loss(i, batch, out), before_last_backward=release)
+        release = self.gradient_sync.release if self.sizes.is_partitioned and is_last else None
+        runner.train(lambda batch, out: self._partition_loss(i, batch, out), before_last_backward=release)
         self.extra_forward_tokens += runner.recomputed_tokens
         self._whole_path_losses.pop(i, None)
 
-    def result(self, sizes: GlobalSizes, dummy_forwards: int) -> StepResult:
-        """Returns the result of the step over all ranks. Collective.
-
-        Args:
-            dummy_forwards: forward passes that this rank ran without trees.
-        """
-        loss, counts = self.totals.loss, sizes.counts
+    def result(self) -> StepResult:
+        """Returns the result of the step over all ranks. Collective."""
+        loss, sizes = self._loss, self.sizes
+        dummy_forwards = sum(map(len, self.micro_batches)) - sum(map(len, self.step.micro_batches))
         costs = {"extra_forward_tokens": self.extra_forward_tokens, "dummy_forwards": dummy_forwards}
         cost_tensors = {name: torch.full_like(loss, value) for name, value in costs.items()}
         if self.routing is not None:
             loss = loss + self.routing.loss
-        loss, sums = all_reduce_named(loss, self.totals.sums | cost_tensors)
+        loss, sums = all_reduce_named(loss, self._loss_sums | cost_tensors)
         extra, dummies = (sums.pop(name) for name in costs)
         routing = None if self.routing is None else self.routing.total()
         return StepResult(
             loss=loss,
-            loss_metrics=self.totals.function.finish_metrics(sums, self.totals.statistics),
-            statistics=self.totals.statistics,
+            loss_metrics=self.loss_function.finish_metrics(sums, self._statistics),
+            statistics=self._statistics,
             routing=routing,
-            router_metrics={} if routing is None else router_metrics(routing, counts.logical_tokens),
-            counts=counts,
+            router_metrics={} if routing is None else router_metrics(routing, sizes.counts.logical_tokens),
+            counts=sizes.counts,
             extra_forward_tokens=extra,
             dummy_forwards=dummies,
             chain_peak=sizes.chain_peak,
             num_micro_batches=sizes.max_micro_batches,
         )
 
-    def _loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
+    def _partition_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
         """Returns the loss of one forward pass of micro-batch ``i``, router losses included."""
         if self.routing is not None:
             assert out.routing is not None
@@ -249,17 +237,32 @@ class StepRun:
             return self._add_whole_paths(scores, whole)
         if batch.is_dummy or not len(batch.edge_label):
             return out.logprobs.sum() * 0.0  # the batch scores nothing, but its backward pass has collectives
-        return self.totals.add(out, batch)
+        return self._add_loss(out, batch)
 
     def _whole(self, i: int) -> TreeBatch | None:
         """Returns micro-batch ``i`` as a single batch if the loss needs it, see ``StepInput``."""
-        return self.step.whole(i, self.activations.device)
+        return self.step.whole(i, self._device)
 
     def _add_whole_paths(self, scores: ModelOutput, whole: TreeBatch) -> Tensor:
         """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""
-        return self.totals.add(scores, whole, is_counted=self.model.share.rank == 0)
+        return self._add_loss(scores, whole, is_counted=self.model.share.rank == 0)
+
+    def _add_loss(self, scores: ModelOutput, batch: TreeBatch, is_counted: bool = True) -> Tensor:
+        """Computes the loss of log-probs and entropies, adds it to the sums of this rank, and returns it.
+
+        Args:
+            is_counted: False if another rank adds the same loss to its sums.
+        """
+        normalizer = self.sizes.counts.normalizer
+        loss, sums = self.loss_function(scores.logprobs, batch, normalizer, scores.entropy, self._statistics)
+        if not is_counted:
+            return loss
+        self._loss += loss.detach()
+        for name, value in sums.items():
+            self._loss_sums[name] = self._loss_sums.get(name, 0.0) + value
+        return loss
 
     def _outputs(self, batches: Sequence[TreeBatch]) -> Outputs:
         """Returns the outputs of forward passes without gradients, with the scores that the loss needs."""
-        entropy = self.totals.function.needs_entropy
-        return forward_passes(self.model, batches, self.activations.device, entropy=entropy)
+        entropy = self.loss_function.needs_entropy
+        return forward_passes(self.model, batches, self._device, entropy=entropy)

@@ -27,7 +27,7 @@ from titan_tree.engine.forward import evaluate, scored_batches
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.schedule import equal_schedule
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepPreparer, StepResult, all_reduce_counts
-from titan_tree.engine.step_run import LossTotals, StepRun, plan_passes
+from titan_tree.engine.step_run import StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -121,7 +121,21 @@ class TreeStep:
         sizes = sizes or all_reduce_counts(step)
         self._check(sizes)
         micro_batches = self._schedule(step, sizes)
-        run = self._make_run(step, sizes, micro_batches)
+        routing = None
+        if self.model.experts:
+            num_tokens, group = sizes.counts.logical_tokens, self.model.sequence_group
+            routing = StepRouting(self.router_loss, micro_batches, num_tokens, self.device, group)
+        run = StepRun(
+            model=self.model,
+            loss_function=self.loss,
+            step=step,
+            sizes=sizes,
+            micro_batches=micro_batches,
+            routing=routing,
+            activations=self.activations,
+            gradient_sync=self._gradient_sync,
+            sums_every_backward=self.reduce_gradients == "every",
+        )
         count = StepRouting.needs_count(self.router_loss, sizes.is_partitioned, sizes.max_micro_batches)
         if count:
             run.extra_forward_tokens += step.counts.executed_tokens
@@ -130,8 +144,7 @@ class TreeStep:
         with _out_of_memory_as_user_error(sizes), cast_weights(self.model):
             score = self.loss.spec.needs_whole_paths
             run.run(plan_passes(micro_batches, count=count, measure=measure, score=score))
-        dummy_forwards = sum(map(len, micro_batches)) - sum(map(len, step.micro_batches))
-        return run.result(sizes, dummy_forwards)
+        return run.result()
 
     def warm_up(self, num_tokens: int, replay: bool = False, evaluates: bool = False) -> None:
         """Runs all kinds of passes on two random trees, so that a compiled model compiles its graphs now.
@@ -194,37 +207,6 @@ class TreeStep:
             min_micro_batches = 1  # ranks may differ, but each needs one pass for the collectives of FSDP2
         return equal_schedule(
             step.micro_batches, lockstep, min_micro_batches=min_micro_batches, share=self.model.share
-        )
-
-    def _make_run(self, step: StepInput, sizes: GlobalSizes, micro_batches: list[list[TreeBatch]]) -> StepRun:
-        counts = sizes.counts
-        routing = None
-        if self.model.experts:
-            routing = StepRouting(
-                self.router_loss,
-                micro_batches,
-                counts.logical_tokens,
-                self.device,
-                self.model.sequence_group,
-            )
-        totals = LossTotals(
-            function=self.loss,
-            normalizer=counts.normalizer,
-            statistics=GlobalStatistics(
-                moments=counts.advantage_moments, newest_version=sizes.newest_version
-            ),
-            loss=torch.zeros((), device=self.device),
-        )
-        return StepRun(
-            model=self.model,
-            step=step,
-            micro_batches=micro_batches,
-            totals=totals,
-            routing=routing,
-            activations=self.activations,
-            gradient_sync=self._gradient_sync,
-            is_partitioned=sizes.is_partitioned,
-            sums_every_backward=self.reduce_gradients == "every",
         )
 
     def _check(self, sizes: GlobalSizes) -> None:

@@ -29,6 +29,7 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 NAN = float("nan")
+Values = dict[str, Any]  # fields of a row, by name
 # Values for which SkyRL and slime have one entry per token of the response, and their fill for the prompt.
 PER_RESPONSE = {
     "loss_mask": 0.0,
@@ -188,7 +189,7 @@ SLIME_TRAIN_DATA = Fields(
 class Row:
     """The fields of a row or a batch, by titan_tree's names. Errors have the framework's names."""
 
-    def __init__(self, where: str, values: dict[str, Any], names: dict[str, str]) -> None:
+    def __init__(self, where: str, values: Values, names: dict[str, str]) -> None:
         self.where, self.values, self.names = where, values, names
 
     @staticmethod
@@ -198,7 +199,7 @@ class Row:
         Raises:
             UserError: a field that is unknown, or refused.
         """
-        values: dict[str, Any] = {}
+        values: Values = {}
         names = {ours: theirs for theirs, ours in reversed(fields.read.items())}
         for name, value in _items(source):
             if _is_empty(value):
@@ -257,7 +258,7 @@ class AReaL:
     """
 
     @staticmethod
-    def to_paths(batch: Mapping[str, Any], temperature: float = 1.0) -> list[TokenPath]:
+    def to_paths(batch: Mapping[str, object], temperature: float = 1.0) -> list[TokenPath]:
         """Returns one path per row.
 
         The reduction "token_mean" averages as AReaL does with its default ``loss_weight_fn``, which counts
@@ -290,7 +291,7 @@ class AReaL:
             arrays.setdefault("old_logprobs", arrays["rollout_logprobs"])  # as AReaL without prox_logp
         paths = []
         for row, length in enumerate(lengths.tolist()):
-            values: dict[str, Any] = {n: a[row, :length] for n, a in arrays.items()}
+            values: Values = {n: a[row, :length] for n, a in arrays.items()}
             mask = values["loss_mask"] = values["loss_mask"].astype(np.float32)
             if "policy_version" in values:
                 values["policy_version"] = np.where(mask > 0, values["policy_version"], -1)
@@ -298,7 +299,7 @@ class AReaL:
         return paths
 
     @staticmethod
-    def to_rows(batch: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
+    def to_rows(batch: Mapping[str, object], values: Sequence[Tensor]) -> Tensor:
         """Returns values [B, T] as AReaL's ``compute_logp``: entry t belongs to token t + 1; others are 0.
 
         Args:
@@ -351,7 +352,7 @@ class SkyRL:
     """Rows of SkyRL: a GeneratorOutput, and the columns that its trainer adds."""
 
     @staticmethod
-    def to_paths(output: Mapping[str, Any], temperature: float = 1.0) -> list[TokenPath]:
+    def to_paths(output: Mapping[str, object], temperature: float = 1.0) -> list[TokenPath]:
         """Returns one path per row.
 
         The reduction "token_mean" averages as SkyRL's ``loss_reduction = "token_mean"``, and
@@ -374,7 +375,7 @@ class SkyRL:
         ]
 
     @staticmethod
-    def to_rows(output: Mapping[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+    def to_rows(output: Mapping[str, object], values: Sequence[Tensor]) -> list[Tensor]:
         """Returns values of the responses, [R] for each row.
 
         Args:
@@ -390,7 +391,7 @@ class Slime:
 
     @staticmethod
     def to_paths(
-        rows: Sequence[object] | Mapping[str, Any], temperature: float = 1.0, skip_untrained: bool = False
+        rows: Sequence[object] | Mapping[str, object], temperature: float = 1.0, skip_untrained: bool = False
     ) -> list[TokenPath]:
         """Returns one path per row.
 
@@ -430,7 +431,7 @@ class Slime:
         return paths
 
     @staticmethod
-    def to_rows(rows: Sequence[object] | Mapping[str, Any], values: Sequence[Tensor]) -> list[Tensor]:
+    def to_rows(rows: Sequence[object] | Mapping[str, object], values: Sequence[Tensor]) -> list[Tensor]:
         """Returns values of the responses, as slime's "log_probs" and "entropy": [R] for each row.
 
         Args:
@@ -441,7 +442,7 @@ class Slime:
         return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
 
     @staticmethod
-    def read_samples(file: str | Path) -> list[dict[str, Any]]:
+    def read_samples(file: str | Path) -> list[Values]:
         """Returns the samples of a file that slime wrote with ``--save-debug-rollout-data``.
 
         Raises:
@@ -511,7 +512,7 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
                     f"{name}: temperatures: expected one for all trained tokens, got {len(trained)}"
                 )
             temperature = trained.pop() if trained else 1.0
-        fields: dict[str, Any] = {field: array[part] for field, array in values.items()}
+        fields: Values = {field: array[part] for field, array in values.items()}
         yield TokenPath(tokens[part], temperature=temperature, id=name, **fields)
 
 
@@ -527,14 +528,14 @@ def _with_first_zero(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.new_zeros(1), values[1:]
 
 
-def _skyrl_rows(output: Mapping[str, Any]) -> list[Row]:
+def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
     fields = Row.read(output, "output", SKYRL)
     for name in ("prompt", "response", "loss_mask"):
         fields.required(name)
     return fields.split(len(fields.get("prompt")), "row")
 
 
-def _slime_rows(rows: Sequence[object] | Mapping[str, Any]) -> list[Row]:
+def _slime_rows(rows: Sequence[object] | Mapping[str, object]) -> list[Row]:
     if not isinstance(rows, Mapping):
         return [Row.read(row, f"sample {number}", SLIME_SAMPLE) for number, row in enumerate(rows)]
     train_data = Row.read(rows, "train_data", SLIME_TRAIN_DATA)
@@ -566,7 +567,7 @@ def _slime_path(sample: Row, temperature: float) -> TokenPath:
 
 def _response_path(row: Row, tokens: Any, num_prompt: int, temperature: float) -> TokenPath:
     """Returns the path of a row whose arrays have one entry per token of the response."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for name, fill in PER_RESPONSE.items():
         value = row.get(name)
         if value is None:

@@ -180,7 +180,7 @@ def _make_rows(
     """Makes ``Rows`` of tokens in any shape.
 
     Args:
-        first: [B] the place of each row's first token among all tokens.
+        first: [B] place of each row's first token among all tokens.
         lengths: [B] tokens of each row.
     """
     flat = tokens.flatten().cpu().numpy()

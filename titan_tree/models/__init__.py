@@ -1,11 +1,14 @@
 """Models that run on token trees, and Hugging Face snapshots of them.
 
-decoder, decoder_config     the base class of all models, and of their sizes
+tree_model                  TreeModel: the contract of all models
+decoder, decoder_config     the base class of titan_tree's own models, and of their sizes; build_model
 block                       one layer: a mixer, and an MLP or a mixture of experts
 attention, gated_delta_net  the two kinds of mixers
-rope, layers                rotary embedding; norms, linears and the MLP
-experts                     the interface to a model's experts for other packages
+layers                      norms, linears, the MLP and rotary embedding
+expert_info                 the interface to a model's experts for other packages
+weights                     shards of parameters, and random initial weights
 qwen3, ...                  one file per family, listed in titan_tree/registry.py
-registry                    build_model: a family and a size by name
-hf                          loads and saves snapshots
+pretrained, hf              load and save snapshots
+transformers                models that run as transformers implements them
+lora                        adapters
 """

@@ -43,8 +43,8 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         num_heads: names and numbers of the heads that treat tokens independently of each other.
-        exchange: with sequence parallelism, gives this rank all tokens of some heads. ``x`` and the output
-            then have n of the N tokens, and everything exported belongs to the rank's own heads.
+        exchange: gives this rank all tokens of some heads; None without sequence parallelism. With it, ``x``
+            and the output have n of the N tokens, and everything exported belongs to the rank's own heads.
     """
 
     # One entry per exported tensor: the stream of the gateway cache that stores its rows (tree/gateway.py).
@@ -68,8 +68,8 @@ class Mixer(nn.Module, ABC):
             x: [N, d].
             rope: rotary embedding of the N tokens.
             layout: layout of the tokens, from ``Decoder.prepare``.
-            gateway: in a partition, one tensor per entry of ``cache_streams`` with the rows that earlier
-                partitions exported; otherwise ().
+            gateway: one tensor per entry of ``cache_streams`` with the rows that earlier partitions exported;
+                () outside of partitions.
         Returns:
             [N, d], and in a partition the exports, one tensor per entry of ``cache_streams``; otherwise ().
         """

@@ -22,7 +22,7 @@ from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.models.expert_blocks import ExpertInfo
+from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
@@ -123,7 +123,7 @@ class Decoder(TreeModel):
     def family(self) -> str:
         """The name under which the model's class, or the class that it derives from, is registered."""
         names = {MODELS[name]: name for name in MODELS}
-        return next(names[each] for each in type(self).__mro__ if each in names)
+        return next(names[base] for base in type(self).__mro__ if base in names)
 
     @property
     def last_norm(self) -> nn.Module:

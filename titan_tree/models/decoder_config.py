@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from titan_tree.config.checks import Checked, boolean, positive_int, positive_number, required, setting
 from titan_tree.errors import UserError, shorten
 
+ConfigJson = dict[str, Any]  # content of a config.json, or a part of it: values by field
+
 INIT_STD = 0.02
+# Sizes that the flavors "debug" of all families share: models for the byte-level demo and for tests on a CPU,
+# with less than a million parameters, or with experts about a million.
+DEBUG: ConfigJson = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 MAX_SIZES = {"num_hidden_layers": 10_000, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 40}
 
 
@@ -60,7 +72,7 @@ class DecoderConfig(Checked, ABC):
 
     @classmethod
     @abstractmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json`` with the old or the new spelling of RoPE's fields.
 
         Args:
@@ -71,11 +83,11 @@ class DecoderConfig(Checked, ABC):
         """
 
     @abstractmethod
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` that transformers loads as the same model."""
 
     @classmethod
-    def _expect(cls, hf: Mapping[str, Any], where: str, field: str, ok: bool, expected: str) -> None:
+    def _expect(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
         """Raises UserError unless ``ok``."""
         if not ok:
             raise UserError(
@@ -83,7 +95,7 @@ class DecoderConfig(Checked, ABC):
             )
 
     @classmethod
-    def _read(cls, hf: Mapping[str, Any], where: str, **given: float | None) -> Self:
+    def _read(cls, hf: ConfigJson, where: str, **given: float | None) -> Self:
         """Makes a config of the fields in ``hf``. Values in ``given`` take precedence, except None."""
         for field, ok, expected in (
             ("attention_bias", not hf.get("attention_bias"), "false"),
@@ -106,9 +118,7 @@ class DecoderConfig(Checked, ABC):
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def _read_rope(
-        cls, hf: Mapping[str, Any], where: str, types: tuple[str, ...] = ("default",)
-    ) -> dict[str, Any]:
+    def _read_rope(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
         """Returns RoPE's fields, and refuses all types but ``types``.
 
         transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
@@ -125,3 +135,23 @@ class DecoderConfig(Checked, ABC):
                     f"got {dict(spelling)}"
                 )
         return {**scaling, **rope}
+
+
+C = TypeVar("C", bound=DecoderConfig)
+
+
+def published(
+    config: type[C], columns: str, table: Mapping[str, Sequence[float | bool]], **common: float
+) -> dict[str, C]:
+    """Returns the published sizes of a family by flavor.
+
+    Args:
+        config: class of the family's configs.
+        columns: fields of the config, separated by spaces, in the order of a row.
+        table: values of these fields for each flavor.
+        common: fields that are equal in all flavors.
+    """
+    sizes: dict[str, ConfigJson] = {
+        flavor: common | dict(zip(columns.split(), row, strict=True)) for flavor, row in table.items()
+    }
+    return {flavor: config(**fields) for flavor, fields in sizes.items()}

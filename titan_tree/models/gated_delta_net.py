@@ -108,8 +108,8 @@ class GatedDeltaNet(Mixer):
             *by_head, gates = self.exchange.to_heads(sent, layout.key_index.shape[0])
             qkv, (b, a) = torch.cat([part.flatten(1) for part in by_head], -1), gates.unbind(-1)
             num_key_heads = self.exchange.num_local_heads(num_key_heads)
-            own = self.exchange.local_heads(c.linear_num_value_heads)
-            conv, A_log, dt_bias = self._own_conv(self.exchange), A_log[own], dt_bias[own]
+            heads_here = self.exchange.local_heads(c.linear_num_value_heads)
+            conv, A_log, dt_bias = self._local_conv(self.exchange), A_log[heads_here], dt_bias[heads_here]
         qkv, new_tails = tree_causal_conv1d(qkv, conv, layout, tails, layout.conv_index)
         q, k, v = self._by_head(qkv, num_key_heads)
         g = -A_log.exp() * F.softplus(a.to(wide) + dt_bias)
@@ -122,7 +122,7 @@ class GatedDeltaNet(Mixer):
             return out, ()
         return out, (new_states, new_tails)
 
-    def _own_conv(self, exchange: HeadExchange) -> Tensor:
+    def _local_conv(self, exchange: HeadExchange) -> Tensor:
         """Returns the rows of the convolution's weight that belong to this rank's heads."""
         weight = self.conv1d.weight[:, 0].T
         by_head = self._by_head(weight, self.config.linear_num_key_heads)  # [W, heads, K or V] each

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from titan_tree.config.checks import positive_int, positive_number, required, se
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -40,26 +40,26 @@ class LlamaConfig(DecoderConfig):
     hf_optional: ClassVar[tuple[str, ...]] = (*DecoderConfig.hf_optional, *SCALING)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         rope = cls._read_rope(hf, where, ("default", "llama3"))
         cls._expect(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
         is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
         missing = [name for name in SCALING if name not in rope]
         complete = f"llama3 with {', '.join(SCALING)}"
         cls._expect(hf, where, "rope_parameters", not is_scaled or not missing, complete)
-        given = {name: rope[name] for name in SCALING if is_scaled}
+        overrides = {name: rope[name] for name in SCALING if is_scaled}
         # transformers' defaults for fields that older snapshots leave out.
         heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
         if hf.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-            given["head_dim"] = hidden // heads
+            overrides["head_dim"] = hidden // heads
         if hf.get("num_key_value_heads") is None:
-            given["num_key_value_heads"] = heads
-        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **given)
+            overrides["num_key_value_heads"] = heads
+        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers."""
         sizes = {name: value for name, value in vars(self).items() if name not in SCALING}
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        rope: ConfigJson = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.factor != 1:
             rope |= {"rope_type": "llama3", **{name: getattr(self, name) for name in SCALING}}
         return {
@@ -83,51 +83,23 @@ class LlamaConfig(DecoderConfig):
         by ``factor``, those with more than ``high_freq_factor`` stay, and the others lie between.
         """
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
+        unscaled_weight = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(frequencies / self.factor, frequencies, unscaled_weight.clamp(0, 1))
 
 
-def _published(
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    *,
-    factor: float,
-    head_dim: int = 128,
-    tied: bool = False,
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=head_dim,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=tied,
-        factor=factor,
-    )
-
-
-FLAVORS = {
-    # A few hundred thousand parameters: for the byte-level demo and for tests on a CPU.
-    "debug": LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    ),
-    "3.2-1B": _published(2048, 8192, 16, 32, factor=32.0, head_dim=64, tied=True),
-    "3.2-3B": _published(3072, 8192, 28, 24, factor=32.0, tied=True),
-    "3.1-8B": _published(4096, 14_336, 32, 32, factor=8.0),
-    "3.1-70B": _published(8192, 28_672, 80, 64, factor=8.0),
-}
+FLAVORS = {"debug": LlamaConfig(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+    LlamaConfig,
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim factor tie_word_embeddings",
+    {
+        "3.2-1B": (2048, 8192, 16, 32, 64, 32.0, True),
+        "3.2-3B": (3072, 8192, 28, 24, 128, 32.0, True),
+        "3.1-8B": (4096, 14_336, 32, 32, 128, 8.0, False),
+        "3.1-70B": (8192, 28_672, 80, 64, 128, 8.0, False),
+    },
+    vocab_size=128_256,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+)
 
 
 class Llama(Decoder):

@@ -37,8 +37,8 @@ def load_pretrained(
 
     Args:
         folder: the snapshot.
-        dtype: of the loaded weights.
-        device: of the loaded weights.
+        dtype: dtype of the loaded weights.
+        device: device of the loaded weights.
         attention: backend of ``TreeAttention``.
         gdn: backend of ``TreeGDN``.
         implementation: "native": titan_tree's own model. "transformers": the layers of the library
@@ -140,7 +140,7 @@ def snapshot_tensors(model: TreeModel, source: str | Path | None = None) -> dict
     Most are views of the model's weights, in their dtype. Updates of LoRA are added, in new tensors.
 
     Args:
-        model: on one device.
+        model: a model on one device.
         source: the snapshot that the model was loaded from.
     Raises:
         UserError: the model runs as transformers implements it, and this library chooses the names.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
@@ -15,7 +15,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -28,7 +28,7 @@ class Qwen3Config(DecoderConfig):
     intermediate_size: int = required(positive_int)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         rope = cls._read_rope(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(
@@ -45,7 +45,7 @@ class Qwen3Config(DecoderConfig):
         cls._expect(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers, with both spellings of RoPE."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
@@ -64,37 +64,20 @@ class Qwen3Config(DecoderConfig):
         }
 
 
-def _published(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        tie_word_embeddings=tied,
-    )
-
-
-FLAVORS = {
-    # A few hundred thousand parameters: for the byte-level demo and for tests on a CPU.
-    "debug": Qwen3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    ),
-    "0.6B": _published(1024, 3072, 28, 16, tied=True),
-    "1.7B": _published(2048, 6144, 28, 16, tied=True),
-    "4B": _published(2560, 9728, 36, 32, tied=True),
-    "8B": _published(4096, 12_288, 36, 32, tied=False),
-    "14B": _published(5120, 17_408, 40, 40, tied=False),
-    "32B": _published(5120, 25_600, 64, 64, tied=False),
-}
+FLAVORS = {"debug": Qwen3Config(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+    Qwen3Config,
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads tie_word_embeddings",
+    {
+        "0.6B": (1024, 3072, 28, 16, True),
+        "1.7B": (2048, 6144, 28, 16, True),
+        "4B": (2560, 9728, 36, 32, True),
+        "8B": (4096, 12_288, 36, 32, False),
+        "14B": (5120, 17_408, 40, 40, False),
+        "32B": (5120, 25_600, 64, 64, False),
+    },
+    vocab_size=151_936,
+    num_key_value_heads=8,
+)
 
 
 class Qwen3(Decoder):

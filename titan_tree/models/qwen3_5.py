@@ -13,7 +13,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import INIT_STD
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, published
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
 from titan_tree.models.weights import ElementDraws, log
@@ -66,7 +66,7 @@ class HybridConfig(GatedDeltaNetConfig):
         return [FULL if (i + 1) % every == 0 else LINEAR for i in range(self.num_hidden_layers)]
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
         text = hf.get("text_config", hf)
         cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
@@ -93,7 +93,7 @@ class HybridConfig(GatedDeltaNetConfig):
         cls._expect(text, where, "attn_output_gate", bool(gated), "true")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         fields = {name: value for name, value in vars(self).items() if name != "full_attention_interval"}
         return {
             **fields,
@@ -118,13 +118,13 @@ class Qwen35Config(HybridConfig):
     intermediate_size: int = required(positive_int)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         text = hf.get("text_config", hf)
         cls._expect(text, where, "num_experts", not text.get("num_experts"), "dense models")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return super().to_hf() | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
 
 
@@ -179,19 +179,26 @@ class Hybrid(Decoder):
         return super().initial_values(name, draws)
 
 
-def _published(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool
-) -> Qwen35Config:
-    return Qwen35Config(
-        vocab_size=248_320,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        linear_num_value_heads=value_heads,
-        tie_word_embeddings=tied,
-    )
+DEBUG_HYBRID = DEBUG | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+FLAVORS = {"debug": Qwen35Config(**DEBUG_HYBRID, intermediate_size=384)} | published(
+    Qwen35Config,
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "linear_num_value_heads tie_word_embeddings",
+    {
+        "0.8B": (1024, 3584, 24, 8, 2, 16, True),
+        "2B": (2048, 6144, 24, 8, 2, 16, True),
+        "4B": (2560, 9216, 32, 16, 4, 32, True),
+        "9B": (4096, 12_288, 32, 16, 4, 32, False),
+        "27B": (5120, 17_408, 64, 24, 4, 48, False),
+    },
+    vocab_size=248_320,
+)
 
 
 class Qwen35(Hybrid):
@@ -202,28 +209,7 @@ class Qwen35(Hybrid):
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",  # vision is not loaded
     }
-    flavors: ClassVar[dict[str, Qwen35Config]] = {
-        # Less than a million parameters: for the byte-level demo and for tests on a CPU.
-        "debug": Qwen35Config(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
-            tie_word_embeddings=True,
-        ),
-        "0.8B": _published(1024, 3584, 24, 8, 2, 16, tied=True),
-        "2B": _published(2048, 6144, 24, 8, 2, 16, tied=True),
-        "4B": _published(2560, 9216, 32, 16, 4, 32, tied=True),
-        "9B": _published(4096, 12_288, 32, 16, 4, 32, tied=False),
-        "27B": _published(5120, 17_408, 64, 24, 4, 48, tied=False),
-    }
+    flavors: ClassVar[Mapping[str, Qwen35Config]] = FLAVORS
     config: Qwen35Config
 
     def make_mlp(self) -> MLP | MoE:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
+from titan_tree.models.decoder_config import ConfigJson, published
 from titan_tree.models.layers import MLP
-from titan_tree.models.qwen3_5 import Hybrid, HybridConfig
-from titan_tree.models.qwen3_moe import check_experts, one_spelling_of_experts
+from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
+from titan_tree.models.qwen3_moe import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,38 +35,34 @@ class Qwen35MoeConfig(HybridConfig):
         check_experts(self.num_experts, self.num_experts_per_tok)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         text = hf.get("text_config")
         if isinstance(text, dict):
             return super().from_hf({**hf, "text_config": one_spelling_of_experts(text, where)}, where)
         return super().from_hf(one_spelling_of_experts(hf, where), where)
 
-    def to_hf(self) -> dict[str, Any]:
-        own = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
-        return super().to_hf() | own
+    def to_hf(self) -> ConfigJson:
+        names = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+        return super().to_hf() | names
 
 
-def _published(
-    hidden: int,
-    experts_intermediate: int,
-    layers: int,
-    heads: int,
-    value_heads: int,
-    experts: int,
-    top_k: int,
-) -> Qwen35MoeConfig:
-    return Qwen35MoeConfig(
-        vocab_size=248_320,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        linear_num_value_heads=value_heads,
-        moe_intermediate_size=experts_intermediate,
-        shared_expert_intermediate_size=experts_intermediate,
-        num_experts=experts,
-        num_experts_per_tok=top_k,
-    )
+DEBUG_HYBRID_EXPERTS = DEBUG_HYBRID | DEBUG_EXPERTS
+DEBUG_HYBRID_EXPERTS |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+COLUMNS = (
+    "hidden_size moe_intermediate_size shared_expert_intermediate_size num_hidden_layers num_attention_heads "
+    "linear_num_value_heads num_experts num_experts_per_tok"
+)
+FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+    Qwen35MoeConfig,
+    COLUMNS,
+    {
+        "35B-A3B": (2048, 512, 512, 40, 16, 32, 256, 8),
+        "122B-A10B": (3072, 1024, 1024, 48, 32, 64, 256, 8),
+        "397B-A17B": (4096, 1024, 1024, 60, 32, 64, 512, 10),
+    },
+    vocab_size=248_320,
+    num_key_value_heads=2,
+)
 
 
 class Qwen35Moe(Hybrid):
@@ -76,29 +73,7 @@ class Qwen35Moe(Hybrid):
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",  # vision is not loaded
     }
-    flavors: ClassVar[dict[str, Qwen35MoeConfig]] = {
-        # About a million parameters: for the byte-level demo and for tests on a CPU.
-        "debug": Qwen35MoeConfig(
-            vocab_size=512,
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
-            tie_word_embeddings=True,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-            num_experts=8,
-            num_experts_per_tok=2,
-        ),
-        "35B-A3B": _published(2048, 512, 40, 16, 32, 256, 8),
-        "122B-A10B": _published(3072, 1024, 48, 32, 64, 256, 8),
-        "397B-A17B": _published(4096, 1024, 60, 32, 64, 512, 10),
-    }
+    flavors: ClassVar[Mapping[str, Qwen35MoeConfig]] = FLAVORS
     config: Qwen35MoeConfig
 
     def make_mlp(self) -> MLP | MoE:

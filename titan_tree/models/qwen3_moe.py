@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, published
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
@@ -38,14 +39,14 @@ class Qwen3MoeConfig(Qwen3Config):
         check_experts(self.num_experts, self.num_experts_per_tok)
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         hf = one_spelling_of_experts(hf, where)
         # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         cls._expect(hf, where, "use_sliding_window", not windowed, "false")
         return super().from_hf({name: value for name, value in hf.items() if value is not None}, where)
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return {
             **super().to_hf(),
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -63,7 +64,7 @@ def check_experts(num_experts: int, per_token: int) -> None:
         raise UserError(f"num_experts_per_tok: expected at most num_experts ({num_experts}), got {per_token}")
 
 
-def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
+def one_spelling_of_experts(hf: ConfigJson, where: str) -> ConfigJson:
     """Returns the ``config.json`` with "num_experts", which transformers may save as "num_local_experts".
 
     Raises:
@@ -75,21 +76,26 @@ def one_spelling_of_experts(hf: Mapping[str, Any], where: str) -> dict[str, Any]
     return {**hf, "num_experts": local if number is None else number}
 
 
-def _published(
-    hidden: int, intermediate: int, experts_intermediate: int, layers: int, heads: int
-) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        moe_intermediate_size=experts_intermediate,
-        num_experts=128,
-        num_experts_per_tok=8,
+DEBUG_EXPERTS: ConfigJson = {"num_experts": 8, "num_experts_per_tok": 2}
+FLAVORS = {
+    "debug": Qwen3MoeConfig(
+        **DEBUG,
+        **DEBUG_EXPERTS,
+        num_hidden_layers=2,
+        intermediate_size=384,
+        moe_intermediate_size=96,
         norm_topk_prob=True,
     )
+} | published(
+    Qwen3MoeConfig,
+    "hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads",
+    {"30B-A3B": (2048, 6144, 768, 48, 32), "235B-A22B": (4096, 12_288, 1536, 94, 64)},
+    vocab_size=151_936,
+    num_key_value_heads=4,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+)
 
 
 class Qwen3Moe(Qwen3):
@@ -98,25 +104,7 @@ class Qwen3Moe(Qwen3):
     Config = Qwen3MoeConfig
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3_moe": "Qwen3MoeForCausalLM"}
     publishes_single_experts = True
-    flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = {
-        # About a million parameters: for the byte-level demo and for tests on a CPU.
-        "debug": Qwen3MoeConfig(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            tie_word_embeddings=True,
-            moe_intermediate_size=96,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-        ),
-        "30B-A3B": _published(2048, 6144, 768, 48, 32),
-        "235B-A22B": _published(4096, 12_288, 1536, 94, 64),
-    }
+    flavors: ClassVar[Mapping[str, Qwen3MoeConfig]] = FLAVORS
     config: Qwen3MoeConfig
 
     def make_mlp(self, index: int) -> MLP | MoE:

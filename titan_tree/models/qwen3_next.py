@@ -8,26 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from titan_tree.models.qwen3_5_moe import Qwen35Moe, Qwen35MoeConfig
-
-FLAVORS = {
-    # About a million parameters: for the byte-level demo and for tests on a CPU.
-    "debug": {**vars(Qwen35Moe.flavors["debug"])},
-    "80B-A3B": {
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-    },
-}
+from titan_tree.models.decoder_config import ConfigJson, published
+from titan_tree.models.qwen3_5_moe import COLUMNS, DEBUG_HYBRID_EXPERTS, Qwen35Moe, Qwen35MoeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +21,14 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     family = "Qwen3-Next"
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], where: str) -> Self:
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
         cls._expect(hf, where, "mlp_only_layers", every, "experts in every layer")
         cls._expect(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
         return config
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> ConfigJson:
         return super().to_hf() | {
             "architectures": ["Qwen3NextForCausalLM"],
             "model_type": "qwen3_next",
@@ -54,13 +38,20 @@ class Qwen3NextConfig(Qwen35MoeConfig):
         }
 
 
+FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+    Qwen3NextConfig,
+    COLUMNS,
+    {"80B-A3B": (2048, 512, 512, 48, 16, 32, 512, 10)},
+    vocab_size=151_936,
+    num_key_value_heads=2,
+)
+
+
 class Qwen3Next(Qwen35Moe):
     """Qwen3-Next: gated DeltaNet, gated attention in every fourth layer, and experts in every layer."""
 
     Config = Qwen3NextConfig
     hf_architectures: ClassVar[dict[str, str]] = {"qwen3_next": "Qwen3NextForCausalLM"}
-    flavors: ClassVar[dict[str, Qwen35MoeConfig]] = {
-        name: Qwen3NextConfig(**sizes) for name, sizes in FLAVORS.items()
-    }
+    flavors: ClassVar[Mapping[str, Qwen35MoeConfig]] = FLAVORS
     publishes_packed = True
     publishes_single_experts = True

@@ -23,7 +23,7 @@ from titan_tree.components.lora import LoRA
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.models.expert_blocks import ExpertInfo
+from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
@@ -123,7 +123,7 @@ class TreeModel(nn.Module, ABC):
 
         Args:
             batch: see ``forward``.
-            layout: that of the batch, from ``prepare``.
+            layout: the batch's layout, from ``prepare``.
             gateway: a tensor for each of ``cache_streams``, or () if the batch is not a partition.
             embedding: the weight [V, d] of the embedding, in the dtype of the activations.
         """
@@ -275,10 +275,10 @@ class TreeModel(nn.Module, ABC):
     def score_edges(
         self, hidden: Tensor, head: Tensor, batch: TreeBatch, entropy: bool, statistics: Collection[Statistic]
     ) -> ModelOutput:
-        """Returns log-probs, entropies on request, and ``statistics`` of the batch's edges.
+        """Returns log-probs of the batch's edges, and on request entropies and ``statistics``.
 
         Args:
-            hidden: [E, d], of the tokens that predict.
+            hidden: [E, d], hidden states of the tokens that predict.
             head: [V, d], the output projection, in hidden's dtype.
         """
         cap = None
@@ -306,10 +306,10 @@ def _gateways(
         # both.
         return [rows.requires_grad_(torch.is_grad_enabled()) for rows in model.empty_rows(x)]
     expected = [getattr(offset, stream) for stream in model.cache_streams]
-    given = [len(rows) for rows in gateway or ()]
-    if given != expected or not offset.keys:
+    sizes = [len(rows) for rows in gateway or ()]
+    if sizes != expected or not offset.keys:
         raise UserError(
             f"gateway: expected tensors of {expected} rows from the gateway cache, one per exported "
-            f"tensor, got {given}"
+            f"tensor, got {sizes}"
         )
     return list(gateway or ())

@@ -39,8 +39,8 @@ class WeightShard(NamedTuple):
 
     Args:
         values: the elements of the box; may be empty. Writing to it changes the parameter.
-        start: for each dim, the index in the parameter of the first element.
-        shape: of the whole parameter.
+        start: indices of the first element in the parameter, one per dim.
+        shape: shape of the whole parameter.
     """
 
     values: Tensor

@@ -221,7 +221,7 @@ def play(rollouts: Sequence[Rollout], sampler: Sampler, chat: Chat, limits: Limi
     A rollout that reaches a limit is cut off.
 
     Args:
-        seed: with the same weights, the same seed gives the same rollouts if the sampler is deterministic.
+        seed: equal seeds give equal rollouts if the weights are equal and the sampler is deterministic.
 
     Raises:
         UserError: a prompt leaves no room for a turn. Errors of the sampler also pass through.

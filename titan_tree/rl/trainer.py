@@ -284,7 +284,7 @@ def check_model(config: RLRunConfig, model: TreeModel, sampler: Sampler | None =
     """Raises UserError if settings do not fit the model, which may be on the meta device.
 
     Args:
-        sampler: as for ``check_settings``. Its contexts may be shorter than ``rl.max_rollout_tokens``.
+        sampler: see ``check_settings``. Its contexts may be shorter than ``rl.max_rollout_tokens``.
     """
     limit, positions = config.rl.max_rollout_tokens, model.config.max_position_embeddings
     if sampler is None and limit > positions:

@@ -59,7 +59,7 @@ def build_tree_step(config: Config, model: TreeModel, loss: TreeLoss, device: to
         activations=build_activations(partition, device),
         reduce_gradients=config.parallel.reduce_gradients,
         reshard_after_forward=config.parallel.reshard_after_forward,
-        router_loss=RouterLoss(router.balance, router.z, router.scope),
+        router_loss=RouterLoss(**vars(router)),
     )
 
 
@@ -73,19 +73,13 @@ def build_activations(config: PartitionConfig, device: torch.device) -> Activati
 
 def build_loss(config: LossConfig) -> TreeLoss:
     kl, correction = config.kl, config.correction
-    penalty = KLPenalty(kl.coefficient, kl.estimator, kl.importance, kl.as_reward)
-    weights = None
-    if correction.level != "off":
-        weights = RolloutCorrection(
-            correction.level, correction.mode, correction.low, correction.high, correction.estimator
-        )
     return TreeLoss(
         config.name,
         config.reduction,
         config.entropy,
-        penalty if kl.coefficient else None,
-        weights,
-        config.whiten,
+        kl=KLPenalty(**vars(kl)) if kl.coefficient else None,
+        correction=RolloutCorrection(**vars(correction)) if correction.level != "off" else None,
+        whiten=config.whiten,
         **config.options,
     )
 
@@ -103,7 +97,7 @@ def build_router_bias(config: RouterBiasConfig, model: TreeModel) -> RouterBias 
             "remove the key"
         )
     model.experts.add_router_biases()
-    return RouterBias(config.rate, config.counts)
+    return RouterBias(**vars(config))
 
 
 def build_reader(config: DataConfig, tokenizer: TreeTokenizer | None, model: TreeModel) -> SampleReader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PathPairs:
     """The F (edge, path) pairs of a batch with P paths, on which losses of single sequences run.
 
@@ -78,9 +78,9 @@ class PathPairs:
 
         All paths stay, also those without pairs.
         """
-        kept, number = chosen[self.edge], chosen.cumsum(0) - 1
-        per_pair = {name: value[kept] for name in PER_PAIR if (value := getattr(self, name)) is not None}
-        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[kept]]})
+        is_chosen, number = chosen[self.edge], chosen.cumsum(0) - 1
+        per_pair = {name: value[is_chosen] for name in PER_PAIR if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **per_pair | {"edge": number[self.edge[is_chosen]]})
 
 
 # Fields of PathPairs with one number per path; the others have one per pair.
@@ -92,7 +92,7 @@ PER_PATH = (
 PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in (*PER_PATH, "edge"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeBatch:
     """N distinct tokens of several trees, packed one after another without padding, and their E edges.
 
@@ -173,9 +173,7 @@ class TreeBatch:
                     edge_token=torch.from_numpy(labels_of[i]),
                     pairs=_path_pairs(pairs, pairs_of[i], place, all_paths=num == 1),
                     n_logical=int(n_logical[i]),
-                    edge_temperature=None
-                    if temperatures is None
-                    else torch.from_numpy(temperatures[labels_of[i]]),
+                    edge_temperature=_tensor_or_none(temperatures, labels_of[i]),
                     routed_experts=_routed_experts(tree, partition),
                     parent=partition.parent,
                     cache_offset=NO_CACHE_ROWS if access is None else access.cache_offset,
@@ -256,6 +254,10 @@ def _routed_experts(tree: TokenTree, partition: Partition) -> Tensor | None:
     return torch.from_numpy(tree.routed_experts.experts[partition.own_tokens].swapaxes(0, 1).copy())
 
 
+def _tensor_or_none(values: np.ndarray | None, index: np.ndarray) -> Tensor | None:
+    return None if values is None else torch.from_numpy(values[index])
+
+
 def _split(values: np.ndarray, part: np.ndarray, num_parts: int) -> list[np.ndarray]:
     """Returns the ``values`` of each part, in the order given. ``part`` names the part of each value."""
     if num_parts == 1:
@@ -291,12 +293,18 @@ def _layout(tree: TokenTree, partition: Partition, access: GatewayAccess | None)
     )
 
 
-def _map(record: Any, function: Callable[[Any], Any]) -> Any:
-    """Returns the dataclass ``record`` with ``function`` applied to every tensor and layout in it."""
+B = TypeVar("B", TreeBatch, PathPairs)
 
-    def mapped(value: Any) -> Any:
+
+def _map(record: B, function: Callable[[Tensor | TreeLayout], object]) -> B:
+    """Returns the record with ``function`` applied to every tensor and layout in it."""
+
+    def mapped(value: object) -> object:
         if isinstance(value, Tensor | TreeLayout):
             return function(value)
-        return _map(value, function) if dataclasses.is_dataclass(value) else value
+        return _map(value, function) if isinstance(value, PathPairs) else value
 
-    return type(record)(**{f.name: mapped(getattr(record, f.name)) for f in dataclasses.fields(record)})
+    values: dict[str, Any] = {
+        field.name: mapped(getattr(record, field.name)) for field in dataclasses.fields(record)
+    }
+    return dataclasses.replace(record, **values)

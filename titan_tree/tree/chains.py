@@ -52,7 +52,7 @@ def make_chains(chunks: Chunks, num_rows: int = 0) -> Chains:
     """Arranges chunks in chains.
 
     Args:
-        chunks: on the CPU.
+        chunks: the chunks, on the CPU.
         num_rows: rows of the gateway cache, from which chunks may start.
     """
     before, exported = chunks.before.numpy(), chunks.exported.numpy()

@@ -32,7 +32,7 @@ class CacheRows(NamedTuple):
 NO_CACHE_ROWS = CacheRows(0, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class GatewayAccess:
     """The rows of the gateway cache that one partition reads and writes.
 
@@ -150,9 +150,9 @@ def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[lis
         missing = np.unique(before[(before >= 0) & ~is_own])
         above = partition.parent
         while len(missing):
-            here = np.isin(missing, partitions[above].own_tokens)
-            wanted[above].append(missing[here])
-            missing, above = missing[~here], partitions[above].parent
+            is_own = np.isin(missing, partitions[above].own_tokens)
+            wanted[above].append(missing[is_own])
+            missing, above = missing[~is_own], partitions[above].parent
     return wanted
 
 

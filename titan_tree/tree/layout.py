@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from titan_tree.tree.chains import Chains
 from titan_tree.tree.chunks import Chunks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeLayout:
     """The structure of N queries among M >= N keys of a packed forest, both in DFS order.
 
@@ -62,8 +62,8 @@ class TreeLayout:
     num_paths: Tensor | None = None  # [N] float32
 
     # Derived by components from the fields above, once per batch.
-    attention_plan: Any = None
-    conv_index: Any = None
+    attention_plan: Mapping[int | None, Any] | None = None  # a backend's plans, by the layers' windows
+    conv_index: tuple[Tensor, ...] | None = None  # which inputs each window of the convolution reads
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         """Returns the layout on another device, without plans: components derive them again."""
@@ -74,20 +74,22 @@ class TreeLayout:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TreeLayout:
-        def mapped(value: Any) -> Any:
+        def mapped(value: object) -> object:
             if isinstance(value, Chunks | Chains):
                 return value.map(function)
             return function(value) if isinstance(value, Tensor) else value
 
-        values = {field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return TreeLayout(**values | {"attention_plan": None, "conv_index": None})
+        values: dict[str, Any] = {
+            field.name: mapped(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
+        return dataclasses.replace(self, **values | {"attention_plan": None, "conv_index": None})
 
     def for_attention(self) -> TreeLayout:
         """Returns the layout without the fields for recurrent layers."""
         return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
 
-    def with_plan(self, plan: Any) -> TreeLayout:
-        """Returns the same layout with an ``attention_plan``: a backend's plans, by the layers' windows."""
+    def with_plan(self, plan: Mapping[int | None, Any]) -> TreeLayout:
+        """Returns the same layout with this ``attention_plan``."""
         return dataclasses.replace(self, attention_plan=plan)
 
     def dense_mask(self) -> Tensor:

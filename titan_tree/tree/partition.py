@@ -29,7 +29,7 @@ MAX_DRAWN = 40  # partitions in a drawing; a longer plan shows its first and las
 PAD = 2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
     """n own tokens among m keys, the columns of attention. Tokens are named by their index in the tree."""
 
@@ -45,7 +45,8 @@ class Partition:
     @cached_property
     def own_tokens(self) -> np.ndarray:
         """[n] int32: the tokens that this partition runs."""
-        return self.keys[self.key_index]
+        tokens: np.ndarray = self.keys[self.key_index]
+        return tokens
 
     @cached_property
     def context_index(self) -> np.ndarray:
@@ -57,10 +58,11 @@ class Partition:
     @cached_property
     def context(self) -> np.ndarray:
         """[m - n] int32: the tokens of the context."""
-        return self.keys[self.context_index]
+        tokens: np.ndarray = self.keys[self.context_index]
+        return tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanStats:
     """Sizes of a plan, in tokens unless stated otherwise."""
 
@@ -184,7 +186,7 @@ class PartitionPlan:
                 "plan this tree again"
             )
         partitions = tuple(
-            Partition(parent, **{name: array[i] for name, array in arrays.items()})
+            Partition(parent=parent, **{name: array[i] for name, array in arrays.items()})
             for i, parent in enumerate(parents)
         )
         return PartitionPlan(tree, strategy, partitions, reason)
@@ -202,24 +204,28 @@ def _fingerprint(tree: TokenTree) -> str:
 
 
 def in_tree_order(
-    tree: TokenTree, parent: int, own: np.ndarray, context: np.ndarray, scores: np.ndarray | None = None
+    tree: TokenTree,
+    parent: int,
+    own_tokens: np.ndarray,
+    context: np.ndarray,
+    scores: np.ndarray | None = None,
 ) -> Partition:
     """Makes a partition whose own tokens are distinct and in the order of the tree.
 
     Args:
         parent: number of the partition above; -1: none.
-        own: [n] tokens to run, in any order.
+        own_tokens: [n] tokens to run, in any order.
         context: all ancestors of own tokens that are not own.
         scores: [n] bool, for own tokens in ascending order: see ``Partition.scores``. None: all True.
     """
-    own = np.sort(own).astype(np.int32)
-    keys = np.sort(np.concatenate([own, context.astype(np.int32)]))
+    own_tokens = np.sort(own_tokens).astype(np.int32)
+    keys = np.sort(np.concatenate([own_tokens, context.astype(np.int32)]))
     return Partition(
         parent=parent,
         keys=keys,
         subtree_end=np.searchsorted(keys, tree.subtree_end[keys]).astype(np.int32),
-        key_index=np.searchsorted(keys, own).astype(np.int32),
-        scores=np.ones(len(own), bool) if scores is None else scores,
+        key_index=np.searchsorted(keys, own_tokens).astype(np.int32),
+        scores=np.ones(len(own_tokens), bool) if scores is None else scores,
     )
 
 

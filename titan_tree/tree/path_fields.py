@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsFloat, cast
 
 import numpy as np
 
@@ -25,14 +25,15 @@ def wrong(field: str, expected: str, got: object) -> UserError:
 
 
 def number(
-    field: str, value: Any, expected: str, accepts: Callable[[float], bool], limit: float = MAX_NUMBER
+    field: str, value: object, expected: str, accepts: Callable[[float], bool], limit: float = MAX_NUMBER
 ) -> float:
     """Returns a number that is at most ``limit`` and ``accepts``; ``expected`` describes these numbers.
 
     A number that float32 rounds to 0 becomes 0.
     """
     try:
-        result = float("nan") if isinstance(value, str | bytes | bool) else float(value)
+        is_text = isinstance(value, str | bytes | bool)
+        result = float("nan") if is_text else float(cast(SupportsFloat, value))
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
     # Batches store numbers of paths in float32.
@@ -41,7 +42,7 @@ def number(
     return result if np.float32(result) else 0.0
 
 
-def token_array(tokens: Any) -> np.ndarray:
+def token_array(tokens: object) -> np.ndarray:
     """Returns [T] int32 with T >= 1."""
     array = _array("tokens", tokens, "a flat list of token ids")
     if array.ndim != 1 or array.size == 0:
@@ -49,7 +50,7 @@ def token_array(tokens: Any) -> np.ndarray:
     return _integers("tokens", array, "ids")
 
 
-def version_array(field: str, value: Any, loss_mask: np.ndarray) -> np.ndarray:
+def version_array(field: str, value: object, loss_mask: np.ndarray) -> np.ndarray:
     """Returns [T] int32 from one version, or from one per token. -1: the token was not sampled.
 
     Args:
@@ -69,7 +70,7 @@ def version_array(field: str, value: Any, loss_mask: np.ndarray) -> np.ndarray:
     return versions
 
 
-def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
+def mask_array(field: str, value: object, num_tokens: int) -> np.ndarray:
     """Returns [T] float32 from [T] numbers >= 0 or booleans."""
     array = _floats(field, value, "iufb", (int, float))
     if array.shape != (num_tokens,):
@@ -80,7 +81,7 @@ def mask_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
     return array
 
 
-def advantage_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
+def advantage_array(field: str, value: object, num_tokens: int) -> np.ndarray:
     """Returns [T] float32 from one number, or from one per token. The first token's may be anything."""
     array = _per_token(field, _floats(field, value, "iuf", (int, float)), num_tokens)
     if (bad := ~(np.abs(array[1:]) <= MAX_NUMBER)).any():
@@ -89,11 +90,11 @@ def advantage_array(field: str, value: Any, num_tokens: int) -> np.ndarray:
     return array
 
 
-def logprob_array(name: str, values: Any, shifted: Any, loss_mask: np.ndarray) -> np.ndarray | None:
+def logprob_array(name: str, values: object, shifted: object, loss_mask: np.ndarray) -> np.ndarray | None:
     """Returns [T] float32, or None without log-probs. NaN: the token was not scored.
 
     Args:
-        name: of the field.
+        name: the field's name.
         values: T log-probs, or None. NaN and None stand for tokens that were not scored.
         shifted: the T - 1 log-probs of the tokens after the first, or None.
         loss_mask: [T] tokens that the loss counts must have a log-prob.
@@ -123,7 +124,7 @@ def logprob_array(name: str, values: Any, shifted: Any, loss_mask: np.ndarray) -
     return array
 
 
-def expert_array(value: Any, num_tokens: int) -> np.ndarray:
+def expert_array(value: object, num_tokens: int) -> np.ndarray:
     """Returns [T, L, k] int16; see ``TokenPath.routed_experts``."""
     field = "routed_experts"
     expected = "the same number of layers and experts for every token"
@@ -144,7 +145,7 @@ def expert_array(value: Any, num_tokens: int) -> np.ndarray:
     return padded
 
 
-def _array(field: str, value: Any, expected: str, got: str = "a nested list") -> np.ndarray:
+def _array(field: str, value: object, expected: str, got: str = "a nested list") -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:  # lists of unequal lengths
@@ -166,7 +167,7 @@ def _integers(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.n
     return array.astype(np.int32, copy=False)
 
 
-def _floats(field: str, value: Any, kinds: str, types: tuple[type, ...]) -> np.ndarray:
+def _floats(field: str, value: object, kinds: str, types: tuple[type, ...]) -> np.ndarray:
     """Returns float32. ``types`` are the Python types that an array of objects may hold; None becomes NaN."""
     array = _array(field, value, "numbers")
     if array.dtype.kind not in kinds and not (array.dtype.kind == "O" and _only(array, types)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -106,9 +106,9 @@ class TokenPath:
     rollout_tokens: float | None = None
     preference: str | None = None
     pair: str | None = None
-    shifted_old_logprobs: InitVar[Any] = None
-    shifted_ref_logprobs: InitVar[Any] = None
-    shifted_rollout_logprobs: InitVar[Any] = None
+    shifted_old_logprobs: InitVar[object] = None
+    shifted_ref_logprobs: InitVar[object] = None
+    shifted_rollout_logprobs: InitVar[object] = None
 
     if TYPE_CHECKING:  # the constructor accepts more types than the fields have
 
@@ -133,7 +133,7 @@ class TokenPath:
             shifted_rollout_logprobs: Logprobs | None = None,
         ) -> None: ...
 
-    def __post_init__(self, *shifted_logprobs: Any) -> None:
+    def __post_init__(self, *shifted_logprobs: object) -> None:
         try:
             self._convert(shifted_logprobs)
         except UserError as error:
@@ -150,8 +150,8 @@ class TokenPath:
     @property
     def rollout_share(self) -> float:
         """``loss_tokens`` as a fraction of ``rollout_tokens``; 0 if the loss counts no token."""
-        own = self.loss_tokens
-        return own / (self.rollout_tokens or own) if own else 0.0
+        loss_tokens = self.loss_tokens
+        return loss_tokens / (self.rollout_tokens or loss_tokens) if loss_tokens else 0.0
 
     @staticmethod
     def join_rollout(paths: Sequence[TokenPath]) -> None:
@@ -160,7 +160,7 @@ class TokenPath:
         for path in paths:
             path.rollout_tokens = total
 
-    def set_preference(self, preference: Any, pair: str | None) -> None:
+    def set_preference(self, preference: object, pair: str | None) -> None:
         """Sets the preference, one of ``PREFERENCES``, and the name of the pair.
 
         Raises:
@@ -170,7 +170,7 @@ class TokenPath:
             raise wrong("preference", f"one of {', '.join(PREFERENCES)}", shorten(preference))
         if not self.loss_tokens:
             raise UserError("preference: expected at least one token that the loss counts, got none")
-        self.preference, self.pair = preference, pair
+        self.preference, self.pair = str(preference), pair
         if preference == "mismatched":
             self.weight = 0.0
 
@@ -185,7 +185,7 @@ class TokenPath:
         except UserError as error:
             raise self._error(error) from None
 
-    def _convert(self, shifted_logprobs: Sequence[Any]) -> None:
+    def _convert(self, shifted_logprobs: Sequence[object]) -> None:
         self.tokens = token_array(self.tokens)
         size = len(self.tokens)
         if self.loss_mask is None:
@@ -204,12 +204,14 @@ class TokenPath:
         if self.policy_version is not None:
             self.policy_version = version_array("policy_version", self.policy_version, self.loss_mask)
         if self.rollout_tokens is not None:
-            own = self.loss_tokens
-            expected = f"at least the path's own {own:g} loss tokens"
+            loss_tokens = self.loss_tokens
             self.rollout_tokens = number(
-                "rollout_tokens", self.rollout_tokens, expected, lambda x: x >= own * (1 - 1e-6), FLOAT32_MAX
+                "rollout_tokens",
+                self.rollout_tokens,
+                f"at least the path's own {loss_tokens:g} loss tokens",
+                lambda x: x >= loss_tokens * (1 - 1e-6),
+                FLOAT32_MAX,
             )
-
         if self.preference is not None:
             self.set_preference(self.preference, self.pair)
 

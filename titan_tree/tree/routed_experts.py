@@ -49,7 +49,7 @@ def merged_experts(
 
     Args:
         paths: the paths of the trie.
-        index: for each path, the numbers of its tokens in the trie.
+        index: the numbers of each path's tokens in the trie.
         num_tokens: N, the size of the trie.
         replay: see ``Replay``.
 

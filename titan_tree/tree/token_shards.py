@@ -48,20 +48,20 @@ class TokenShard(NamedTuple):
         """
         if self.num_ranks == 1:
             return batch
-        own = self.tokens(len(batch))
-        is_own = (batch.edge_source >= own.start) & (batch.edge_source < own.stop)
+        tokens = self.tokens(len(batch))
+        is_own = (batch.edge_source >= tokens.start) & (batch.edge_source < tokens.stop)
         layout, temperature, routed = batch.layout, batch.edge_temperature, batch.routed_experts
-        num_paths = None if layout.num_paths is None else layout.num_paths[own]
+        num_paths = None if layout.num_paths is None else layout.num_paths[tokens]
         return dataclasses.replace(
             batch,
-            tokens=batch.tokens[own],
-            layout=dataclasses.replace(layout, positions=layout.positions[own], num_paths=num_paths),
-            edge_source=batch.edge_source[is_own] - own.start,
+            tokens=batch.tokens[tokens],
+            layout=dataclasses.replace(layout, positions=layout.positions[tokens], num_paths=num_paths),
+            edge_source=batch.edge_source[is_own] - tokens.start,
             edge_label=batch.edge_label[is_own],
             edge_token=batch.edge_token[is_own],
             pairs=batch.pairs.of_edges(is_own),
             edge_temperature=None if temperature is None else temperature[is_own],
-            routed_experts=None if routed is None else routed[:, own],
+            routed_experts=None if routed is None else routed[:, tokens],
         )
 
 

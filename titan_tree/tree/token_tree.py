@@ -26,7 +26,7 @@ def reuse_ratio(n_flat: int, n_run: int) -> float:
     return 1.0 - n_run / n_flat if n_flat else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeStats:
     """Sizes of one tree, or of several trees together (``TreeStats.total``)."""
 
@@ -72,7 +72,7 @@ class TreeStats:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TokenTree:
     """The trie of P ``paths``: N distinct tokens in K nodes. Tokens and nodes are numbered in DFS order.
 

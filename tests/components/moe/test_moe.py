@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from tests.support.cases import for_each
 from tests.support.moe import moe_by_token, small_moe
 from titan_tree.components.moe import MoE, RouterLoss, Routing, router_metrics
 from titan_tree.components.moe import experts as module
@@ -19,9 +20,9 @@ from titan_tree.components.moe.experts import (
 from titan_tree.errors import UserError
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("norm_topk_prob", [False, True])
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (2, 2), (23, 3), (9, 5)])
+@for_each("shared", [False, True])
+@for_each("norm_topk_prob", [False, True])
+@for_each(("num_tokens", "top_k"), [(1, 1), (2, 2), (23, 3), (9, 5)])
 def test_equals_a_loop_over_tokens(num_tokens, top_k, norm_topk_prob, shared):
     """Values and all gradients are equal in float64. With one token, some experts are idle."""
     made = small_moe(norm_topk_prob, shared, top_k)

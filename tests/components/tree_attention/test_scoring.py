@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import slow_except
 from tests.support.layouts import exact_attention, make_layout, random_nodes, random_qkv, window_mask
 from titan_tree.components.tree_attention import Scoring, TreeAttention, hopper
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, prepare
@@ -69,7 +70,7 @@ def assert_exact(backend, nodes, queries, dims, scoring, dtype, tolerance):
     assert_close(*results, do, tolerance)
 
 
-@pytest.mark.parametrize("kind", ["all queries", "between"])
+@pytest.mark.parametrize("kind", slow_except(["between"], ["all queries", "between"]))
 @pytest.mark.parametrize("scoring", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
     ("backend", "dims", "dtype", "tolerance"),
@@ -80,6 +81,7 @@ def test_options_equal_definition(backend, dims, dtype, tolerance, scoring, kind
     assert_exact(backend, FOREST, queries, dims, scoring, dtype, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "window", "kind"),
     [(LONG, 30, "all queries"), (BUSHY, 40, "between")],

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.cases import slow_except
 from tests.support.forests import leaves, path_of, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
 from titan_tree.components.tree_gdn import conv, reference
@@ -112,7 +113,7 @@ def doubles(*tensors):
     return [t.detach().double().requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", slow_except(("roots of 1", "1- and 2-token nodes"), TREES))
 def test_a_tree_equals_its_paths(name, way):
     before = predecessors(TREES[name])
     x, weight, dy = way.inputs(len(before))
@@ -122,7 +123,9 @@ def test_a_tree_equals_its_paths(name, way):
     way.assert_equal(y, (x, weight), by_paths(*exact, before), exact, dy)
 
 
-@pytest.mark.parametrize(("channels", "width"), [(3, 1), (1, 2), (5, 3), (2, 6), (300, 4)])
+@pytest.mark.parametrize(
+    ("channels", "width"), slow_except([(1, 2), (5, 3)], [(3, 1), (1, 2), (5, 3), (2, 6), (300, 4)])
+)
 def test_any_number_of_channels_and_taps_works(channels, width, way):
     before = predecessors(random_nodes(4, 6, 1, 4, roots=0.2))
     x, weight, dy = way.inputs(len(before), channels, width)
@@ -132,7 +135,11 @@ def test_any_number_of_channels_and_taps_works(channels, width, way):
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("star", 0.6), ("1- and 2-token nodes", 0.15), ("forest", 0.15), ("deep", 0.6)]
+    ("name", "share"),
+    slow_except(
+        [("1- and 2-token nodes", 0.15)],
+        [("star", 0.6), ("1- and 2-token nodes", 0.15), ("forest", 0.15), ("deep", 0.6)],
+    ),
 )
 def test_partitions_equal_the_unpartitioned_tree(name, share, way):
     before = predecessors(TREES[name])
@@ -215,6 +222,7 @@ def test_results_repeat_bit_for_bit(way):
     assert all(map(torch.equal, results(), results()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bf16_is_rounded_once(weight_dtype, way):
     """Results are the nearest bf16 numbers, up to fp32 rounding. The interpreter rounds towards zero."""

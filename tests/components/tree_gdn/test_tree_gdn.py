@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import for_each
 from tests.support.forests import path_recurrence, predecessors, recurrent_layout
 from tests.support.layouts import random_nodes
 from titan_tree.components.tree_gdn import TreeGDN, hopper, triton_kernels
@@ -38,8 +39,8 @@ def assert_close(got, want):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("size", [1, 4, 64])
-@pytest.mark.parametrize("name", TREES)
+@for_each("size", [1, 4, 64])
+@for_each("name", TREES)
 def test_reference_equals_recurrence(name, size):
     before = predecessors(TREES[name])
     x = random_inputs(len(before))
@@ -88,7 +89,7 @@ def test_a_token_reads_its_ancestors_alone():
     assert torch.equal(reads, is_ancestor)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_chunks_are_runs_of_one_path_and_end_at_exports(seed):
     rng = np.random.default_rng(seed)
     before = predecessors(random_nodes(seed, 15, 1, 9, roots=0.2))
@@ -120,7 +121,16 @@ def test_shapes_that_do_not_fit_are_refused():
     ):
         TreeGDN()(q, k, v[:, :3], g[:, :3], beta[:, :3], layout)
     with pytest.raises(UserError, match="expected a layout of 30 tokens with chunks and chains"):
-        TreeGDN()(q, k, v, g, beta, TreeLayout(layout.positions, layout.subtree_end, layout.key_index))
+        TreeGDN()(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            TreeLayout(
+                positions=layout.positions, subtree_end=layout.subtree_end, key_index=layout.key_index
+            ),
+        )
 
 
 def test_a_backend_asked_for_by_name_is_used_or_refused(monkeypatch):

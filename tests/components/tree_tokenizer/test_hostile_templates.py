@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.trip import TRIP
 from titan_tree.components.tree_tokenizer import TreeTokenizer, limits
 from titan_tree.config import DataConfig
@@ -132,7 +133,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize(("source", "words"), TEMPLATES, ids=lambda value: value[:40])
+@for_each(("source", "words"), TEMPLATES)
 def test_a_hostile_template_is_refused_in_one_line(source: str, words: str) -> None:
     message = refusal(source)
     assert message.startswith("chat template (text)")

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.errors import UserError
@@ -115,7 +116,7 @@ THINKING_USER = {"role": "user", "content": "", "reasoning": "r"}
 CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("messages", "message"),
     [
         ([], f"{NOT_A_LIST}[]"),

@@ -7,6 +7,7 @@ import jinja2
 import numpy as np
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.conversations import MERGES
 from tests.support.plain_samples import plain_environment
 from tests.support.tokenizer_files import PIPELINES
@@ -98,7 +99,7 @@ OBJECTS = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     "expression",
     [
         *("message.role", "message.items", "message.format", "message._x", "message.none", "message.missing"),

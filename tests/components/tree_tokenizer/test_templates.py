@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import for_each
 from tests.support.trip import (
     ASSISTANT,
     CALLS,
@@ -190,7 +191,7 @@ def test_unusable_templates_are_errors(tmp_path):
     assert TreeTokenizer.from_hf(folder, "qwen3").render(TRIP[1:2]) == QUESTION
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "error"),
     [
         ("{{ missing.field }}", "'missing' is undefined"),

@@ -114,6 +114,7 @@ def _attention(
     scoring: Scoring = PLAIN,
 ) -> Tensor:
     """``TreeAttention.forward`` on shapes."""
+    assert layout.attention_plan is not None
     return operator.attention(
         BACKEND, q, k, v, context, layout, layout.attention_plan[scoring.window], 1.0, scoring, False
     )

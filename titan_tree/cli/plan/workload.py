@@ -20,12 +20,12 @@ from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
-from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import TreeCosts, num_pairs, tree_sizes
+from titan_tree.tree.gateway import NO_CACHE_ROWS, CacheRows
 from titan_tree.tree.token_shards import TokenShard
 
 T = TypeVar("T")
-NO_ROWS = CacheRows(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Run:
     keys: int
     pairs: int
     edges: int
-    cache: CacheRows = NO_ROWS
+    cache: CacheRows = NO_CACHE_ROWS
     is_suspended: bool = False
     serial_chunks: int = 0
 

@@ -14,8 +14,6 @@ N tokens, k experts of a token, E experts, d hidden size, m intermediate size of
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from titan_tree.components.lora import factors
 from titan_tree.components.moe.experts import Dispatcher, ExpertWeight, expert_mlps
 from titan_tree.components.moe.routing import RouterBias, RouterLoss, Routing, router_metrics
 
-__all__ = ["BIAS", "Experts", "MoE", "MoEOutput", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
+__all__ = ["BIAS", "Experts", "MoE", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
 
 BIAS = "e_score_correction_bias"
 
@@ -33,8 +31,9 @@ class Experts(nn.Module):
     """The weights of E SwiGLU networks without biases, by Hugging Face's names.
 
     Attributes:
-        dispatcher: with expert parallelism, computes the experts together with the ranks that hold them.
-        local: with expert parallelism, the parameters of this rank's experts as plain tensors, by name.
+        dispatcher: computes the experts together with the ranks that hold them; None without expert
+            parallelism.
+        local: parameters of this rank's experts as plain tensors, by name; None without expert parallelism.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -50,14 +49,6 @@ class Experts(nn.Module):
         base = getattr(self, name) if self.local is None else self.local[name]
         update = factors(self, name, dtype, self.local)
         return ExpertWeight(base.to(dtype), *(update or ()))
-
-
-class MoEOutput(NamedTuple):
-    """The result of a ``MoE``."""
-
-    hidden: Tensor  # [N, d], in the input's dtype
-    routing: Routing  # sums over the tokens
-    experts: Tensor  # [N, k] int16, the experts of each token
 
 
 class MoE(nn.Module):
@@ -95,7 +86,9 @@ class MoE(nn.Module):
         if shared_expert is not None:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def forward(self, x: Tensor, num_paths: Tensor, forced_experts: Tensor | None = None) -> MoEOutput:
+    def forward(
+        self, x: Tensor, num_paths: Tensor, forced_experts: Tensor | None = None
+    ) -> tuple[Tensor, Routing, Tensor]:
         """Routes N tokens to their experts and sums the outputs.
 
         Args:
@@ -103,6 +96,9 @@ class MoE(nn.Module):
             num_paths: [N] fp32, the number of paths through each token that count in ``Routing``.
             forced_experts: [N, k] int16, experts to use instead of the most probable ones. A row has k
                 different experts, or only -1 to let the router choose.
+
+        Returns:
+            The sums [N, d] in x's dtype, the routing of the N tokens, and the experts of each, [N, k] int16.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.gate.weight.to(wide))
@@ -140,7 +136,7 @@ class MoE(nn.Module):
         else:
             out = dispatcher(x, gate_up, down, expert, weight, counted)
         out = out if shared is None else out + shared
-        return MoEOutput(out, routing, expert.to(torch.int16))
+        return out, routing, expert.to(torch.int16)
 
     @property
     def active_parameters(self) -> int:

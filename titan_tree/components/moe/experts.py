@@ -45,14 +45,14 @@ class ExpertWeight(NamedTuple):
 
     def gradients(self, x: Tensor, dy: Tensor, ends: Tensor, is_trained: Sequence[bool]) -> list[Tensor]:
         """Returns the gradients of those of base, a and b that ``is_trained`` selects."""
-        found = []
+        gradients = []
         if is_trained[0]:
-            found.append(grouped_outer(dy, x, ends))
+            gradients.append(grouped_outer(dy, x, ends))
         if is_trained[1] and self.b is not None:
-            found.append(grouped_outer(grouped_linear(dy, self.b.transpose(1, 2), ends), x, ends))
+            gradients.append(grouped_outer(grouped_linear(dy, self.b.transpose(1, 2), ends), x, ends))
         if is_trained[2] and self.a is not None:
-            found.append(grouped_outer(dy, grouped_linear(x, self.a, ends), ends))
-        return found
+            gradients.append(grouped_outer(dy, grouped_linear(x, self.a, ends), ends))
+        return gradients
 
 
 class Dispatcher(Protocol):
@@ -81,7 +81,7 @@ class Dispatcher(Protocol):
 
         Args:
             weight: [N, k] fp32 or wider.
-            counted: from ``count``.
+            counted: the result of ``count``.
         """
 
 
@@ -106,7 +106,7 @@ def expert_mlps(
         weight: [N, k], any dtype; its product with the hidden layer is rounded to x's dtype.
         num_copies: [E] int64, how often each expert occurs in ``expert``.
     Raises:
-        UserError: in bf16 on a GPU, d, m or the rank of an update is not a multiple of 8.
+        UserError: d, m or the rank of an update is not a multiple of 8, for bf16 on a GPU.
     """
     order = expert.flatten().argsort(stable=True)
     inverse = inverse_permutation(order)

@@ -21,16 +21,13 @@ E experts, L layers with experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_tree.errors import UserError
-
-Scope = Literal["global_batch", "micro_batch"]
+from titan_tree.config.losses import RouterBiasConfig, RouterLossConfig
 
 
 class Routing(NamedTuple):
@@ -50,7 +47,7 @@ class Routing(NamedTuple):
         return Routing(*map(torch.stack, zip(*layers, strict=True)))
 
 
-class RouterLoss:
+class RouterLoss(RouterLossConfig):
     """The two router losses with their coefficients.
 
     Args:
@@ -60,15 +57,6 @@ class RouterLoss:
     Raises:
         UserError: a coefficient is negative or not finite, or the scope is unknown.
     """
-
-    def __init__(self, balance: float = 0.0, z: float = 0.0, scope: Scope = "global_batch") -> None:
-        for name, value in (("balance", balance), ("z", z)):
-            if not 0 <= value < math.inf:
-                raise UserError(f"router_loss.{name}: expected a finite number >= 0, got {value}")
-        if scope not in get_args(Scope):
-            expected = ", ".join(get_args(Scope))
-            raise UserError(f"router_loss.scope: expected one of {expected}, got {scope!r}")
-        self.balance, self.z, self.scope = balance, z, scope
 
     def __bool__(self) -> bool:
         """Returns whether a coefficient is not 0."""
@@ -118,10 +106,7 @@ def _z(routing: Routing, all_tokens: int) -> Tensor:
     return routing.squared_lse.sum() / (len(routing.squared_lse) * all_tokens)
 
 
-Counts = Literal["paths", "tokens"]
-
-
-class RouterBias:
+class RouterBias(RouterBiasConfig):
     """Balances experts without a loss, and therefore without changing any gradient.
 
         choice = the k experts with the largest p_e + b_e;   the weights come from p alone
@@ -139,14 +124,6 @@ class RouterBias:
         UserError: the rate is negative or not finite, or ``counts`` is unknown.
     """
 
-    def __init__(self, rate: float, counts: Counts = "paths") -> None:
-        if not 0 <= rate < math.inf:
-            raise UserError(f"router_bias.rate: expected a finite number >= 0, got {rate}")
-        if counts not in get_args(Counts):
-            expected = ", ".join(get_args(Counts))
-            raise UserError(f"router_bias.counts: expected one of {expected}, got {counts!r}")
-        self.rate, self.counts = rate, counts
-
     @torch.no_grad()
     def update(self, biases: Iterable[Tensor], routing: Routing) -> None:
         """Updates the biases in place.
@@ -155,6 +132,7 @@ class RouterBias:
             biases: [E] fp32 for each layer with experts.
             routing: sums over the global batch, the same on all ranks.
         """
+        assert self.rate is not None, "a RouterBias needs a rate"
         load = routing.chosen if self.counts == "paths" else routing.tokens
         steps = self.rate * (load.mean(1, keepdim=True) - load).sign()
         for bias, step in zip(biases, steps, strict=True):

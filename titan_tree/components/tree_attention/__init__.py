@@ -101,9 +101,9 @@ class TreeAttention(nn.Module):
             k: [M, Hkv, D] with Hkv a divisor of Hq (grouped-query attention). With ``context`` only the
                 partition's own tokens: [N, Hkv, D].
             v: like k, but its heads may have another size Dv.
-            layout: of N queries and M keys, from ``prepare``. A layout without plans is prepared here, in
-                every call. The layout's tensors must not change after ``prepare``.
-            context: for a partition, [R, 2, Hkv, D]: keys and values of ancestors (the gateway cache).
+            layout: layout of N queries and M keys, from ``prepare``. A layout without plans is prepared here,
+                in every call. The layout's tensors must not change after ``prepare``.
+            context: [R, 2, Hkv, D], keys and values of a partition's ancestors (the gateway cache).
                 ``layout.key_source`` says which row of context, or which own token, each of the M keys is.
                 "hopper" and "triton" keep no copy of these keys and values for the backward pass.
             scale: factor of the scores instead of 1 / sqrt(D).
@@ -122,15 +122,24 @@ class TreeAttention(nn.Module):
         name = ATTENTION_BACKENDS.resolve(self.backend, q.device, q, v, scoring, deterministic)
         if layout.attention_plan is None:
             layout = self.prepare(layout, [scoring.window])
-        plans, scale = layout.attention_plan, q.shape[-1] ** -0.5 if scale is None else scale
+        plans = layout.attention_plan
+        assert plans is not None
         if scoring.window not in plans:
             raise UserError(
                 f"TreeAttention: window {scoring.window}: the layout was prepared for {list(plans)}; "
                 f"call prepare(layout, windows=[{scoring.window}])"
             )
-        backend = ATTENTION_BACKENDS[name]
-        plan = plans[scoring.window]
-        return backend.attention(q, k, v, context, layout, plan, scale, scoring, deterministic)
+        return ATTENTION_BACKENDS[name].attention(
+            q,
+            k,
+            v,
+            context,
+            layout,
+            plan=plans[scoring.window],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            scoring=scoring,
+            deterministic=deterministic,
+        )
 
     def extra_repr(self) -> str:
         return f"backend={self.backend!r}, deterministic={self.deterministic}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from titan_tree.components.tree_attention.plan import Plan, WindowPlan
 from titan_tree.tree.layout import TreeLayout
 
 
@@ -47,7 +48,7 @@ class AttentionBackend(Protocol):
         """Returns what ``attention`` derives from a layout, once per batch and shared by all layers.
 
         Args:
-            window: that of the layers, see ``Scoring``.
+            window: the layers' window, see ``Scoring``.
 
         Raises:
             UserError: the backend does not run on the layout's device.
@@ -91,7 +92,7 @@ class KernelBackend(AttentionBackend, Protocol):
         v: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Any,
+        plan: Plan | WindowPlan,
         scale: float,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ class KernelBackend(AttentionBackend, Protocol):
             k: [M, Hkv, D]; v: [M, Hkv, Dv].
             end: [M] int32, ``TreeLayout.subtree_end``.
             column: [N] int32, ``TreeLayout.key_index``.
-            plan: which blocks of queries and keys meet: a ``Plan``, or a ``WindowPlan`` for a window.
+            plan: lists of blocks of queries and keys that meet: a ``Plan``, or a ``WindowPlan`` for a window.
             scale: factor of the scores.
             scoring: options that ``refusal`` has accepted, without the window, which the plan contains.
         """
@@ -117,7 +118,7 @@ class KernelBackend(AttentionBackend, Protocol):
         lse: Tensor,
         end: Tensor,
         column: Tensor,
-        plan: Any,
+        plan: Plan | WindowPlan,
         scale: float,
         scoring: Scoring,
         deterministic: bool,

@@ -61,7 +61,18 @@ def attention(
     scale: float, scoring: Scoring, deterministic: bool,
 ) -> Tensor:  # fmt: skip
     """See ``AttentionBackend.attention``."""
-    return flex.attention(q, k, v, context, layout, plan, scale, scoring, deterministic, kernels="FLASH")
+    return flex.attention(
+        q,
+        k,
+        v,
+        context,
+        layout,
+        plan=plan,
+        scale=scale,
+        scoring=scoring,
+        deterministic=deterministic,
+        kernels="FLASH",
+    )
 
 
 def _is_installed() -> bool:

@@ -79,8 +79,8 @@ class TreeGDN(nn.Module):
             v: [N, G, V] with G a multiple of H: value head i uses key head i // (G / H).
             g: [N, G] fp32, the natural logarithm of each token's decay: 0 or less.
             beta: [N, G], in 0 .. 1.
-            layout: of N tokens, with chunks and chains.
-            states: for a partition, [R, G, K, V] fp32: the states that ``layout.predecessor`` names.
+            layout: layout of N tokens, with chunks and chains.
+            states: [R, G, K, V] fp32, the states that ``layout.predecessor`` names; None: no partition.
 
         Returns:
             o [N, G, V] in v's dtype; for a partition also the states [S, G, K, V] after the tokens
@@ -91,7 +91,9 @@ class TreeGDN(nn.Module):
         """
         chunks, chains = _check(q, k, v, g, beta, layout)
         name = GDN_BACKENDS.resolve(self.backend, q.device, q, k, v)
-        o, exported = operator.gated_delta_rule(name, q, k, v, g, beta, states, chunks, chains)
+        o, exported = operator.gated_delta_rule(
+            name, q, k, v, g, beta, states=states, chunks=chunks, chains=chains
+        )
         return o, None if layout.state_exports is None else exported
 
     def extra_repr(self) -> str:

@@ -64,7 +64,7 @@ class ConvIndex(NamedTuple):
 
 
 def prepare(layout: TreeLayout, width: int) -> ConvIndex:
-    """Returns the plan for windows of ``width`` tokens. All layers of a batch share it."""
+    """Returns the index for windows of ``width`` tokens. All layers of a batch share it."""
     assert layout.predecessor is not None
     assert layout.chunks is not None
     n, size = len(layout.predecessor), width - 1
@@ -96,7 +96,11 @@ def prepare(layout: TreeLayout, width: int) -> ConvIndex:
 
 
 def tree_causal_conv1d(
-    x: Tensor, weight: Tensor, layout: TreeLayout, tails: Tensor | None = None, plan: ConvIndex | None = None
+    x: Tensor,
+    weight: Tensor,
+    layout: TreeLayout,
+    tails: Tensor | None = None,
+    index: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a depthwise causal convolution along each path, followed by SiLU.
 
@@ -107,9 +111,10 @@ def tree_causal_conv1d(
     Args:
         x: [N, D].
         weight: [D, W], of any dtype. The last column belongs to the token itself.
-        layout: of N tokens, with predecessors and chunks.
-        tails: for a partition, [R, W - 1, D] in x's dtype: the last inputs of ancestors' paths, newest last.
-        plan: from ``prepare(layout, W)``. Without it every call makes the plan again.
+        layout: layout of N tokens, with predecessors and chunks.
+        tails: [R, W - 1, D] in x's dtype, the last inputs of ancestors' paths, newest last; None outside of
+            partitions.
+        index: a ``ConvIndex`` from ``prepare(layout, W)``. Without it, every call makes a new one.
 
     Returns:
         y [N, D] in x's dtype; for a partition also the tails [S, W - 1, D] after the tokens
@@ -119,9 +124,9 @@ def tree_causal_conv1d(
         UserError: shapes or dtypes do not fit, or a partition has no tails.
     """
     _check(x, weight, layout, tails)
-    if plan is None:
-        plan = prepare(layout, weight.shape[1])
-    y, exported = tree_conv(x, weight, tails, list(plan))
+    if index is None:
+        index = prepare(layout, weight.shape[1])
+    y, exported = tree_conv(x, weight, tails, list(index))
     return y, None if layout.state_exports is None else exported
 
 
@@ -150,18 +155,18 @@ def tree_conv(
     x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns y [N, D] and the exported tails [S, W - 1, D]. metadata: the columns of ConvIndex."""
-    plan = ConvIndex(*metadata)
-    exported = _rows(x, tails, plan.exported)
+    index = ConvIndex(*metadata)
+    exported = _rows(x, tails, index.exported)
     if not _use_kernels(x):
-        return F.silu(_before_silu(*_windows(x, weight, tails, plan))).to(x.dtype), exported
+        return F.silu(_before_silu(*_windows(x, weight, tails, index))).to(x.dtype), exported
     x, weight = x.contiguous(), weight.contiguous()
     tails = None if tails is None else tails.contiguous()
     channels, width = weight.shape
-    programs, group = _groups(plan)
+    programs, group = _groups(index)
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
         conv_kernels._forward_kernel[(programs * triton.cdiv(channels, BLOCK),)](
-            x, weight, tails, y, plan.sources, plan.start, len(plan.ahead), group, channels, width, BLOCK,
+            x, weight, tails, y, index.sources, index.start, len(index.ahead), group, channels, width, BLOCK,
             ROWS=8, num_warps=WARPS,
         )  # fmt: skip
     return y, exported
@@ -172,25 +177,25 @@ def tree_conv_backward(
     dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, metadata: Sequence[Tensor]
 ) -> list[Tensor]:
     """Returns dx, dweight and, with tails, their gradient."""
-    plan = ConvIndex(*metadata)
+    index = ConvIndex(*metadata)
     if not _use_kernels(x):
-        return _plain_backward(dy, dexported, x, weight, tails, plan)
+        return _plain_backward(dy, dexported, x, weight, tails, index)
     dy, dexported, x, weight = (t.contiguous() for t in (dy, dexported, x, weight))
     tails = None if tails is None else tails.contiguous()
     channels, width = weight.shape
-    chunks, blocks = len(plan.ahead), triton.cdiv(channels, BLOCK)
-    programs, group = _groups(plan)
+    chunks, blocks = len(index.ahead), triton.cdiv(channels, BLOCK)
+    programs, group = _groups(index)
     dx = torch.empty_like(x)
     dtails = None if tails is None else torch.zeros_like(tails)  # some rows may be outside of every window
     partial = x.new_empty(programs, width, channels, dtype=torch.float32)
     first_rows, last_rows = x.new_empty(2, chunks, width - 1, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
         conv_kernels._backward_kernel[(programs * blocks,)](
-            dy, x, weight, tails, dx, partial, first_rows, last_rows, plan.sources, plan.start, plan.ahead,
-            plan.shared, chunks, group, channels, width, BLOCK, ROWS=4, num_warps=WARPS,
+            dy, x, weight, tails, dx, partial, first_rows, last_rows, index.sources, index.start, index.ahead,
+            index.shared, chunks, group, channels, width, BLOCK, ROWS=4, num_warps=WARPS,
         )  # fmt: skip
-        conv_kernels._sum_kernel[(len(plan.order) * blocks,)](
-            dexported, first_rows, last_rows, dx, dtails, plan.order, plan.target, plan.stop, plan.place,
+        conv_kernels._sum_kernel[(len(index.order) * blocks,)](
+            dexported, first_rows, last_rows, dx, dtails, index.order, index.target, index.stop, index.place,
             len(x), chunks * (width - 1), channels, BLOCK, ROWS=8,
         )  # fmt: skip
     dweight = partial.sum(0).t().to(weight.dtype).contiguous()
@@ -228,10 +233,10 @@ def _use_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def _groups(plan: ConvIndex) -> tuple[int, int]:
+def _groups(index: ConvIndex) -> tuple[int, int]:
     """Returns (number of groups, chunks per group), so that a group has at least TOKENS tokens on average."""
-    chunks = len(plan.ahead)
-    group = triton.cdiv(chunks, triton.cdiv(len(plan.sources), TOKENS))
+    chunks = len(index.ahead)
+    group = triton.cdiv(chunks, triton.cdiv(len(index.sources), TOKENS))
     return triton.cdiv(chunks, group), group
 
 
@@ -251,10 +256,10 @@ def _rows(x: Tensor, tails: Tensor | None, sources: Tensor) -> Tensor:
     return torch.where((sources >= 0)[..., None], x[sources.clamp(min=0)], elsewhere[row])
 
 
-def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvIndex) -> tuple[Tensor, Tensor]:
+def _windows(x: Tensor, weight: Tensor, tails: Tensor | None, index: ConvIndex) -> tuple[Tensor, Tensor]:
     """Returns windows [N, W, D] and the weight [W, D], in the dtype of the computation."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _rows(x, tails, plan.sources).to(wide), weight.to(wide).t()
+    return _rows(x, tails, index.sources).to(wide), weight.to(wide).t()
 
 
 def _before_silu(window: Tensor, weight: Tensor) -> Tensor:
@@ -262,16 +267,16 @@ def _before_silu(window: Tensor, weight: Tensor) -> Tensor:
 
 
 def _plain_backward(
-    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, plan: ConvIndex
+    dy: Tensor, dexported: Tensor, x: Tensor, weight: Tensor, tails: Tensor | None, index: ConvIndex
 ) -> list[Tensor]:
     n, channels = x.shape
-    window, taps = _windows(x, weight, tails, plan)
+    window, taps = _windows(x, weight, tails, index)
     z = _before_silu(window, taps)
     s = z.sigmoid()
     dz = dy.to(z.dtype) * s * (1 + z * (1 - s))
     leaving = torch.cat([(dz[:, None] * taps).flatten(0, 1), dexported.flatten(0, 1).to(z.dtype)])
     rows = n if tails is None else n + tails.shape[0] * tails.shape[1]
-    target = _targets(torch.cat([plan.sources.flatten(), plan.exported.flatten()]), n, rows)
+    target = _targets(torch.cat([index.sources.flatten(), index.exported.flatten()]), n, rows)
     dinputs = z.new_zeros(rows + 1, channels).index_add_(0, target, leaving)
     dweight = torch.einsum("nd,nwd->dw", dz, window)
     grads = [dinputs[:n].to(x.dtype, copy=True), dweight.to(weight.dtype).contiguous()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from torch import Tensor
 
@@ -28,27 +27,29 @@ def call_loss(
         UserError: the function returns something else, or reads a field that the pairs do not have.
     """
     try:
-        result: Any = function(logprobs, pairs, **options)
+        result: object = function(logprobs, pairs, **options)
     except (AttributeError, TypeError) as error:
         # A missing field is None, which no operator accepts.
         if "NoneType" not in str(error) and getattr(error, "obj", None) is not pairs:
             raise
         raise UserError(f"loss {name!r}: {_missing_field(error, pairs)}") from error
     losses, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    _check(f"loss {name!r}: expected losses", losses, logprobs)
+    losses = _checked(f"loss {name!r}: expected losses", losses, logprobs)
     if not losses.is_floating_point():
         raise UserError(f"loss {name!r}: expected floating-point losses, got dtype {losses.dtype}")
     if not isinstance(metrics, dict):
         raise UserError(
             f"loss {name!r}: expected a dict of metrics beside the losses, got {type(metrics).__name__}"
         )
-    for metric, values in metrics.items():
-        _check(f"loss {name!r}: metric {metric!r}: expected values", values, logprobs)
-    return losses, dict(metrics)
+    checked = {
+        metric: _checked(f"loss {name!r}: metric {metric!r}: expected values", values, logprobs)
+        for metric, values in metrics.items()
+    }
+    return losses, checked
 
 
-def _check(expected: str, values: Any, logprobs: Tensor) -> None:
-    """Raises UserError unless ``values`` are one number per log-prob, on the same device."""
+def _checked(expected: str, values: object, logprobs: Tensor) -> Tensor:
+    """Returns ``values``. Raises UserError unless they are one number per log-prob, on the same device."""
     if not isinstance(values, Tensor):
         got = "None" if values is None else f"a value of type {type(values).__name__}"
     elif values.shape != logprobs.shape:
@@ -56,7 +57,7 @@ def _check(expected: str, values: Any, logprobs: Tensor) -> None:
     elif values.device != logprobs.device:
         got = f"a tensor on {values.device}"
     else:
-        return
+        return values
     raise UserError(
         f"{expected} of shape {list(logprobs.shape)}, one number per log-prob, on "
         f"{logprobs.device}, got {got}; TreeLoss applies masks and weights and takes the mean"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.ratios import field, kl_estimate
-from titan_tree.errors import UserError
+from titan_tree.config.losses import CorrectionConfig, KLConfig
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.pairs import MAX_LOG_RATIO
 
@@ -21,8 +21,7 @@ from titan_tree.tree.pairs import MAX_LOG_RATIO
 Moments = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
-@dataclass(frozen=True)
-class KLPenalty:
+class KLPenalty(KLConfig):
     """A penalty for diverging from a reference policy.
 
     As a term of the loss, k1 has an expected gradient of 0 on policy, k2 that of KL(new || reference), and
@@ -39,15 +38,6 @@ class KLPenalty:
     Raises:
         UserError: ``importance`` together with ``as_reward``, which needs no ratio.
     """
-
-    coefficient: float
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    importance: bool = False
-    as_reward: bool = False
-
-    def __post_init__(self) -> None:
-        if self.importance and self.as_reward:
-            raise UserError("loss.kl.importance: expected false together with loss.kl.as_reward, got true")
 
     def estimate(self, logprobs: Tensor, pairs: PathPairs) -> Tensor:
         """Returns the estimate for each pair, [F] in nats. ``coefficient`` is not applied."""
@@ -70,7 +60,7 @@ class KLPenalty:
 
 
 @dataclass(frozen=True)
-class RolloutCorrection:
+class RolloutCorrection(CorrectionConfig):
     """Weights for paths that were sampled with other numerics, or by an older policy, than old_logprobs say.
 
     A token's policy loss is multiplied by a weight without gradient. It is computed from w, the ratio p_old /
@@ -91,31 +81,13 @@ class RolloutCorrection:
         UserError: the bounds are negative or in the wrong order, or the level or the mode does not fit.
     """
 
-    level: Literal["token", "sequence", "geometric", "max"] = "token"
-    mode: Literal["truncate", "mask", "reject"] = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-    estimator: Literal["ratio", "k2", "k3"] = "ratio"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise UserError(
-                f"loss.correction.low: expected at least 0 and below loss.correction.high = {self.high:g}, "
-                f"got {self.low:g}"
-            )
-        if self.level == "max" and self.estimator == "ratio":
-            raise UserError("loss.correction.level: expected 'max' only with the estimator 'k2' or 'k3'")
-        if self.estimator != "ratio" and (self.mode != "reject" or self.low):
-            raise UserError(
-                f"loss.correction.estimator: expected mode = 'reject' and low = 0 with {self.estimator!r}, "
-                f"got {self.mode!r} and {self.low:g}"
-            )
+    level: Literal["off", "token", "sequence", "geometric", "max"] = "token"
 
     def weights(self, pairs: PathPairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weight of each pair, [F], and metrics, [F] each.
 
         The metrics are rollout_weight, its square, the fraction of tokens outside of the bounds, and two
-        counts of paths: of those with at least one such token and of all. A path's 1 is divided among its
+        counts of paths, of those with at least one such token and of all. A path's 1 is divided among its
         tokens. ``finish_metrics`` turns the means of these metrics into those of the step.
         """
         if self.level == "token":

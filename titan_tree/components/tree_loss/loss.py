@@ -26,6 +26,7 @@ before the first backward pass, so the losses of micro-batches and ranks add up 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,8 +61,12 @@ def register_loss(
     """
 
     def register(function: LossFunction) -> LossFunction:
-        spec = LossSpec(
-            function, needs_whole_paths=whole_paths, compares_paths=whole_paths, reads_reference=reference
+        needs = LossSpec.from_function(function)
+        spec = dataclasses.replace(
+            needs,
+            needs_whole_paths=needs.needs_whole_paths or whole_paths,
+            compares_paths=needs.compares_paths or whole_paths,
+            reads_reference=needs.reads_reference or reference,
         )
         LOSSES.register(name, spec)
         return function
@@ -85,7 +90,7 @@ class GlobalStatistics:
     A loss that is called without them takes its own batch for the global one.
     """
 
-    moments: Moments | None = None  # of the advantages, for ``whiten``
+    moments: Moments | None = None  # sums over advantages, for ``whiten``
     measured: Tensor | None = None  # the sum of ``TreeLoss.measure`` over all batches and ranks
     newest_version: int = -1  # the newest policy that sampled a token; -1: unknown
 

@@ -24,7 +24,8 @@ _FIXES = {
 
 def field(pairs: PathPairs, name: str) -> Tensor:
     """Returns a field of the paths. Raises UserError if they lack it, or if it has gradients."""
-    if (value := getattr(pairs, name)) is not None:
+    value: Tensor | None = getattr(pairs, name)
+    if value is not None:
         if value.requires_grad:
             raise UserError(
                 f"loss: {name}: expected constants, got a tensor that requires grad; compute it under "

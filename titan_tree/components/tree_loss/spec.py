@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -61,9 +61,13 @@ class LossSpec:
     @classmethod
     def of(cls, name: str) -> LossSpec:
         """Returns the registered loss with this name. Raises UserError for an unknown name."""
-        loss = LOSSES[name]
-        return loss if isinstance(loss, cls) else cls(loss)
+        return cls.from_function(LOSSES[name])
 
-    def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: Any, **options: Any) -> LossResult:
+    @classmethod
+    def from_function(cls, function: LossFunction) -> LossSpec:
+        """Returns ``function`` itself if it is a LossSpec, and otherwise one without needs."""
+        return function if isinstance(function, cls) else cls(function)
+
+    def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: object, **options: object) -> LossResult:
         """Calls the function."""
         return self.function(logprobs, pairs, *args, **options)

@@ -162,8 +162,8 @@ def _dppo(distance: Callable[[Tensor, Tensor], Tensor], limit: float) -> LossFun
         """Returns -w A l, or 0 for tokens that have already moved too far in the direction of A.
 
         Args:
-            clip_low: where A <= 0, tokens that are less likely now and further away than this are dropped.
-            clip_high: where A > 0, tokens that are more likely now and further away than this are dropped.
+            clip_low: largest distance of tokens with A <= 0 that are less likely now; others are dropped.
+            clip_high: largest distance of tokens with A > 0 that are more likely now; others are dropped.
             max_ratio: upper bound of w, the ratio without gradient.
 
         Returns:

@@ -1,13 +1,11 @@
 """TreePartitioner: cuts a token tree into partitions, each run in one forward pass.
 
-none.py             the whole tree in one partition
 traversals.py       code shared by the next three files: a *traversal* runs whole paths, without context
 single_path.py      each traversal shares one prefix: a dynamic program
 multi_path.py       the fewest executed tokens: exact, for trees of moderate size
 greedy.py           fills traversals in DFS order: linear time
 redundancy_free.py  runs every token once, in connected pieces that read from a gateway cache
 subtree_cut.py      where redundancy_free cuts subtrees that are too large
-auto.py             chooses none, greedy or redundancy_free by the model's estimated time
 
 A new strategy is one file with a function ``partition(tree, max_tokens, max_chain_tokens)`` that returns
 partitions, and one line in ``titan_tree.registry.PARTITION_STRATEGIES``.
@@ -15,11 +13,11 @@ partitions, and one line in ``titan_tree.registry.PARTITION_STRATEGIES``.
 
 from __future__ import annotations
 
-from titan_tree.components.tree_partitioner import auto
+from titan_tree.components.tree_partitioner import greedy, redundancy_free
 from titan_tree.errors import UserError
 from titan_tree.registry import PARTITION_STRATEGIES, unknown_name
 from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts
-from titan_tree.tree.partition import PartitionPlan
+from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
 
 __all__ = ["TreePartitioner"]
@@ -81,6 +79,50 @@ class TreePartitioner:
         if max_chain_tokens is not None:
             max_tokens = min(max_tokens, max_chain_tokens)  # a partition is part of its chain
         if self.strategy == "auto":
-            return auto.choose(tree, max_tokens, max_chain_tokens, costs)
+            return _choose(tree, max_tokens, max_chain_tokens, costs)
         partitions = PARTITION_STRATEGIES[self.strategy](tree, max_tokens, max_chain_tokens)
         return PartitionPlan(tree, self.strategy, tuple(partitions))
+
+
+def one_partition(tree: TokenTree, max_tokens: int, max_chain_tokens: int | None) -> list[Partition]:
+    """Returns one partition of all tokens, for the strategy "none". It ignores both limits."""
+    return list(one_pass(tree).partitions)
+
+
+def _choose(
+    tree: TokenTree, max_tokens: int, max_chain_tokens: int | None, costs: ModelCosts
+) -> PartitionPlan:
+    """Returns the plan of "auto": none if the tree fits max_tokens, else greedy or redundancy_free.
+
+    greedy repeats tokens; redundancy_free makes more partitions and reads context from the gateway cache. The
+    estimate (``ModelCosts.partition_seconds``) adds up the time of tokens, of attention, of partitions and of
+    context. A repeated token costs little in a small model, so greedy is chosen more often for small models.
+    The plan's ``reason`` says why, with the estimated times if they were compared.
+    """
+    if len(tree) <= max_tokens:
+        reason = f"the tree's {len(tree):,} tokens fit max_tokens = {max_tokens:,}"
+        return PartitionPlan(tree, "none", one_pass(tree).partitions, reason)
+    free = redundancy_free.partition(tree, max_tokens, max_chain_tokens)
+    if (longest := tree.stats.longest_path) > max_tokens:
+        reason = f"greedy cannot cut the longest path, {longest:,} tokens, to max_tokens = {max_tokens:,}"
+        return PartitionPlan(tree, "redundancy_free", tuple(free), reason)
+    filled = greedy.partition(tree, max_tokens, max_chain_tokens)
+    candidates = {"redundancy_free": free, "greedy": filled}
+    plans = [PartitionPlan(tree, name, tuple(parts)) for name, parts in candidates.items()]
+    best, other = sorted(plans, key=lambda plan: _seconds(plan, costs))
+    reason = f"{_describe(best, costs)} against {_describe(other, costs)}, estimated for one H200"
+    return PartitionPlan(tree, best.strategy, best.partitions, reason)
+
+
+def _seconds(plan: PartitionPlan, costs: ModelCosts) -> float:
+    """Returns the estimated time of all forward and backward passes of a plan, in seconds."""
+    # A token at position p sees p + 1 tokens.
+    pairs = sum(int((plan.tree.positions[p.own_tokens] + 1).sum(dtype=int)) for p in plan.partitions)
+    stats = plan.stats
+    return costs.partition_seconds(stats.n_part, pairs, stats.n_forwards, stats.n_context)
+
+
+def _describe(plan: PartitionPlan, costs: ModelCosts) -> str:
+    stats = plan.stats
+    sizes = f"{stats.n_part:,} tokens, {stats.n_forwards:,} forward passes"
+    return f"{plan.strategy} {_seconds(plan, costs):.2f} s ({sizes})"

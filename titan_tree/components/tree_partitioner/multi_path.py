@@ -105,12 +105,12 @@ def _undominated(states: States) -> States:
     for row, state in zip(loads, states, strict=True):
         row[: len(state)] = state[::-1]
     order = np.argsort(loads.sum(1), kind="stable")  # a dominating state has a smaller sum
-    kept, count = np.empty_like(loads), 0
+    undominated, count = np.empty_like(loads), 0
     best: States = {}
     keys = list(states)
     for i in order.tolist():
-        if not (kept[:count] <= loads[i]).all(1).any():
-            kept[count], count = loads[i], count + 1
+        if not (undominated[:count] <= loads[i]).all(1).any():
+            undominated[count], count = loads[i], count + 1
             best[keys[i]] = states[keys[i]]
     return best
 

@@ -105,20 +105,22 @@ class Planner:
             self._level(*self.levels.pop())
 
     def _level(self, subtrees: list[Subtree], parent: int, chain: int) -> None:
-        room = self.max_chain_tokens - chain
+        chain_room = self.max_chain_tokens - chain
         bins: list[_Bin] = []
         free: list[tuple[int, int]] = []  # (tokens that still fit, number of the bin), ascending
         for size, subtree in sorted(((self._size(s), s) for s in subtrees), reverse=True):
-            if size > room:
-                own, hanging = SubtreeCut(self.heights, subtree, self.max_tokens, room).best(self.discount)
-                top = int((own[1] - own[0]).sum())
-                self.levels.append((hanging, self._add(parent, own), chain + top))
+            if size > chain_room:
+                top_ranges, hanging = SubtreeCut(self.heights, subtree, self.max_tokens, chain_room).best(
+                    self.discount
+                )
+                top = int((top_ranges[1] - top_ranges[0]).sum())
+                self.levels.append((hanging, self._add(parent, top_ranges), chain + top))
                 continue
             fitting = range(bisect_left(free, (size, 0)), len(free))
             slot = next((i for i in fitting if self._may_share(subtree, bins[free[i][1]])), None)
             if slot is None:
                 above = (size - 1) // self.max_tokens * self.max_tokens  # in pieces before the last
-                insort(free, (min(self.max_tokens, room - above) - (size - above), len(bins)))
+                insort(free, (min(self.max_tokens, chain_room - above) - (size - above), len(bins)))
                 bins.append(_Bin(subtree[0], size))
             else:
                 left, number = free.pop(slot)

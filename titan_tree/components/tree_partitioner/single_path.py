@@ -52,10 +52,10 @@ def _chosen(tree: TokenTree, leaves: np.ndarray, max_tokens: int) -> list[int]:
     saving = [0] * len(length)  # the sum over the children, until the node itself is decided
     is_chosen = [False] * len(length)
     for node in range(len(parent) - 1, -2, -1):
-        own = (count[node] - 1) * length[node]
+        saving_here = (count[node] - 1) * length[node]
         fits = length[node] + total[node] - count[node] * length[node] <= max_tokens
-        if fits and own >= saving[node]:  # prefer fewer traversals
-            saving[node], is_chosen[node] = own, True
+        if fits and saving_here >= saving[node]:  # prefer fewer traversals
+            saving[node], is_chosen[node] = saving_here, True
         if node >= 0:
             above = parent[node]
             count[above] += count[node]

@@ -150,9 +150,9 @@ class SubtreeCut:
         their partitions. Larger hanging subtrees must be cut again, and a larger top leaves less room for
         that. A factor of at most 1, to the power of ``discount``, lowers the estimate for them.
         """
-        own = self._top(h)
-        hanging = (self.size - own)[self._hangs(h)]
-        top = int(own.sum())
+        top_tokens = self._top(h)
+        hanging = (self.size - top_tokens)[self._hangs(h)]
+        top = int(top_tokens.sum())
         room = self.room - top
         fits = int(hanging[hanging <= room].sum())
         large = int(hanging.sum()) - fits

@@ -66,7 +66,7 @@ def run_each(tree: TokenTree, traversals: Iterable[Sequence[int]]) -> list[Parti
                 last[node] = number
                 nodes.append(node)
                 node = parent[node]
-        own = node_tokens(tree, sorted(nodes))
-        partitions.append(in_tree_order(tree, -1, own, np.empty(0, np.int32), scores=~scored[own]))
-        scored[own] = True
+        tokens = node_tokens(tree, sorted(nodes))
+        partitions.append(in_tree_order(tree, -1, tokens, np.empty(0, np.int32), scores=~scored[tokens]))
+        scored[tokens] = True
     return partitions

@@ -186,6 +186,8 @@ class LibraryEncoder(TextEncoder):
                     f"which the package tokenizers gives it, got {id}; save the tokenizer again"
                 )
         self._ids = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if not self._ids:
+            raise UserError(f"{vocabulary.file}: model.vocab: expected at least one token, got none")
         self.vocab_size = max(self._ids) + 1
         raw = sorted((t.content for t in added.values() if not t.normalized), key=len, reverse=True)
         self._find_raw = re.compile("|".join(map(re.escape, raw)) or "(?!)").finditer

@@ -148,7 +148,7 @@ def _tool_call(call: object, where: str) -> Message:
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(arguments: object, where: str) -> dict[str, Any] | str:
+def _arguments(arguments: object, where: str) -> dict[str, object] | str:
     if isinstance(arguments, dict):
         return arguments
     if not isinstance(arguments, str):
@@ -161,7 +161,7 @@ def _arguments(arguments: object, where: str) -> dict[str, Any] | str:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(result := dict(pairs)) < len(pairs):
         raise ValueError("a repeated key")
     return result

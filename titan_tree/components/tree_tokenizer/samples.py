@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -42,8 +42,8 @@ class ConversationSampler:
     encoder: TextEncoder
     template: ChatTemplate
     messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]] | None
-    variables: dict[str, Any]  # template variables
+    tools: Sequence[dict[str, object]] | None
+    variables: dict[str, object]  # template variables
 
     def __post_init__(self) -> None:
         self._prompts = PrefixEncoder(self.encoder, self.template)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -46,7 +45,7 @@ class ChatTemplate:
         UserError: a syntax error in the template.
     """
 
-    def __init__(self, source: str, name: str, constants: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, source: str, name: str, constants: Mapping[str, object] | None = None) -> None:
         self.source = source
         self.name = name
         self.constants = dict(constants or {})
@@ -64,7 +63,7 @@ class ChatTemplate:
             raise self._error(error) from None
 
     @staticmethod
-    def load(template: str | Path, constants: Mapping[str, Any] | None = None) -> ChatTemplate:
+    def load(template: str | Path, constants: Mapping[str, object] | None = None) -> ChatTemplate:
         """Loads a built-in template by its name, a file, or a template given as text.
 
         Raises:
@@ -89,9 +88,9 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, object],
         json_texts: JsonTexts | None = None,
     ) -> str:
         """Returns the text of normalized messages with marked text spans; see ``spans`` and ``plain``.

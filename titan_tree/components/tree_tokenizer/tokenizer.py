@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import TokenPath
 
-Tools = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, object]]
 # Keys of tokenizer_config.json that chat templates read as variables.
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -173,7 +172,7 @@ class TreeTokenizer:
         messages: object,
         tools: Tools | None = None,
         add_generation_prompt: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Returns the conversation's text as the chat template renders it.
 
@@ -198,7 +197,7 @@ class TreeTokenizer:
         *,
         turns: Turns = "each",
         text_before_calls_is_reasoning: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> list[TokenPath]:
         """Returns the training samples of a conversation; none if it has no assistant message.
 
@@ -236,7 +235,7 @@ class TreeTokenizer:
         return self._template
 
 
-def _template_in_folder(folder: Path, config: Mapping[str, Any], config_file: Path) -> str | Path | None:
+def _template_in_folder(folder: Path, config: Mapping[str, object], config_file: Path) -> str | Path | None:
     """Returns chat_template.jinja, or else the text in tokenizer_config.json, or None without either.
 
     tokenizer_config.json may list several templates by name; the one called "default" counts.

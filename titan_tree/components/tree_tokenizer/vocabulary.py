@@ -34,6 +34,7 @@ QWEN3_CONTROL_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_BYTES = 1 << 27  # largest file of a tokenizer, decompressed
 
+Json = dict[str, Any]  # a JSON object
 NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
@@ -112,7 +113,7 @@ def read_tiktoken(
 class TokenizerJson:
     """A tokenizer.json whose pipeline only the library ``tokenizers`` reproduces."""
 
-    spec: dict[str, Any]  # the file's content, with the added tokens of tokenizer_config.json
+    spec: Json  # the file's content, with the added tokens of tokenizer_config.json
     file: str  # the file's path, for error messages
 
     @property
@@ -148,7 +149,7 @@ def read_hf(folder: Path) -> Vocabulary | TokenizerJson:
     return _byte_level_bpe(spec) or TokenizerJson(spec, str(path))
 
 
-def _byte_level_bpe(spec: dict[str, Any]) -> Vocabulary | None:
+def _byte_level_bpe(spec: Json) -> Vocabulary | None:
     """Returns the vocabulary of a pipeline that tiktoken reproduces, or None for any other one.
 
     It also returns None for a malformed pipeline, so that the error is that of the library.
@@ -184,7 +185,7 @@ def _byte_level_bpe(spec: dict[str, Any]) -> Vocabulary | None:
     return vocabulary
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Returns the JSON object in a file. Raises UserError with the file's name for other content."""
     content = _read_bytes(path)
     try:
@@ -198,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _steps(step: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
+def _steps(step: Json | None, children: str) -> list[Json]:
     """Returns the steps of a pipeline: none, one, or those of a Sequence, which may be nested."""
     if step is None:
         return []
@@ -207,7 +208,7 @@ def _steps(step: dict[str, Any] | None, children: str) -> list[dict[str, Any]]:
     return [inner for child in step[children] for inner in _steps(child, children)]
 
 
-def _pattern(steps: list[dict[str, Any]]) -> str | None:
+def _pattern(steps: list[Json]) -> str | None:
     """Returns the split pattern of [ByteLevel], or of [Split, ByteLevel without a pattern]; else None."""
     kinds = [step["type"] for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
@@ -223,11 +224,11 @@ def _pattern(steps: list[dict[str, Any]]) -> str | None:
     return split["pattern"].get("Regex")
 
 
-def _added_tokens(entries: Any, where: str) -> dict[str, dict[str, Any]]:
+def _added_tokens(entries: Any, where: str) -> dict[str, Json]:
     """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {shorten(entries)}")
-    added: dict[str, dict[str, Any]] = {}
+    added: dict[str, Json] = {}
     for id, entry in entries.items() if isinstance(entries, dict) else ((None, entry) for entry in entries):
         try:
             content, id = entry["content"], int(entry["id"] if id is None else id)

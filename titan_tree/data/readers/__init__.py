@@ -111,13 +111,13 @@ def find_files(files: Sequence[str]) -> list[str]:
     """
     if not files:
         raise UserError("data.files: expected at least one path or glob pattern, got none")
-    found = []
+    paths: list[str] = []
     for name in files:
         matches = [name] if name == DEMO or Path(name).exists() else sorted(glob.glob(name, recursive=True))
         if not matches:
             raise UserError(f"{name}: no such file")
-        found += matches
-    return found
+        paths += matches
+    return paths
 
 
 def read_records(

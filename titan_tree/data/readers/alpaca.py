@@ -30,8 +30,8 @@ class AlpacaReader(RowReader):
             messages += _turn(*(expect(text, str, where, "two strings") for text in pair))
         question = expect(row.get("instruction"), str, "instruction", "a string")
         if row.get("input"):
-            given = expect(row["input"], str, "input", "a string")
-            question = f"{question}\n{given}" if question else given
+            text = expect(row["input"], str, "input", "a string")
+            question = f"{question}\n{text}" if question else text
         messages += _turn(question, expect(row.get("output"), str, "output", "a string"))
         return {**without(row, FIELDS), "messages": messages}
 

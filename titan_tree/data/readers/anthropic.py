@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.chat import (
@@ -76,7 +75,7 @@ class AnthropicReader(RowReader):
         messages: list[Message] = []
         if system := text_of(row.get("system"), "system"):
             messages.append({"role": "system", "content": system})
-        names: dict[Any, Any] = {}  # of the tools, by the ids of calls
+        names: dict[object, object] = {}  # of the tools, by the ids of calls
         for index, message in enumerate(expect(row.get("messages"), list, "messages", "a list of messages")):
             messages += self._messages(message, names, f"messages[{index}]")
         record["messages"] = messages
@@ -87,8 +86,9 @@ class AnthropicReader(RowReader):
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         return record
 
-    def _messages(self, message: Any, names: dict[Any, Any], where: str) -> list[Message]:
-        role = expect(message, dict, where, "an object with role and content").get("role")
+    def _messages(self, message: object, names: dict[object, object], where: str) -> list[Message]:
+        message = expect(message, dict, where, "an object with role and content")
+        role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise UserError(f"{where}.role: expected user or assistant, got {shorten(role)}")
         content, where = message.get("content"), f"{where}.content"
@@ -103,7 +103,7 @@ class AnthropicReader(RowReader):
         parts = [part for block, place in blocks for part in self._parts(block, names, place)]
         return assistant_messages(parts) or [{"role": role, "content": ""}]
 
-    def _parts(self, block: Message, names: dict[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
+    def _parts(self, block: Message, names: dict[object, object], where: str) -> Iterator[tuple[str, object]]:
         kind = block.get("type")
         if kind == "text":
             yield "text", text_of([block], where)
@@ -119,7 +119,9 @@ class AnthropicReader(RowReader):
             raise not_text(where, kind)
 
 
-def _user_messages(role: str, blocks: list[tuple[Message, str]], names: dict[Any, Any]) -> list[Message]:
+def _user_messages(
+    role: str, blocks: list[tuple[Message, str]], names: dict[object, object]
+) -> list[Message]:
     """Returns the messages that the blocks of a user's message become, in order."""
     messages: list[Message] = []
     for block, where in blocks:
@@ -136,7 +138,7 @@ def _user_messages(role: str, blocks: list[tuple[Message, str]], names: dict[Any
     return messages or [{"role": role, "content": ""}]
 
 
-def _tool(tool: Any, where: str) -> Any:
+def _tool(tool: object, where: str) -> object:
     """Returns the tool's schema in OpenAI's spelling."""
     if not isinstance(tool, dict) or "input_schema" not in tool:
         if isinstance(tool, dict) and tool.get("type", "custom") not in ("custom", "function"):

@@ -26,7 +26,7 @@ PART_ORDER = {"reasoning": 0, "text": 1, "call": 2}  # of an assistant's message
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def assistant_messages(parts: Iterable[tuple[str, Any]]) -> list[Message]:
+def assistant_messages(parts: Iterable[tuple[str, object]]) -> list[Message]:
     """Returns the assistant messages that consist of these parts.
 
     A message holds reasoning, then text, then tool calls. A part that is out of this order starts another
@@ -72,7 +72,7 @@ def answered(prompt: list[Message], answer: list[Message]) -> Message:
     return {"messages": context + answer}
 
 
-def text_of(content: Any, where: str) -> str:
+def text_of(content: object, where: str) -> str:
     """Returns the text of a message's content: a string, null, or a list of text parts.
 
     Raises:
@@ -86,10 +86,11 @@ def text_of(content: Any, where: str) -> str:
     return "".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(parts))
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind = expect(part, dict, where, "a text part").get("type")
+    part = expect(part, dict, where, "a text part")
+    kind = part.get("type")
     if kind == "refusal":
         return expect(part.get("refusal"), str, f"{where}.refusal", "a string")
     if kind not in TEXT_PARTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import Any
 
 from titan_tree.data.readers import Record, Source, anthropic
 from titan_tree.data.readers.chat import (
@@ -40,8 +39,8 @@ class OpenAIChatReader(RowReader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""
-        found = first_rows(source)
-        return any(map(self.claims, found)) and not any(map(anthropic.claims, found))
+        first = first_rows(source)
+        return any(map(self.claims, first)) and not any(map(anthropic.claims, first))
 
     def claims(self, row: Record) -> bool:
         if isinstance(row.get("messages"), list | str):
@@ -131,14 +130,14 @@ def converted_request(row: Record) -> Record:
     return record
 
 
-def converted_messages(messages: Any, where: str) -> list[Message]:
+def converted_messages(messages: object, where: str) -> list[Message]:
     """Returns OpenAI's messages in the spelling that titan_tree's tokenizer reads."""
-    expect(messages, list, where, "a list of messages")
+    messages = expect(messages, list, where, "a list of messages")
     return [_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> Message:
-    expect(message, dict, where, "an object with role and content")
+def _message(message: object, where: str) -> Message:
+    message = expect(message, dict, where, "an object with role and content")
     result = without(message, ("function_call", "refusal", "audio", "annotations"))
     result["role"] = {"developer": "system", "function": "tool"}.get(
         str(message.get("role")), message.get("role")
@@ -159,19 +158,19 @@ def _message(message: Any, where: str) -> Message:
             raise UserError(
                 f"{where}.function_call: expected either this or tool_calls, got both; remove one"
             )
-        expect(legacy, dict, f"{where}.function_call", "an object with name and arguments")
+        legacy = expect(legacy, dict, f"{where}.function_call", "an object with name and arguments")
         result["tool_calls"] = [call(legacy.get("name"), legacy.get("arguments"), None)]
     return result
 
 
-def _tool_call(item: Any) -> Any:
+def _tool_call(item: object) -> object:
     """Returns a tool call; that of a custom tool has free text as its arguments."""
     if isinstance(item, dict) and isinstance(custom := item.get("custom"), dict):
         return call(custom.get("name"), custom.get("input"), item.get("id"))
     return item
 
 
-def _trajectory(trajectory: Any, index: int) -> Any:
+def _trajectory(trajectory: object, index: int) -> object:
     if not isinstance(trajectory, dict) or "messages" not in trajectory:
         return trajectory
     where = f"trajectories[{index}].messages"
@@ -182,5 +181,5 @@ def _are_equal(pair: tuple[Message, Message]) -> bool:
     return pair[0] == pair[1]
 
 
-def _are_messages(value: Any) -> bool:
+def _are_messages(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import (
     EARLIER_TURNS,
@@ -60,11 +58,11 @@ class OpenAIResponsesReader(RowReader):
         messages: list[Message] = []
         if instructions := row.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
-        given = row.get("input")
-        if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
-            given = []
-        prompt = self._messages(given, "input")
+        items = row.get("input")
+        if isinstance(items, str):
+            messages.append({"role": "user", "content": items})
+            items = []
+        prompt = self._messages(items, "input")
         if any(message["role"] == "assistant" for message in prompt) and row.get("output") is not None:
             self.warn(EARLIER_TURNS)
         messages += prompt
@@ -77,13 +75,14 @@ class OpenAIResponsesReader(RowReader):
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         return without(record, () if row.get("tools") is not None else ("tools",))
 
-    def _messages(self, items: Any, where: str) -> list[Message]:
+    def _messages(self, items: object, where: str) -> list[Message]:
         messages: list[Message] = []
-        parts: list[tuple[str, Any]] = []  # of the assistant, since the last message of another role
-        names: dict[str, Any] = {}  # of the tools, by the ids of calls
+        parts: list[tuple[str, object]] = []  # of the assistant, since the last message of another role
+        names: dict[str, object] = {}  # of the tools, by the ids of calls
         for index, item in enumerate(_items(items, where)):
             place = f"{where}[{index}]"
-            kind = expect(item, dict, place, "an item").get("type", "message")
+            item = expect(item, dict, place, "an item")
+            kind = item.get("type", "message")
             role = item.get("role") if kind == "message" else None
             if kind in OUTPUTS or (kind == "message" and role != "assistant"):
                 messages += [*assistant_messages(parts), _other_message(item, kind, names, place)]
@@ -108,7 +107,7 @@ class OpenAIResponsesReader(RowReader):
         return messages + assistant_messages(parts)
 
 
-def _other_message(item: Message, kind: str, names: dict[str, Any], where: str) -> Message:
+def _other_message(item: Message, kind: str, names: dict[str, object], where: str) -> Message:
     """Returns the message of a tool's output, or of a system, developer or user item."""
     if kind in OUTPUTS:
         identifier = item.get("call_id")
@@ -137,11 +136,11 @@ def _reasoning(item: Message, where: str) -> str:
     return ""
 
 
-def _items(items: Any, where: str) -> list[Any]:
+def _items(items: object, where: str) -> list[object]:
     return [] if items is None else expect(items, list, where, "a list of items")
 
 
-def _are_items(value: Any) -> bool:
+def _are_items(value: object) -> bool:
     """Returns whether a value is a list of items: messages, or objects with a type that Responses has."""
     kinds = ("message", "reasoning", "function_call", "function_call_output")
     return isinstance(value, list) and any(
@@ -150,7 +149,7 @@ def _are_items(value: Any) -> bool:
     )
 
 
-def _tool(tool: Any, where: str) -> Any:
+def _tool(tool: object, where: str) -> object:
     """Returns the tool's schema in the spelling of Chat Completions."""
     if not isinstance(tool, dict) or "function" in tool:
         return tool

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, call, without
 from titan_tree.data.readers.rows import RowReader, expect
@@ -48,12 +46,12 @@ class ShareGptReader(RowReader):
         return {**record, "messages": messages}
 
 
-def _message(turn: Any, where: str) -> Message:
-    expect(turn, dict, where, "an object with from and value")
+def _message(turn: object, where: str) -> Message:
+    turn = expect(turn, dict, where, "an object with from and value")
     speaker, value = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UserError(f"{where}.from: expected one of {', '.join(ROLES)}, got {shorten(speaker)}")
-    expect(value, str, f"{where}.value", "a string")
+    value = expect(value, str, f"{where}.value", "a string")
     for name in without(turn, ("from", "value")):
         if turn[name] is not None:
             raise UserError(f"{where}.{name}: expected only from and value; remove the field")
@@ -68,7 +66,7 @@ def _message(turn: Any, where: str) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": converted}
 
 
-def _tool(tool: Any) -> Any:
+def _tool(tool: object) -> object:
     """Returns a schema in OpenAI's envelope {"type": "function", "function": ...}."""
     is_bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
     return {"type": "function", "function": tool} if is_bare else tool

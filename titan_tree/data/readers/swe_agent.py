@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, text_of
@@ -67,7 +66,7 @@ def _message(message: Message, where: str) -> Message:
         raise UserError(
             f"{where}.is_demo: a demonstration is not the agent's own turn; remove the demonstration"
         )
-    kept: dict[str, Any] = {name: message[name] for name in message if name not in BOOKKEEPING}
+    kept: dict[str, object] = {name: message[name] for name in message if name not in BOOKKEEPING}
     if thoughts := kept.pop("thinking_blocks", None):
         texts = [
             block.get("thinking") for block in expect(thoughts, list, f"{where}.thinking_blocks", "a list")

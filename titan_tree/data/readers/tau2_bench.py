@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
@@ -50,12 +49,14 @@ class Tau2BenchReader(Reader):
 
 
 def _simulation(simulation: Record, environment: Record) -> Record:
-    given = expect(simulation.get("messages"), list, "messages", "a list of messages")
+    recorded = expect(simulation.get("messages"), list, "messages", "a list of messages")
     messages: list[Message] = []
     policy = environment.get("policy")
-    if policy and not any(isinstance(message, dict) and message.get("role") == "system" for message in given):
+    if policy and not any(
+        isinstance(message, dict) and message.get("role") == "system" for message in recorded
+    ):
         messages.append({"role": "system", "content": policy})
-    for index, message in enumerate(given):
+    for index, message in enumerate(recorded):
         messages += _seen_by_agent(message, f"messages[{index}]")
     reward_info = expect(simulation.get("reward_info") or {}, dict, "reward_info", "an object")
     tools = environment.get("tool_defs")
@@ -66,9 +67,10 @@ def _simulation(simulation: Record, environment: Record) -> Record:
     }
 
 
-def _seen_by_agent(message: Any, where: str) -> list[Message]:
+def _seen_by_agent(message: object, where: str) -> list[Message]:
     """Returns the message as the agent saw it, or nothing if it did not."""
-    role = expect(message, dict, where, "an object with role and content").get("role")
+    message = expect(message, dict, where, "an object with role and content")
+    role = message.get("role")
     if message.get("requestor") == "user" or (role == "user" and message.get("tool_calls")):
         return []
     content = text_of(message.get("content"), f"{where}.content")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.containers import first_rows, load_document
@@ -33,12 +32,15 @@ class TauBenchReader(Reader):
         )
 
 
-def by_task(results: list[tuple[Place, Any, Any]]) -> Iterator[tuple[Place, Record]]:
+def by_task(
+    results: Iterable[tuple[Place, object, Callable[[Record], Record]]],
+) -> Iterator[tuple[Place, Record]]:
     """Yields the record of each (place, result, conversion), results of one task next to each other."""
-    tasks: dict[str, list[tuple[Place, Any, Any]]] = {}
-    for place, result, convert in results:
+    tasks: dict[str, list[tuple[Place, Record, Callable[[Record], Record]]]] = {}
+    for place, item, convert in results:
         with errors_at(place):
-            task = expect(result, dict, "result", "an object with task_id").get("task_id")
+            result = expect(item, dict, "result", "an object with task_id")
+            task = result.get("task_id")
             if isinstance(task, bool) or not isinstance(task, str | int):
                 raise UserError(f"task_id: expected a string or an integer, got {shorten(task)}")
         tasks.setdefault(str(task), []).append((place, result, convert))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import without
@@ -72,13 +71,13 @@ class TokenRowReader(RowReader):
             _are_ids(row.get(name)) for name in RESPONSES
         ):
             return True
-        own = {"tokens", "input_ids"} & row.keys() and not _foreign(row)
-        return not own and any(_are_ids(row.get(name)) for name in WHOLE)
+        is_own_schema = {"tokens", "input_ids"} & row.keys() and not _foreign(row)
+        return not is_own_schema and any(_are_ids(row.get(name)) for name in WHOLE)
 
     def convert(self, row: Record) -> Record:
         tokens, num_prompt = _tokens(row)
         columns = _Columns(row, len(tokens), num_prompt)
-        kept = _kept(row, columns)
+        is_real = _real_tokens(row, columns)
         record: Record = {"tokens": tokens, "loss_mask": _loss_mask(row, columns, tokens)}
         for field, names in PER_TOKEN.items():
             if (name := _only(row, names)) is not None:
@@ -90,8 +89,8 @@ class TokenRowReader(RowReader):
             record.setdefault("id", row["index"])
         if (name := _only(row, TEMPERATURES)) is not None:
             record["temperature"] = _temperature(columns, name, record["loss_mask"])
-        if not all(kept):
-            _remove_padding(record, kept)
+        if not all(is_real):
+            _remove_padding(record, is_real)
         return {**without(row, KNOWN), **record}
 
 
@@ -101,12 +100,12 @@ class _Columns:
     def __init__(self, row: Record, num_tokens: int, num_prompt: int) -> None:
         self.row, self.num_tokens, self.num_prompt = row, num_tokens, num_prompt
 
-    def values(self, name: str, fill: float | None) -> Any:
+    def values(self, name: str, fill: float | None) -> object:
         """Returns one value per token, with ``fill`` for the prompt, or the single number of the row."""
         column = self.row[name]
         if isinstance(column, int | float) and not isinstance(column, bool):
             return column
-        expect(column, list, name, "a list of numbers")
+        column = expect(column, list, name, "a list of numbers")
         num_response = self.num_tokens - self.num_prompt
         if len(column) == num_response:
             return [fill] * self.num_prompt + column
@@ -159,8 +158,8 @@ def _loss_mask(row: Record, columns: _Columns, tokens: list[int]) -> list[float]
     return product
 
 
-def _mask_of_labels(labels: Any, tokens: list[int]) -> list[int]:
-    expect(labels, list, "labels", "a list of token ids")
+def _mask_of_labels(labels: object, tokens: list[int]) -> list[int]:
+    labels = expect(labels, list, "labels", "a list of token ids")
     if len(labels) != len(tokens):
         raise UserError(f"labels: expected {len(tokens)} entries, one per token, got {len(labels)}")
     for index, (label, token) in enumerate(zip(labels, tokens, strict=True)):
@@ -169,38 +168,38 @@ def _mask_of_labels(labels: Any, tokens: list[int]) -> list[int]:
     return [int(label != -100) for label in labels]
 
 
-def _kept(row: Record, columns: _Columns) -> list[bool]:
+def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
     """Returns for each token whether it is not padding."""
     attention = row.get("attention_mask")
     if attention is None:
-        kept = [True] * columns.num_tokens
+        is_real = [True] * columns.num_tokens
     else:
-        expect(attention, list, "attention_mask", "a list of 0 and 1")
+        attention = expect(attention, list, "attention_mask", "a list of 0 and 1")
         if len(attention) != columns.num_tokens:
             raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(attention)}")
-        kept = [bool(entry) for entry in attention]
+        is_real = [bool(entry) for entry in attention]
     prompt_mask = row.get("prompt_mask")
     if prompt_mask is None or not any(expect(prompt_mask, list, "prompt_mask", "a list of 0 and 1")):
-        return kept
+        return is_real
     if len(prompt_mask) != columns.num_prompt or sorted(map(bool, prompt_mask)) != list(
         map(bool, prompt_mask)
     ):
         raise UserError(
             f"prompt_mask: expected {columns.num_prompt} entries: 0 for padding at the left, then 1; or all 0"
         )
-    return [*map(bool, prompt_mask), *kept[columns.num_prompt :]]
+    return [*map(bool, prompt_mask), *is_real[columns.num_prompt :]]
 
 
-def _remove_padding(record: Record, kept: list[bool]) -> None:
+def _remove_padding(record: Record, is_real: list[bool]) -> None:
     """Removes the tokens that are padding, and their values."""
     for field in ("tokens", "loss_mask", "routed_experts", *PER_TOKEN):
         if isinstance(values := record.get(field), list):
-            if len(values) != len(kept):
-                raise UserError(f"{field}: expected {len(kept)} entries beside padding, got {len(values)}")
-            record[field] = [value for value, keep in zip(values, kept, strict=True) if keep]
+            if len(values) != len(is_real):
+                raise UserError(f"{field}: expected {len(is_real)} entries beside padding, got {len(values)}")
+            record[field] = [value for value, real in zip(values, is_real, strict=True) if real]
 
 
-def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> Any:
+def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> object:
     values = columns.values(name, None)
     if not isinstance(values, list):
         return values
@@ -216,12 +215,12 @@ def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> Any:
 
 def _only(row: Record, names: Iterable[str]) -> str | None:
     """Returns the name that the row has; two names of one field are an error."""
-    found = [name for name in names if row.get(name) is not None]
-    if len(found) > 1:
+    present = [name for name in names if row.get(name) is not None]
+    if len(present) > 1:
         raise UserError(
-            f"{found[1]}: expected only one of {' and '.join(found)}, which mean the same; remove one"
+            f"{present[1]}: expected only one of {' and '.join(present)}, which mean the same; remove one"
         )
-    return found[0] if found else None
+    return present[0] if present else None
 
 
 def _ids(row: Record, name: str) -> list[int]:
@@ -231,15 +230,31 @@ def _ids(row: Record, name: str) -> list[int]:
     return ids
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
 def _foreign(row: Record) -> set[str]:
     """Returns the columns that titan_tree's own schema does not have."""
-    own = {"loss_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "policy_version", "advantage"}
-    own |= {"reward", "group_id", "rollout_id", "id", "routed_experts", "temperature", "tokens", "input_ids"}
-    return (KNOWN - own - set(BOOKKEEPING)) & row.keys() | ({"response_length", "labels"} & row.keys())
+    own_schema = {
+        "loss_mask",
+        "old_logprobs",
+        "ref_logprobs",
+        "rollout_logprobs",
+        "policy_version",
+        "advantage",
+    }
+    own_schema |= {
+        "reward",
+        "group_id",
+        "rollout_id",
+        "id",
+        "routed_experts",
+        "temperature",
+        "tokens",
+        "input_ids",
+    }
+    return (KNOWN - own_schema - set(BOOKKEEPING)) & row.keys() | ({"response_length", "labels"} & row.keys())
 
 
 KNOWN = {

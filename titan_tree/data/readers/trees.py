@@ -49,14 +49,14 @@ class TreeReader(RowReader):
         parents = _parents(nodes)
         ends = _sample_ends(nodes, parents)
         prompt = row.get("prompt") or []
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        shared = converted_messages(given, "prompt")
+        prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        shared = converted_messages(prompt_messages, "prompt")
         trajectories = [_sample(nodes, parents, end, shared) for end in ends]
         return {**without(row, ("nodes", "prompt")), "trajectories": trajectories}
 
 
-def _check_node(node: Any, where: str) -> None:
-    expect(node, dict, where, "an object")
+def _check_node(node: object, where: str) -> None:
+    node = expect(node, dict, where, "an object")
     kinds = [kind for kind in KINDS if node.get(kind) is not None]
     if len(kinds) != 1:
         raise UserError(f"{where}: expected one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
@@ -175,7 +175,7 @@ def _joined_tokens(nodes: list[Node], path: list[int]) -> Record:
     return record
 
 
-def _node_values(node: Node, name: str, default: Any, index: int) -> list[Any]:
+def _node_values(node: Node, name: str, default: object, index: int) -> list[object]:
     value, count = node.get(name), len(node["tokens"])
     if not isinstance(value, list):
         return [default if value is None else value] * count

@@ -85,7 +85,7 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
     _check(folder, stored, needed)
     if copied is not None:
         _check_copied_embedding(folder, files, copied, shards[EMBEDDING])
-    rows_by_tensor = {name: found for each in needed for name, found in each.rows_by_tensor().items()}
+    rows_by_tensor = {tensor: rows for match in needed for tensor, rows in match.rows_by_tensor().items()}
     return _finite_parts(files, rows_by_tensor, shards)
 
 

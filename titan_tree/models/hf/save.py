@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -18,6 +17,7 @@ from torch import Tensor
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import Decoder
+from titan_tree.models.decoder_config import ConfigJson
 from titan_tree.models.hf.names import NOT_LOADED, PREFIX, TEXT_PREFIX, hf_name, pack, split_experts
 from titan_tree.models.hf.snapshot_files import (
     CONFIG,
@@ -62,7 +62,7 @@ class _Export:
         files: files of the source to copy.
     """
 
-    config: dict[str, Any]
+    config: ConfigJson
     prefix: str = PREFIX
     other_weights: dict[str, Tensor] = field(default_factory=dict)
     files: Sequence[Path] = ()
@@ -125,7 +125,7 @@ def snapshot_prefix(source: str | Path | None) -> str:
     return TEXT_PREFIX if nested else PREFIX
 
 
-def _with_source(model: Decoder, config: dict[str, Any], source: Path) -> _Export:
+def _with_source(model: Decoder, config: ConfigJson, source: Path) -> _Export:
     """Returns the export of a model that was loaded from ``source``, with the model's own ``config``."""
     files = copied_files(source)
     if (source / CONFIG).is_file():
@@ -142,8 +142,8 @@ def copied_files(source: Path) -> list[Path]:
     return files
 
 
-def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dict[str, Any], str]:
-    """Returns the source's config.json with the model's ``own`` sizes, and the prefix of the weights' names.
+def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tuple[ConfigJson, str]:
+    """Returns the source's config.json with ``sizes_to_save``, and the prefix of the weights' names.
 
     If the source is a model with vision, the text model's config becomes its ``text_config``.
     """
@@ -155,15 +155,17 @@ def _merged_config(model: Decoder, own: dict[str, Any], path: Path) -> tuple[dic
         )
     text = source.get("text_config")
     before = source if text is None else text
-    own = own | {"rope_parameters": (before.get("rope_parameters") or {}) | own["rope_parameters"]}
+    sizes_to_save = sizes_to_save | {
+        "rope_parameters": (before.get("rope_parameters") or {}) | sizes_to_save["rope_parameters"]
+    }
     dropped = {"quantization_config", "torch_dtype", "partial_rotary_factor", "full_attention_interval"}
     sizes = {*vars(model.config), *dropped, "rope_parameters", "rope_scaling", "layer_types"}
     identity = {"dtype", "architectures", "model_type"}
-    config = own | {name: value for name, value in before.items() if name not in sizes | identity}
+    config = sizes_to_save | {name: value for name, value in before.items() if name not in sizes | identity}
     if text is None:
         return config, PREFIX
-    kept = {name: value for name, value in source.items() if name not in dropped}
-    return kept | {"text_config": config, "dtype": own["dtype"]}, TEXT_PREFIX
+    vision_config = {name: value for name, value in source.items() if name not in dropped}
+    return vision_config | {"text_config": config, "dtype": sizes_to_save["dtype"]}, TEXT_PREFIX
 
 
 def _weights_not_loaded(folder: Path) -> dict[str, Tensor]:

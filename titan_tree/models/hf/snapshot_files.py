@@ -53,8 +53,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLES]
-        found = f"only {pickles[0]}, a pickle, which can run code; convert it" if pickles else "neither"
-        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found {found}")
+        what_exists = f"only {pickles[0]}, a pickle, which can run code; convert it" if pickles else "neither"
+        raise UserError(f"{folder}: expected {WEIGHTS} or {INDEX}, found {what_exists}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX}: expected a table weight_map from tensor to file")

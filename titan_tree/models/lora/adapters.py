@@ -51,13 +51,13 @@ def add_lora(model: TreeModel, lora: LoRA, dtype: torch.dtype | None = None) -> 
 
 def adaptable(model: nn.Module) -> list[str]:
     """Returns the names that LoRA can target: of linears of the layers, and of weights of routed experts."""
-    found = []
+    names = []
     for path, module in model.named_modules():
         if path.startswith("layers.") and isinstance(module, nn.Linear):
-            found += [path] if path.rpartition(".")[2] not in ROUTERS else []
+            names += [path] if path.rpartition(".")[2] not in ROUTERS else []
         elif isinstance(module, Experts) or is_fused(module):
-            found += [f"{path}.{weight}" for weight in EXPERTS]
-    return found
+            names += [f"{path}.{weight}" for weight in EXPERTS]
+    return names
 
 
 def quantizable(model: nn.Module, multiple: int) -> dict[str, nn.Linear]:
@@ -136,7 +136,7 @@ def merge(model: TreeModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights of the model without LoRA that computes the same.
 
     Args:
-        weights: of ``model``, by its names; not sharded. Sums are rounded to the dtype of the weight.
+        weights: the weights of ``model`` by its names; not sharded. Sums are rounded to the weight's dtype.
     """
     assert model.lora is not None
     # Quantized weights are dequantized by ``to``, which returns others as they are.
@@ -161,7 +161,7 @@ def leave_out_frozen(module: nn.Module) -> None:
     # Names of checkpointed layers are longer here.
     missing = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
-    def drop(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+    def drop(_: nn.Module, state_dict: dict[str, object], prefix: str, __: object) -> None:
         for name in frozen:
             state_dict.pop(prefix + name, None)
 

@@ -61,7 +61,7 @@ def load_adapter(model: TreeModel, folder: str | Path) -> None:
 
     Args:
         model: without LoRA, not sharded.
-        folder: with adapter_config.json and adapter_model.safetensors.
+        folder: a folder with adapter_config.json and adapter_model.safetensors.
     Raises:
         UserError: the adapter is incomplete, does not fit the model, or is more than plain LoRA.
     """
@@ -79,7 +79,7 @@ def read_adapter(model: TreeModel, folder: str | Path) -> Adapter:
     with open_weights(folder / ADAPTER) as file:
         stored: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     names = {_hf_module(name): name for name in adaptable(model)}
-    has_down = any(str(each).endswith("down_proj") for each in config.get("target_parameters") or ())
+    has_down = any(str(name).endswith("down_proj") for name in config.get("target_parameters") or ())
     weights: dict[str, Tensor] = {}
     chosen: set[str] = set()
     for key, tensor in stored.items():
@@ -121,7 +121,7 @@ def save_adapter(
     """Saves the adapter of ``model`` as PEFT does. PEFT and inference engines can load it.
 
     Args:
-        model: with LoRA.
+        model: a model with LoRA.
         folder: must be empty or not exist.
         state_dict: the factors, by the model's names; needed if the model's own are sharded.
         source: the snapshot that the base was loaded from. The adapter names it.

@@ -33,7 +33,7 @@ class TreeInputs:
 
     Args:
         attention, gdn: the kernels. Only recurrent layers need the latter.
-        layout: of the tokens, as ``TreeModel.prepare`` returns it.
+        layout: the tokens' layout, as ``TreeModel.prepare`` returns it.
     """
 
     attention: TreeAttention
@@ -105,7 +105,7 @@ def tree_attention(
     s_aux: Tensor | None = None,
     tree: TreeInputs | Probe | None = None,
     without_tree: str = "sdpa",
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention as transformers calls it.
 
@@ -145,7 +145,7 @@ class PartitionCache:
 
     Args:
         rows: what earlier partitions exported, two tensors. Those of attention are [R, heads, size].
-        layout: of the partition.
+        layout: the partition's layout.
     Attributes:
         exports: the same of this partition's tokens, for later partitions.
     """
@@ -154,7 +154,7 @@ class PartitionCache:
         self.rows, self.layout = rows, layout
         self.exports: tuple[Tensor, ...] = ()
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Returns keys and values of all M keys of the partition, from those of its own N tokens.
 
         Args:
@@ -163,16 +163,16 @@ class PartitionCache:
         assert self.layout.exports is not None
         assert self.layout.key_source is not None
         # Under autocast, keys may have another dtype than the rows of earlier partitions.
-        own = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
-        self.exports = tuple(x.index_select(0, self.layout.exports) for x in own)
+        own_rows = [x[0].transpose(0, 1).to(self.rows[0].dtype) for x in (keys, values)]
+        self.exports = tuple(x.index_select(0, self.layout.exports) for x in own_rows)
         joined = (
             torch.cat(pair).index_select(0, self.layout.key_source)
-            for pair in zip(self.rows, own, strict=True)
+            for pair in zip(self.rows, own_rows, strict=True)
         )
         all_keys, all_values = (x.transpose(0, 1)[None] for x in joined)
         return all_keys, all_values
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         """Returns 0: positions are given explicitly."""
         return 0
 
@@ -183,11 +183,11 @@ class ProbedKeys:
 
     shapes: list[tuple[int, int]] = field(default_factory=list)  # (heads, size)
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.shapes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
         return keys, values
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, *_: object) -> int:
         return 0
 
 

@@ -52,8 +52,8 @@ class TransformersBlock(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        positional: Sequence[Any],
-        named: Mapping[str, Any],
+        positional: Sequence[object],
+        named: Mapping[str, object],
         layout: TreeLayout,
         rows: Sequence[Tensor],
     ) -> LayerOutput:
@@ -62,8 +62,10 @@ class TransformersBlock(nn.Module):
         Args:
             hidden: [1, N, d].
             positional, named: the other arguments that transformers gives the layer.
-            layout: of the tokens, with the plan of TreeAttention.
-            rows: in a partition, what the layer exported in earlier ones; otherwise ().
+            layout: the tokens' layout, with the plan of TreeAttention.
+            rows: what the layer exported in earlier partitions; () outside of partitions.
+        Returns:
+            Hidden states [1, N, d], and in a partition two exported tensors.
         """
         cache = PartitionCache(rows, layout) if rows else None
         tree = {KEYWORD: TreeInputs(self.attention, layout, self.gdn), CACHE: cache}
@@ -72,19 +74,26 @@ class TransformersBlock(nn.Module):
 
 
 @dataclass
-class Pass:
+class LayerPass:
     """One pass over all layers: what their blocks read and export.
 
     Args:
-        layout: of the batch.
-        rows: in a partition, two tensors for each layer; otherwise ().
+        layout: the batch's layout.
+        rows: two tensors for each layer; () outside of partitions.
     """
 
     layout: TreeLayout
     rows: Sequence[Tensor]
     exports: list[Tensor] = field(default_factory=list)
 
-    def run(self, index: int, block: nn.Module, hidden: Tensor, positional: Any, named: Any) -> Tensor:
+    def run(
+        self,
+        index: int,
+        block: nn.Module,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+    ) -> Tensor:
         """Runs the block of the layer ``index`` and returns its hidden states."""
         out = block(hidden, positional, named, self.layout, tuple(self.rows[2 * index : 2 * index + 2]))
         self.exports += out.exports
@@ -121,7 +130,14 @@ class Survey:
 
     sizes: list[LayerSizes] = field(default_factory=list)
 
-    def run(self, index: int, block: nn.Module, hidden: Tensor, positional: Any, named: Any) -> Tensor:
+    def run(
+        self,
+        index: int,
+        block: nn.Module,
+        hidden: Tensor,
+        positional: Sequence[object],
+        named: Mapping[str, object],
+    ) -> Tensor:
         """Records the sizes of the layer ``index`` and returns ``hidden``."""
         layer = block.get_submodule("layer")
         if (mixer := recurrent_mixer(layer)) is not None:
@@ -169,7 +185,7 @@ class _LayerCall:
     def __init__(self, blocks: nn.ModuleList, index: int, layer: nn.Module) -> None:
         self._blocks, self._index, self._layer = blocks, index, layer
 
-    def __call__(self, hidden: Tensor, *positional: Any, **named: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, *positional: object, **named: Any) -> Tensor:
         current = named.pop(KEYWORD)
         return current.run(self._index, self._blocks[self._index], hidden, positional, named)
 

@@ -58,7 +58,7 @@ def generating(model: TreeModel) -> PreTrainedModel:
 def _from_decoder(model: Decoder) -> Any:
     """Returns the model of transformers with the blocks, the embedding and the last norm of ``model``."""
     # Transformers packs the projections of some families. The family that they derive from has them as here.
-    family = next(each for each in type(model).__mro__ if not getattr(each, "publishes_packed", False))
+    family = next(base for base in type(model).__mro__ if not getattr(base, "publishes_packed", False))
     made = _on_meta(AutoConfig.for_model(**family.Config.to_hf(model.config)), "sdpa")  # type: ignore[attr-defined]
     base = made.base_model
     _share(base, model, "embed_tokens", "norm")
@@ -72,22 +72,22 @@ def _from_decoder(model: Decoder) -> Any:
     return made
 
 
-def _share_mixer(own: Any, trained: nn.Module) -> None:
+def _share_mixer(mixer: Any, trained: nn.Module) -> None:
     """Gives attention or Gated DeltaNet of transformers the modules and parameters of the trained one."""
-    kept = {"conv1d", "norm"} if isinstance(trained, GatedDeltaNet) else set()
-    _share(own, trained, *((trained._modules.keys() & own._modules.keys()) - kept))
+    kept_modules = {"conv1d", "norm"} if isinstance(trained, GatedDeltaNet) else set()
+    _share(mixer, trained, *((trained._modules.keys() & mixer._modules.keys()) - kept_modules))
     if isinstance(trained, GatedDeltaNet):
         # The same dicts, because ``cast_weights`` replaces their values.
-        own._parameters, own.conv1d._parameters = trained._parameters, trained.conv1d._parameters
-        own.conv1d.bias = None
-        own.norm = _GatedNorm(trained.norm)
+        mixer._parameters, mixer.conv1d._parameters = trained._parameters, trained.conv1d._parameters
+        mixer.conv1d.bias = None
+        mixer.norm = _GatedNorm(trained.norm)
 
 
-def _share(own: nn.Module, trained: nn.Module, *names: str) -> None:
+def _share(module: nn.Module, trained: nn.Module, *names: str) -> None:
     """Replaces modules of transformers by those of the same name in a module that is trained."""
     for name in names:
-        own.get_submodule(name)  # raises AttributeError if there is none
-        setattr(own, name, trained.get_submodule(name))
+        module.get_submodule(name)  # raises AttributeError if there is none
+        setattr(module, name, trained.get_submodule(name))
 
 
 def _from_layers(model: TreeModel) -> Any:
@@ -96,7 +96,9 @@ def _from_layers(model: TreeModel) -> Any:
     # Without a tree, the layers call transformers' own attention. "sdpa" ignores soft caps and sinks.
     scorings = [layer.call.scoring for layer in model.sizes if layer.call is not None]
     base: Any = model.base
-    fits = base._supports_sdpa and all(each.softcap is None and each.sinks is None for each in scorings)
+    fits = base._supports_sdpa and all(
+        scoring.softcap is None and scoring.sinks is None for scoring in scorings
+    )
     attention = NAMES["sdpa" if fits else "eager"]
     base.set_attn_implementation(attention)
     made = _on_meta(copy.deepcopy(model.hf_config), attention)

@@ -80,8 +80,8 @@ class InPlaceModel(TransformersModel):
         Args:
             root: contains the model, and passes it keyword arguments that it does not know, such as an FSDP2
                 module or a PeftModel.
-            compute_dtype: of the activations; None: that of the weights.
-            device: of the computation; None: that of the weights, which FSDP2 may keep on the host.
+            compute_dtype: dtype of the activations; None: that of the weights.
+            device: device of the computation; None: that of the weights, which FSDP2 may keep on the host.
         Raises:
             UserError: the output projection has been replaced.
         """
@@ -150,7 +150,7 @@ class _InPlacePass:
     It is no dataclass, because FSDP2 copies dataclasses among the arguments of a layer.
 
     Args:
-        layout, rows: see ``Pass``.
+        layout, rows: see ``LayerPass``.
         tree: what the mixers get as the argument ``KEYWORD``.
     """
 
@@ -159,7 +159,7 @@ class _InPlacePass:
         self.exports: list[Tensor] = []
         self._exported = 0  # layers
 
-    def mix(self, mixer: _Mixer, positional: Any, named: Mapping[str, Any]) -> Any:
+    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, Any]) -> Any:
         """Calls a mixer and returns what it returns."""
         rows = self.rows[2 * mixer.index : 2 * mixer.index + 2]
         cache = PartitionCache(rows, self.layout) if rows else None
@@ -174,7 +174,7 @@ class _InPlacePass:
 class _InPlaceSurvey(Survey):
     """A pass that runs mixers only up to the attention function, and records sizes."""
 
-    def mix(self, mixer: _Mixer, positional: Any, named: Mapping[str, Any]) -> Any:
+    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, Any]) -> Any:
         """Records the sizes of a layer and returns the mixer's input in place of its output."""
         hidden = named["hidden_states"]
         if mixer.cache == RECURRENT_CACHE:
@@ -193,7 +193,7 @@ def _mix_on_trees(index: int, module: nn.Module, cache: str) -> None:
     mixer = _Mixer(index, module, plain, cache)
 
     @functools.wraps(plain)
-    def forward(*positional: Any, **named: Any) -> Any:
+    def forward(*positional: object, **named: Any) -> Any:
         current: _InPlacePass | _InPlaceSurvey | None = named.get(KEYWORD)
         if current is None:
             return plain(*positional, **named)
@@ -207,7 +207,7 @@ def _run_calls_inside(module: nn.Module) -> None:
     plain = module.forward
 
     @functools.wraps(plain)
-    def forward(*positional: Any, **named: Any) -> Any:
+    def forward(*positional: object, **named: Any) -> Any:
         call: Callable[..., Any] | None = named.pop(CALL, None)
         return plain(*positional, **named) if call is None else call(*positional)
 

@@ -18,8 +18,8 @@ from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention_function import NAME, arguments
 from titan_tree.models.transformers.blocks import (
     LayerCalls,
+    LayerPass,
     LayerSizes,
-    Pass,
     Survey,
     TransformersBlock,
 )
@@ -125,7 +125,7 @@ class TransformersModel(TreeModel):
 
     def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
         """Returns what layers get as the argument ``KEYWORD``."""
-        return Pass(layout, rows)
+        return LayerPass(layout, rows)
 
     def _run(self, tokens: Tensor, positions: Tensor, current: Any) -> Tensor:
         """Returns the hidden states [N, d] after the last norm."""

@@ -49,7 +49,7 @@ def fill(model: TransformersModel, folder: str | Path, shards: WeightShards) -> 
     model, because transformers computes constants in that dtype.
 
     Args:
-        model: on its device, with uninitialized weights; may be sharded.
+        model: a model on its device, with uninitialized weights; may be sharded.
         shards: the part of each parameter that this rank holds.
     Raises:
         UserError: a part of the snapshot is missing, unexpected or damaged.
@@ -72,7 +72,7 @@ def save(model: TransformersModel, folder: Path, weights: Mapping[str, Tensor], 
 
     Args:
         folder: must exist.
-        weights: by the model's names.
+        weights: tensors by the model's names.
     """
     config = copy.deepcopy(model.hf_config)
     config.dtype = next(iter(weights.values())).dtype

@@ -8,7 +8,6 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -90,7 +89,7 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
     """Raises UserError unless a model with this config is exact on trees.
 
     Args:
-        config: of the text model.
+        config: the text model's configuration.
         where: the config's source, for the message.
     """
     name = config.model_type
@@ -165,7 +164,7 @@ def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> No
             )
 
 
-def _rope_types(parameters: Any) -> list[str]:
+def _rope_types(parameters: object) -> list[str]:
     """Returns the RoPE types of a config, which may have a table for each type of layer."""
     if not isinstance(parameters, dict):
         return []

@@ -91,7 +91,7 @@ class Engine(ABC):
 
         Raises:
             UserError: the answer is not one whole turn, or comes from other weights than the last push.
-            UserError, StoppedError: as ``ServerClient.post``.
+            UserError, StoppedError: errors of ``ServerClient.post``.
         """
         answer = self.client.post(self.sampling_path, self._sampling_request(context, limit, stop, seed))
         self._check_version(self._version_in(answer))

@@ -92,11 +92,10 @@ class ServerSampler:
         Raises:
             UserError: the server did not take over the weights.
         """
-        url = self.client.url
         if self.engine.settings is not None:
             self.engine.push(model, step)
         elif not self._has_warned:
-            self._has_warned = True
+            self._has_warned, url = True, self.client.url
             logger.warning("%s: nothing sends the trained weights to it, so its own may be stale", url)
 
     def close(self) -> None:

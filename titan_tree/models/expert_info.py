@@ -20,7 +20,7 @@ class ExpertInfo:
     """The mixtures of experts in one model. ``Decoder.experts`` is None for a dense model.
 
     Args:
-        layers: for each layer of the model its mixture of experts, or None for a dense layer; at least one
+        layers: the mixture of experts of each layer of the model, or None for a dense layer; at least one
             layer has experts.
     Attributes:
         sizes: L, k and E.
