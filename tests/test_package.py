@@ -1,6 +1,8 @@
 """The package as a whole: public names, the direction of imports, and what is imported only when needed."""
 
 import ast
+import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -181,3 +183,12 @@ def test_mypy_accepts_the_code_in_the_readme_and_knows_every_public_name(tmp_pat
     assert len(README_BLOCKS) >= 1
     assert len(errors) == 1, run.stdout + run.stderr
     assert 'wrong.py:3: error: "type[TokenTree]" has no attribute "from_path"' in errors[0]
+
+
+def test_the_error_of_a_moved_module_names_its_successor() -> None:
+    for old, new in titan_tree._MOVED.items():
+        assert importlib.util.find_spec(f"titan_tree.{new}"), new
+        with pytest.raises(ModuleNotFoundError, match=f"{old} has moved; import titan_tree.{new} instead"):
+            importlib.import_module(f"titan_tree.{old}")
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("titan_tree.nothing")

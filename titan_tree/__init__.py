@@ -5,7 +5,9 @@ reading data and ``titan-tree inspect`` do not import torch. Type checkers read 
 ``TYPE_CHECKING`` instead; a test compares both lists.
 """
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,6 +73,38 @@ _MODULES = {  # public name -> the module that defines it
     "TreeStats": "titan_tree.tree.token_tree",
 }
 __all__ = sorted([*_MODULES, "__version__"])
+
+_MOVED = {  # modules that the documentation of version 0.1.0 named -> their successors
+    "build": "run.build",
+    "config.rl_tables": "config.rl",
+    "config.run_tables": "config.training",
+    "engine.scoring": "scoring.score_trees",
+    "folder": "run.folder",
+    "integrations.areal": "integrations.frameworks",
+    "integrations.prime_rl": "integrations.frameworks",
+    "integrations.samples": "integrations.frameworks",
+    "integrations.skyrl": "integrations.frameworks",
+    "integrations.slime": "integrations.frameworks",
+    "leaving": "run.stopping",
+    "lightning": "integrations.lightning",
+    "model_setup": "run.model_setup",
+    "models.peft": "models.lora.peft",
+    "models.registry": "models.decoder",
+    "rl.server_sampler": "rl.server.server_sampler",
+    "score": "scoring.score_files",
+    "trainer": "run.trainer",
+}
+
+
+class _MovedModules(MetaPathFinder):
+    """Names the successor of a module that has moved, when an import looks for it."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if successor := _MOVED.get(fullname.removeprefix("titan_tree.")):
+            raise ModuleNotFoundError(f"{fullname} has moved; import titan_tree.{successor} instead")
+
+
+sys.meta_path.append(_MovedModules())  # Python asks it only for modules that do not exist
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from partition_table import read_trees
 
 from titan_tree import build_model
 from titan_tree.balance.assignment import Assignment, idle_share, planned_work
-from titan_tree.balance.splitting import StepPlanner
+from titan_tree.balance.splitting import StepBalancer
 from titan_tree.data.packing import first_fit
 from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 
@@ -73,23 +73,23 @@ def compare(
     """Returns the mean idle shares of the steps, how much faster balanced ranks are, and what they repeat."""
     row = {}
     for name, in_step in (("in step", True), ("freely", False)):
-        planner = StepPlanner(costs, ranks, max_tokens, in_step)
+        balancer = StepBalancer(costs, ranks, max_tokens, in_step)
         idle, seconds, tokens = [], [], []
         for trees in steps:
-            own = sizes[trees]
-            whole = planner.whole(own)
-            split = planner.split(whole, {i: leaves[trees[i]] for i in planner.candidates(whole)})
+            whole_sizes = sizes[trees]
+            whole = balancer.whole(whole_sizes)
+            split = balancer.split(whole, {i: leaves[trees[i]] for i in balancer.candidates(whole)})
             work = [
-                planned_work(assignment, own_sizes, costs, in_step)
-                for assignment, own_sizes in (
-                    (as_read(own, ranks, max_tokens), own),
-                    (whole.assignment, own),
-                    (split.assignment, split.sizes),
+                planned_work(assignment, unit_sizes, costs, in_step)
+                for assignment, unit_sizes in (
+                    (as_read(whole_sizes, ranks, max_tokens), whole_sizes),
+                    (whole.micro_batches, whole_sizes),
+                    (split.micro_batches, split.sizes),
                 )
             ]
-            idle.append([idle_share(each) for each in work])
-            seconds.append([each.max(0).sum() for each in work])
-            tokens.append([split.sizes[:, 0].sum(), own[:, 0].sum()])
+            idle.append([idle_share(seconds_of_ranks) for seconds_of_ranks in work])
+            seconds.append([seconds_of_ranks.max(0).sum() for seconds_of_ranks in work])
+            tokens.append([split.sizes[:, 0].sum(), whole_sizes[:, 0].sum()])
         before, _, after = np.sum(seconds, 0)
         executed, distinct = np.sum(tokens, 0)
         shares = zip(("as read", "whole", "in pieces"), np.mean(idle, 0), strict=True)
@@ -102,10 +102,10 @@ def compare(
 def as_read(sizes: np.ndarray, ranks: int, max_tokens: int) -> Assignment:
     """Returns the assignment in which rank r trains on trees r, r + ranks, ..."""
     tokens = sizes[:, 0].tolist()
-    own = [list(range(rank, len(tokens), ranks)) for rank in range(ranks)]
+    read = [list(range(rank, len(tokens), ranks)) for rank in range(ranks)]
     return [
         [[trees[i] for i in chosen] for chosen in first_fit([tokens[tree] for tree in trees], max_tokens)]
-        for trees in own
+        for trees in read
     ]
 
 

@@ -22,7 +22,7 @@ from tests.support.cases import slow_except
 from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
-from titan_tree.balance.data_group import DataAddress
+from titan_tree.balance.data_group import DataAddress, DataGroup
 from titan_tree.balance.sharing import TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.errors import LostRankError, UserError
@@ -65,7 +65,7 @@ def test_bytes_of_any_length_reach_every_rank(store: dist.TCPStore) -> None:
         return bytes([sender, receiver]) * (1000 * sender * receiver)
 
     def run(address: DataAddress) -> None:
-        group, rank = address(0), address.rank
+        group, rank = DataGroup(address, 0), address.rank
         for _ in range(2):
             assert group.gather(lambda: content(rank, 7)) == [content(r, 7) for r in range(3)]
             parts = group.exchange([content(rank, r) for r in range(3)])
@@ -81,7 +81,7 @@ def test_an_error_of_one_rank_reaches_all(store: dist.TCPStore) -> None:
                 raise UserError(f"é.jsonl:{address.rank}: wrong")
             return b"fine"
 
-        group = address(0)
+        group = DataGroup(address, 0)
         with pytest.raises(UserError) as error:
             group.gather(make)
         assert not isinstance(error.value, LostRankError)
@@ -97,7 +97,7 @@ def test_a_lost_rank_is_one_line(store: dist.TCPStore, hangs: bool, reason: str)
     """Rank 1 takes part in one step. Then it ends, or it does not come to the next step in time."""
 
     def run(address: DataAddress) -> None:
-        group = dataclasses.replace(address, timeout_s=0.5)(3)
+        group = DataGroup(dataclasses.replace(address, timeout_s=0.5), 3)
         group.gather(bytes)
         if address.rank:
             time.sleep(3 * hangs)
@@ -117,7 +117,7 @@ def test_workers_wait_for_costs_and_get_the_same_bits(store: dist.TCPStore) -> N
         if address.rank == 0:
             time.sleep(0.3)
             address.publish_costs(4, costs)
-        group = address(0)
+        group = DataGroup(address, 0)
         assert TreeCosts(*group.costs(4)) == costs
         group.gather(bytes)  # the other rank may still be connecting
 
@@ -132,8 +132,6 @@ def shared_steps(
         address.publish_costs(0, COSTS)
     sharing = TreeSharing(
         address,
-        address.rank,
-        address.num_ranks,
         options["max_tokens"],
         ranks_per_owner=ranks_per_owner,
         splits=splits,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.engine.test_partitions import add_rl_fields
 from tests.support.oracle import hf_model, hybrid_model, random_groups, relative_error, tree_model
 from tests.support.records import with_records
-from titan_tree.balance.tree_splits import split_tree
+from titan_tree.balance.splitting import split_tree
 from titan_tree.components.moe import RouterLoss
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.components.tree_partitioner import TreePartitioner

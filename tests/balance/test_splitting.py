@@ -10,8 +10,15 @@ from tests.balance.test_assignment import assert_complete
 from tests.support.cases import for_each
 from tests.support.oracle import random_groups
 from tests.support.paths import random_token_lists
-from titan_tree.balance.splitting import MIN_GAIN, StepPlan, StepPlanner, best_cuts, may_split, unit_sizes
-from titan_tree.balance.tree_splits import split_tree
+from titan_tree.balance.splitting import (
+    MIN_GAIN,
+    StepAssignment,
+    StepBalancer,
+    best_cuts,
+    may_split,
+    split_tree,
+    unit_sizes,
+)
 from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
@@ -29,12 +36,12 @@ def bushy_tree(branches: int, prompt: int = 10, length: int = 100, name: str = "
 
 def step_of(
     trees: list[TokenTree], num_owners: int, **options: bool
-) -> tuple[StepPlanner, StepPlan, StepPlan]:
-    """Returns the planner, the plan of whole trees, and the plan with pieces."""
-    planner = StepPlanner(COSTS, num_owners, max_tokens=5000, **options)
-    whole = planner.whole(tree_sizes(trees))
-    leaves = {i: leaf_sizes(trees[i]) for i in planner.candidates(whole)}
-    return planner, whole, planner.split(whole, leaves)
+) -> tuple[StepBalancer, StepAssignment, StepAssignment]:
+    """Returns the balancer, the assignment of whole trees, and the one with pieces."""
+    balancer = StepBalancer(COSTS, num_owners, max_tokens=5000, **options)
+    whole = balancer.whole(tree_sizes(trees))
+    leaves = {i: leaf_sizes(trees[i]) for i in balancer.candidates(whole)}
+    return balancer, whole, balancer.split(whole, leaves)
 
 
 @for_each("seed", range(30))
@@ -115,7 +122,7 @@ def test_plans_are_complete_and_never_slower(in_step: bool | None) -> None:
         num_owners = draw.randint(1, 5)
         options = {} if in_step is None else {"in_step": in_step}
         _, whole, plan = step_of(trees, num_owners, **options)
-        assert_complete(plan.assignment, plan.sizes, num_owners, 5000)
+        assert_complete(plan.micro_batches, plan.sizes, num_owners, 5000)
         units = plan.units(dict(enumerate(trees)))
         assert sorted(units) == list(range(len(plan.sizes)))
         for unit, tree in units.items():
@@ -134,7 +141,11 @@ def test_finer_pieces_must_gain_more() -> None:
 
 def test_a_step_without_trees_has_a_plan() -> None:
     planner, whole, plan = step_of([], 2)
-    assert (plan.assignment, planner.candidates(whole), planner.describe(whole, plan)) == ([[], []], [], {})
+    assert (plan.micro_batches, planner.candidates(whole), planner.describe(whole, plan)) == (
+        [[], []],
+        [],
+        {},
+    )
 
 
 def test_trees_that_a_batch_might_refuse_stay_whole() -> None:

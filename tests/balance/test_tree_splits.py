@@ -9,7 +9,7 @@ import pytest
 from tests.support.cases import for_each
 from tests.support.paths import random_token_lists
 from tests.support.records import expected_records, random_recorded_path
-from titan_tree.balance.tree_splits import split_tree
+from titan_tree.balance.splitting import split_tree
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 

@@ -1,6 +1,5 @@
 """titan-tree plan: the command, the steps it samples, what it suggests, and wrong input."""
 
-import dataclasses
 import json
 from itertools import islice
 from pathlib import Path
@@ -10,11 +9,11 @@ import torch
 
 from titan_tree.balance.assignment import assign_freely
 from titan_tree.cli import main
-from titan_tree.cli.plan import activations
-from titan_tree.cli.plan.activations import Kept
-from titan_tree.cli.plan.hardware import GIB, GPUS, Gpu
-from titan_tree.cli.plan.planner import Planner, changed
-from titan_tree.cli.plan.timing import total
+from titan_tree.cli.plan import layer_trace
+from titan_tree.cli.plan.layer_trace import Kept
+from titan_tree.cli.plan.memory import GIB
+from titan_tree.cli.plan.planner import Planner
+from titan_tree.cli.plan.timing import GPUS, Gpu, total
 from titan_tree.config.toml import load_config
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.step_io import StepPreparer
@@ -33,7 +32,7 @@ KEPT = {"none": Kept(1000.0, 100.0), "selective": Kept(300.0, 50.0), "full": Kep
 @pytest.fixture(autouse=True)
 def _known_layers(monkeypatch):
     """Tracing layers takes seconds; test_plan_memory.py tests it."""
-    monkeypatch.setattr(activations, "_trace", lambda model, block, dtype, policy, sharding: KEPT[policy])
+    monkeypatch.setattr(layer_trace, "_trace", lambda model, block, policy, *ranks: KEPT[policy])
 
 
 def plan(capsys, *arguments):
@@ -113,17 +112,11 @@ def test_the_steps_are_those_of_training(is_balanced, share):
         for step, expected in zip(found, inputs, strict=True):
             own, counts = step[owner], expected.counts
             assert [list(map(len, batches)) for batches in expected.micro_batches] == [
-                [each.tokens for each in passes] for passes in own.micro_batches
+                [run.tokens for run in runs] for runs in own.micro_batches
             ]
-            sizes = own.flops, own.logical_tokens, own.distinct_tokens, own.chain_tokens
-            assert sizes == (
-                counts.flops,
-                counts.logical_tokens,
-                counts.distinct_tokens,
-                expected.chain_peak,
-            )
+            assert (own.counts, own.chain_tokens) == (counts, expected.chain_peak)
             batches = [batch for partitions in expected.micro_batches for batch in partitions]
-            for each, batch in zip(own.passes, batches, strict=True):
+            for each, batch in zip(own.runs, batches, strict=True):
                 shares = [len(TokenShard(r, share).of(batch).edge_label) for r in range(share)]
                 assert each.edges == max(shares)  # of the GPU with the most
             if share == 1:
@@ -131,11 +124,11 @@ def test_the_steps_are_those_of_training(is_balanced, share):
                     costs.flops_per_token * each.tokens
                     + costs.flops_per_pair * each.pairs
                     + costs.flops_per_edge * each.edges
-                    for each in own.passes
+                    for each in own.runs
                 )
                 assert flops == counts.flops
-    assert made.estimate.load.is_partitioned
-    assert made.estimate.load.cached_keys > 0
+    assert made.estimate.sizes.is_partitioned
+    assert made.estimate.sizes.cached_keys > 0
 
 
 def test_a_small_sample_repeats_its_groups(capsys):
@@ -150,10 +143,10 @@ def test_a_small_sample_repeats_its_groups(capsys):
 
 def test_estimates_are_means_over_steps():
     made = planner(gpus=1, groups=4)
-    alone = [dataclasses.replace(made.estimate, steps=[step]) for step in made.estimate.steps]
-    assert len(alone) == 2
-    assert made.estimate.tokens.logical == sum(each.tokens.logical for each in alone) / 2
-    flops = sum(step[0].flops for step in made.estimate.steps) / 2
+    counts = [step[0].counts for step in made.estimate.steps]
+    assert len(counts) == 2
+    assert made.estimate.counts.logical_tokens == sum(count.logical_tokens for count in counts)
+    flops = sum(count.flops for count in counts) / 2
     assert made.estimate.mfu == pytest.approx(flops / total(made.estimate.seconds) / 989e12)
 
 
@@ -172,21 +165,21 @@ def test_changes_that_save_memory_are_listed_with_the_memory_after_them():
 
 def test_the_suggestion_is_the_fastest_that_fits_and_keeps_partitions_possible():
     made = planner("data.max_tokens=1000", config=DEMO_MOE, gpus=4)
-    assert made.estimate.load.is_partitioned
+    assert made.estimate.sizes.is_partitioned
     best = made.best_parallel()
     assert best["parallel.reduce_gradients"] == "last"
-    chosen = made.of(changed(made.config, best))
+    chosen = made.of(best)
     valid = [
-        made.of(changed(made.config, settings))
-        for settings in made._parallel({1, 2, 4})
+        made.of(settings)
+        for settings in made.parallel_settings({1, 2, 4})
         if settings["parallel.reduce_gradients"] == "last"
     ]
     assert len(valid) == 3 * 3 * 2  # 1, 2 or 4 ranks share tokens and experts; weights are resharded or not
     assert total(chosen.seconds) <= 1.01 * min(total(each.seconds) for each in valid)
-    made.gpu = dataclasses.replace(made.gpu, memory=1.0)  # nothing fits: the least memory
-    least = made.of(changed(made.config, made.best_parallel()))
-    possible = made._parallel({1, 2, 4})
-    assert least.bytes == min(made.of(changed(made.config, settings)).bytes for settings in possible)
+    made.gpu = made.gpu._replace(memory=1.0)  # nothing fits: the least memory
+    least = made.of(made.best_parallel())
+    possible = made.parallel_settings({1, 2, 4})
+    assert least.bytes == min(made.of(settings).bytes for settings in possible)
 
 
 def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(monkeypatch):
@@ -196,11 +189,11 @@ def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(mon
     waiting = planner(one_group, "parallel.balance=false", gpus=4)
     assert waiting.estimate.idle_share == pytest.approx(3 / 4)
     assert waiting.best_parallel()["parallel.sequence_parallel"] == 4
-    assert waiting.of(changed(waiting.config, waiting.best_parallel())).idle_share == 0
+    assert waiting.of(waiting.best_parallel()).idle_share == 0
     busy = planner("data.global_batch_groups=16", "parallel.balance=true", gpus=2)
     assert busy.estimate.idle_share < 0.05
     assert busy.best_parallel()["parallel.sequence_parallel"] == 1
-    busy.gpu = dataclasses.replace(busy.gpu, memory=busy.estimate.bytes)  # but for the margin
+    busy.gpu = busy.gpu._replace(memory=busy.estimate.bytes)  # but for the margin
     assert busy.best_parallel()["parallel.sequence_parallel"] == 2
     offloads = planner(one_group, "partition.activations=offload", gpus=4)  # ranks could not share then
     assert offloads.best_parallel()["parallel.sequence_parallel"] == 1
@@ -208,7 +201,7 @@ def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(mon
 
 def test_machines_should_be_replicas():
     made = planner(gpus=16)
-    tried = {settings["parallel.replicate"] for settings in made._parallel({1})}
+    tried = {settings["parallel.replicate"] for settings in made.parallel_settings({1})}
     assert tried == {1, 2}
     for exposed in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.cli.test_plan_memory import Layers, config_of, model_of
+from tests.cli.test_plan_memory import memory_of, model_of
 from tests.support.processes import process_group, run_ranks
-from titan_tree.cli.plan.activations import LayerMemory
-from titan_tree.cli.plan.memory import MemoryPlan
-from titan_tree.cli.plan.sharding import Sharding, exchanged
+from titan_tree.cli.plan.layer_trace import LayerTrace
+from titan_tree.cli.plan.memory import exchanged
 from titan_tree.components.tree_attention import operator, plan
+from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.distributed.sequence_parallel import AllToAllExchange, shard_sequence
@@ -102,7 +102,7 @@ def test_traced_layers_keep_what_layers_on_a_cpu_allocate(name, policy):
         per_token = slope(lambda: build_model(name, "debug", "sizes").bfloat16(), policy)
     finally:
         del ATTENTION_BACKENDS._entries["sizes"]
-    kept = LayerMemory(model_of(name), torch.bfloat16).kept(policy)
+    kept = LayerTrace(model_of(name)).kept(policy, ParallelConfig())
     # A graph's output of the last layer counts in both; experts of tokens are kept by the model only.
     assert kept.per_token == pytest.approx(per_token, rel=0.01)
     assert kept.per_row == 0
@@ -159,36 +159,36 @@ def compare_peak(group: dist.ProcessGroup) -> None:
     results = AllToAllExchange(group.group_name, TokenShard(group.rank(), 2)).to_heads(tensors, 2 * tokens)
     gradients = list(map(torch.ones_like, results))
     peak = max(accumulate(memory_events(lambda: torch.autograd.grad(results, tensors, gradients))))
-    config = config_of(parallel__sequence_parallel=2)
-    computed = MemoryPlan(model_of("qwen3"), config, 2, Layers())._head_exchange()
+    computed = memory_of(model_of("qwen3"), 2, parallel__sequence_parallel=2).head_exchange()
     assert peak == pytest.approx(2 * tokens * computed, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ranks_that_share_tokens_keep_and_exchange_what_is_computed():
-    sharding = Sharding(2, sequence_parallel=2)
-    layers = LayerMemory(model_of("qwen3", **ONE_KEY_HEAD), torch.bfloat16, sharding)
-    kept = {policy: layers.kept(policy).per_token for policy in ("none", "selective")}  # one for each rank
-    alone = LayerMemory(model_of("qwen3", **ONE_KEY_HEAD), torch.bfloat16).kept("none").per_token
+    layers, shared = LayerTrace(model_of("qwen3", **ONE_KEY_HEAD)), ParallelConfig(sequence_parallel=2)
+    kept = {policy: layers.kept(policy, shared).per_token for policy in ("none", "selective")}  # one per rank
+    alone = layers.kept("none", ParallelConfig()).per_token
     assert kept["none"] > alone  # the exchange keeps both copies of the key head
     run_ranks(compare_shares, 2, kept)
 
 
 @pytest.mark.exhaustive
 def test_layers_of_known_sizes():
-    layers = LayerMemory(model_of("qwen3"), torch.bfloat16)
-    assert layers.kept("full").per_token == 2 * 2 * 128  # the output of each of two layers
-    assert LayerMemory(model_of("qwen3"), torch.float32).kept("full").per_token == 4 * 2 * 128
-    everything, kept = layers.kept("none").per_token / 2, layers.kept("selective").per_token / 2
-    assert layers.work("selective").per_token == everything - kept
+    def kept(model, policy):
+        return LayerTrace(model).kept(policy, ParallelConfig()).per_token
+
+    wide = model_of("qwen3")
+    wide.compute_dtype = torch.float32
+    assert kept(model_of("qwen3"), "full") == 2 * 2 * 128  # the output of each of two layers
+    assert kept(wide, "full") == 4 * 2 * 128
+    difference = (kept(model_of("qwen3"), "none") - kept(model_of("qwen3"), "selective")) / 2
+    assert LayerTrace(model_of("qwen3")).recomputed("selective", ParallelConfig()).per_token == difference
     # DeltaNet's kernels keep T of each chunk, [64, 64] per head, and 7 numbers per token and head.
     hybrid = model_of("qwen3_5")
     heads = hybrid.config.linear_num_value_heads
-    attention_only = LayerMemory(model_of("qwen3_5", full_attention_interval=1), torch.bfloat16)
-    deltas = (
-        LayerMemory(hybrid, torch.bfloat16).kept("none").per_token - attention_only.kept("none").per_token / 4
-    )
+    attention_only = model_of("qwen3_5", full_attention_interval=1)
+    deltas = kept(hybrid, "none") - kept(attention_only, "none") / 4
     assert deltas / 3 > heads * (64 * 2 + 7 * 4)
 
 
@@ -234,8 +234,8 @@ def compare_rows(rank: int, ports: list[int], expected: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_traced_layers_keep_what_autograd_saves_per_arriving_row():
-    layers = LayerMemory(model_of(num_hidden_layers=1), torch.bfloat16, Sharding(2, 2))
+    layers, shared = LayerTrace(model_of(num_hidden_layers=1)), ParallelConfig(expert_parallel=2)
     # The row and its copies; besides, the weight and the slot of each copy, and the token of each row sent.
-    assert layers.kept("selective").per_row == 2 * 128 + 2 * 4 + 3 * 4
-    assert layers.kept("full").per_row == 0
+    assert layers.kept("selective", shared).per_row == 2 * 128 + 2 * 4 + 3 * 4
+    assert layers.kept("full", shared).per_row == 0
     run_ranks(compare_rows, 2, {"selective": 2 * 128 + 2 * 4, "full": 0})

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree.cli.plan.activations import LayerMemory
-from titan_tree.cli.plan.hardware import GIB, GPUS
-from titan_tree.cli.plan.memory import Load, MemoryPlan
-from titan_tree.cli.plan.sharding import Sharding
-from titan_tree.cli.plan.timing import Timing, total
+from titan_tree.cli.plan.layer_trace import LayerTrace
+from titan_tree.cli.plan.memory import GIB, Memory
+from titan_tree.cli.plan.timing import GPUS, Timing, total
 from titan_tree.cli.plan.workload import OwnerStep
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config, DataConfig, ModelConfig
@@ -37,12 +35,11 @@ def estimate(model, flavor, make_trees, gpus=1, partitioner=None, without=OUTSID
     with torch.device("meta"):
         built = build_model(model, flavor, **({"num_hidden_layers": layers} if layers else {}))
     built.compute_dtype = torch.bfloat16
-    sharding = Sharding.of(gpus, config.parallel)
+    ranks = config.parallel.sequence_parallel
     preparer = StepPreparer("token_mean", False, built.costs(), partitioner)
-    trees = [[[tree] for tree in make_trees(owner)] for owner in range(sharding.owners)]
-    step = [OwnerStep.of(preparer(each), sharding.sequence_parallel) for each in trees]
-    memory = MemoryPlan(built, config, gpus, LayerMemory(built, torch.bfloat16, sharding))
-    _, parts = memory.peak(Load.of([step], sharding))
+    trees = [[[tree] for tree in make_trees(owner)] for owner in range(gpus // ranks)]
+    step = [OwnerStep.of(preparer(of_owner), ranks) for of_owner in trees]
+    _, parts = Memory(built, config, gpus, LayerTrace(built), [step]).peak()
     size = sum(value for name, value in parts.items() if name not in without)
     return size / GIB, total(Timing(built, config, gpus, GPUS["h200"]).step(step))
 

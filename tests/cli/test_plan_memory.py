@@ -1,7 +1,6 @@
 """titan-tree plan, memory: against real tensors of a rank, against hand-computed numbers, part by part."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -9,17 +8,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
-from titan_tree.cli.plan.activations import Kept
-from titan_tree.cli.plan.hardware import GIB
-from titan_tree.cli.plan.memory import CONTEXT, NCCL, Load, MemoryPlan, optimizer_bytes, plan_bytes
-from titan_tree.cli.plan.sharding import Sharding
-from titan_tree.cli.plan.workload import OwnerStep, Pass
+from titan_tree.cli.plan.layer_trace import Kept
+from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory, optimizer_bytes
+from titan_tree.cli.plan.workload import OwnerStep, Run
 from titan_tree.components.tree_attention import plan
 from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.optimizers import build_optimizers
+from titan_tree.distributed.parallelize import shard_sizes
+from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.models.decoder import build_model
 from titan_tree.run.model_setup import build_parallel_model
-from titan_tree.tree.batch import CacheRows, TreeBatch
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.gateway import CacheRows
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -49,37 +49,37 @@ def config_of(**values):
 
 
 class Layers:
-    """Stands in for LayerMemory."""
+    """Stands in for LayerTrace."""
 
-    def kept(self, policy):
+    def kept(self, policy, parallel):
         return Kept({"none": 100.0, "full": 10.0}[policy], 7.0)
 
-    def work(self, policy):
+    def recomputed(self, policy, parallel):
         return Kept(1000.0, 30.0)
 
 
-LOAD = Load(
-    chain_tokens=64,
-    tokens=32,
-    edges=16,
-    passes=2,
-    table_bytes=11,
-    cached_keys=5,
-    cached_states=3,
-    is_partitioned=False,
-)
+MOMENTS = {
+    "loss": "the loss",
+    "last": "the backward pass of the last layer",
+    "first": "the backward pass of the first layer",
+    "end": "the end of the backward pass",
+}
 
 
-def parts_of(load=LOAD, gpus=4, imbalance=1.0, moment=None, **values):
-    """Returns the parts of memory, at a moment that is not the largest if ``moment`` is given."""
-    memory = MemoryPlan(model_of(), config_of(**values), gpus, Layers())
-    if moment is None:
-        return memory.peak(load, imbalance)[1]
-    return memory._at_end(load) if moment == "_at_end" else getattr(memory, moment)(load, imbalance)
+def steps_of(chain_tokens=64, tokens=32, edges=16, passes=2, is_partitioned=False):
+    """Returns a step with equal forward passes."""
+    cache = CacheRows(5, 3) if is_partitioned else CacheRows(0, 0)
+    runs = [Run(tokens=tokens, keys=tokens, pairs=tokens, edges=edges, cache=cache)] * passes
+    return [[OwnerStep([runs] if is_partitioned else [[run] for run in runs], chain_tokens, NO_COUNTS)]]
 
 
-def changed(**values):
-    return Load(**vars(LOAD) | values)
+def memory_of(model=None, gpus=4, steps=None, **values):
+    return Memory(model or model_of(), config_of(**values), gpus, Layers(), steps or steps_of())
+
+
+def parts_of(moment, steps=None, gpus=4, imbalance=1.0, model=None, **values):
+    """Returns the parts of memory at a moment, see ``MOMENTS``."""
+    return memory_of(model, gpus, steps, **values).moments(imbalance)[MOMENTS[moment]]
 
 
 # ---------------------------------------------------------------- weights, states, gradients
@@ -113,8 +113,8 @@ def compare_with_tensors(rank: int, ports: list[int]) -> None:
             if rank == 0:
                 settings = {"parallel__reduce_gradients": "every", "parallel__replicate": replicas}
                 config = config_of(optimizer__name=optimizer, **settings)
-                memory = MemoryPlan(model_of(name, **sizes), config, 2, Layers())
-                parts = memory._at_end(LOAD)
+                memory = Memory(model_of(name, **sizes), config, 2, Layers(), steps_of())
+                parts = memory.moments()[MOMENTS["end"]]
                 expected = tuple(parts[key] for key in ("weights", "gradients", "optimizer states"))
                 assert found == expected, (name, optimizer, replicas)
 
@@ -128,67 +128,63 @@ def test_weights_gradients_and_states_match_the_tensors_of_a_rank():
 def test_parts_that_depend_on_parameters_match_a_calculation_by_hand(share):
     layer = REST + EXPERTS // share
     sharded, whole = (ROOT + 2 * (REST + EXPERTS)) / 4, ROOT + 2 * layer
-    settings = {"parallel__expert_parallel": share, "moment": "_at_end"}
-    for reduce, load, gradients in (
-        ("every", LOAD, sharded),
-        ("last", LOAD, whole),
-        ("last", changed(passes=1), sharded),  # nothing accumulates
-        ("last", changed(passes=1, is_partitioned=True), whole),
+    settings = {"parallel__expert_parallel": share}
+    for reduce, steps, gradients in (
+        ("every", steps_of(), sharded),
+        ("last", steps_of(), whole),
+        ("last", steps_of(passes=1), sharded),  # nothing accumulates
+        ("last", steps_of(is_partitioned=True), whole),
     ):
-        parts = parts_of(load, parallel__reduce_gradients=reduce, **settings)
+        parts = parts_of("end", steps, parallel__reduce_gradients=reduce, **settings)
         assert parts["weights"] == 4 * sharded
         assert parts["optimizer states"] == 8 * sharded
         assert parts["gradients"] == 4 * gradients
         assert parts["weights for computation"] == 2 * whole  # two layers: both are gathered
         assert parts["gradients being summed"] == 6 * ROOT + 4 * layer
-    assert parts_of(**settings | {"moment": "_at_start"})["gradients being summed"] == 10 * layer
+    assert parts_of("last", **settings)["gradients being summed"] == 10 * layer
 
 
 def test_replicas_hold_all_parameters_and_ranks_that_share_tokens_hold_none_of_their_own():
-    shared = parts_of(moment="_at_end", parallel__sequence_parallel=4)
-    alone = parts_of(moment="_at_end")
-    assert shared == alone
-    halves = parts_of(moment="_at_end", parallel__replicate=2)
+    alone = parts_of("end")
+    assert parts_of("end", parallel__sequence_parallel=4) == alone
+    halves = parts_of("end", parallel__replicate=2)
     for part in ("weights", "optimizer states"):
         assert halves[part] == 2 * alone[part]
     for part in ("weights for computation", "gradients", "gradients being summed"):
         assert halves[part] == alone[part]  # two passes: gradients are not sharded yet
-    copies = parts_of(changed(passes=1), moment="_at_end", parallel__replicate=4)
+    copies = parts_of("end", steps_of(passes=1), parallel__replicate=4)
     assert copies["gradients"] == copies["weights"] == 4 * (ROOT + 2 * (REST + EXPERTS))
 
 
 def test_experts_of_several_replicas_are_gathered():
-    sharing = {"parallel__expert_parallel": 4, "moment": "_at_end"}
-    one, two = (parts_of(gpus=4 * n, parallel__replicate=n, **sharing) for n in (1, 2))
+    one, two = (
+        parts_of("end", gpus=4 * n, parallel__replicate=n, parallel__expert_parallel=4) for n in (1, 2)
+    )
     assert one == two  # two layers, so all weights are gathered anyway
     model = model_of(num_hidden_layers=5)
     for replicas, in_experts in ((1, 5), (2, 2)):  # a single rank's experts are cast, those of two gathered
-        config = config_of(parallel__expert_parallel=4, parallel__replicate=replicas)
-        memory = MemoryPlan(model, config, 4 * replicas, Layers())
-        assert memory._gathered(LOAD) == ROOT + 2 * REST + in_experts * EXPERTS // 4
+        settings = {"parallel__expert_parallel": 4, "parallel__replicate": replicas}
+        memory = memory_of(model, 4 * replicas, **settings)
+        assert memory.cast_weights() == ROOT + 2 * REST + in_experts * EXPERTS // 4
 
 
 def test_two_layers_are_gathered_unless_weights_stay():
-    memory = MemoryPlan(model_of(num_hidden_layers=5), config_of(), 4, Layers())
-    assert memory._gathered(LOAD) == ROOT + 2 * (REST + EXPERTS)
-    assert memory._gathered(changed(is_partitioned=True)) == ROOT + 5 * (REST + EXPERTS)
-    keeps = config_of(parallel__reshard_after_forward=False)
-    assert MemoryPlan(model_of(num_hidden_layers=5), keeps, 4, Layers())._gathered(LOAD) == ROOT + 5 * (
-        REST + EXPERTS
-    )
+    model = model_of(num_hidden_layers=5)
+    assert memory_of(model).cast_weights() == ROOT + 2 * (REST + EXPERTS)
+    everything = ROOT + 5 * (REST + EXPERTS)
+    assert memory_of(model, steps=steps_of(is_partitioned=True)).cast_weights() == everything
+    assert memory_of(model, parallel__reshard_after_forward=False).cast_weights() == everything
 
 
 def test_a_single_gpu_casts_all_weights_and_sums_nothing():
-    parts = parts_of(gpus=1, moment="_at_end", parallel__reduce_gradients="every")
+    parts = parts_of("end", gpus=1, parallel__reduce_gradients="every")
     whole = ROOT + 2 * (REST + EXPERTS)
     assert parts["weights for computation"] == 2 * whole
     assert parts["gradients"] == 4 * whole
     assert parts["gradients being summed"] == 0
     assert parts["CUDA and NCCL"] == CONTEXT
-    assert parts_of(moment="_at_end")["CUDA and NCCL"] == CONTEXT + NCCL
-    assert (
-        parts_of(gpus=1, moment="_at_end", training__dtype="float32")["weights for computation"] == 4 * whole
-    )
+    assert parts_of("end")["CUDA and NCCL"] == CONTEXT + NCCL
+    assert parts_of("end", gpus=1, training__dtype="float32")["weights for computation"] == 4 * whole
 
 
 def test_8_bit_states_have_a_scale_per_256_numbers_but_some_shards_stay_in_fp32():
@@ -200,7 +196,7 @@ def test_8_bit_states_have_a_scale_per_256_numbers_but_some_shards_stay_in_fp32(
 def test_experts_are_sharded_along_their_rows_over_the_ranks_that_hold_the_same_ones():
     model = model_of(num_experts=6)
     names = [name for name, _ in model.named_parameters()]
-    shards = dict(zip(names, Sharding(4, 2).shards(model), strict=True))
+    shards = dict(zip(names, shard_sizes(model, 4, expert_parallel=2), strict=True))
     assert shards["layers.0.mlp.experts.gate_up_proj"] == 3 * (192 // 2) * 128
     assert shards["layers.0.mlp.gate.weight"] == 2 * 128  # ceil(6 / 4) rows
 
@@ -210,64 +206,66 @@ def test_experts_are_sharded_along_their_rows_over_the_ranks_that_hold_the_same_
 
 def test_activations_follow_the_policy_of_suspended_partitions():
     for policy, expected in (("keep", 64 * 100), ("recompute", 32 * 100), ("offload", 32 * 100)):
-        assert parts_of(moment="_at_loss", partition__activations=policy)["activations"] == expected
-    budget = {"moment": "_at_loss", "partition__activations": "auto"}
-    assert parts_of(**budget)["activations"] == 64 * 100
-    assert parts_of(**budget, partition__device_gb=5e-6)["activations"] == 5000
-    assert parts_of(**budget, partition__device_gb=1e-6)["activations"] == 32 * 100  # it needs a running one
-    full = parts_of(moment="_at_loss", training__activation_checkpoint="full")
+        assert parts_of("loss", partition__activations=policy)["activations"] == expected
+    budget = {"partition__activations": "auto"}
+    assert parts_of("loss", **budget)["activations"] == 64 * 100
+    assert parts_of("loss", **budget, partition__device_gb=5e-6)["activations"] == 5000
+    running = parts_of("loss", **budget, partition__device_gb=1e-6)["activations"]
+    assert running == 32 * 100  # a running partition needs it
+    full = parts_of("loss", training__activation_checkpoint="full")
     assert full["activations"] == 64 * 10
 
 
 def test_rows_that_arrive_for_experts_count_once_ranks_exchange_them():
     rows = 32 * 2 * (1 - 6 / 28)  # per pass: 6 of the 28 pairs of 8 experts avoid a rank's four
-    parts = parts_of(parallel__expert_parallel=2, moment="_at_start")
+    parts = parts_of("last", parallel__expert_parallel=2)
     assert parts["activations"] == pytest.approx(64 * 100 + 2 * rows * 7)  # the chain is twice as long
     half = 32 * 2 / 2  # of the copies, with 128 numbers each and 96 hidden units
     assert parts["rows of the exchange"] == pytest.approx(2 * (2 * rows * 128 + half * 3 * (128 + 2 * 96)))
     assert parts["backward pass of a layer"] == pytest.approx(32 * 1000 + rows * 30)
-    unbalanced = parts_of(parallel__expert_parallel=2, moment="_at_start", imbalance=1.5)
+    unbalanced = parts_of("last", parallel__expert_parallel=2, imbalance=1.5)
     assert unbalanced["rows of the exchange"] == pytest.approx(1.5 * parts["rows of the exchange"])
     assert unbalanced["activations"] == pytest.approx(64 * 100 + 1.5 * 2 * rows * 7)
-    assert "rows of the exchange" not in parts_of(moment="_at_start")
+    assert "rows of the exchange" not in parts_of("last")
 
 
 def test_the_larger_gradients_within_a_layer_count():
-    dense = partial(MemoryPlan, model_of("qwen3"), gpus=4, layers=Layers())
-    width, heads = dense.args[0].config.intermediate_size, 4 + 2 + 2  # of queries, keys and values
-    assert dense(config_of())._work(LOAD, 1.0)["gradients in a layer"] == 2 * 32 * 3 * width
+    dense = model_of("qwen3")
+    width, heads = dense.config.intermediate_size, 4 + 2 + 2  # of queries, keys and values
+    assert parts_of("last", model=dense)["gradients in a layer"] == 2 * 32 * 3 * width
     exchange = 32 * (heads + 2)  # and a second copy of the values
-    shared = dense(config_of(parallel__sequence_parallel=2))._work(LOAD, 1.0)
-    assert shared["gradients in a layer"] == 2 * 32 * max(3 * width, exchange)
-    settings = {"parallel__sequence_parallel": 4, "moment": "_at_start"}  # experts, and four key heads
-    assert parts_of(**settings)["gradients in a layer"] == 2 * 32 * 32 * (4 + 4 + 4 + 4)
-    assert parts_of(moment="_at_start")["gradients in a layer"] == 0
+    shared = parts_of("last", model=dense, parallel__sequence_parallel=2)  # 16 tokens
+    assert shared["gradients in a layer"] == 2 * 16 * max(3 * width, exchange)
+    sizes = parts_of("last", parallel__sequence_parallel=4)  # experts, and four key heads
+    assert sizes["gradients in a layer"] == 2 * 8 * 32 * (4 + 4 + 4 + 4)
+    assert parts_of("last")["gradients in a layer"] == 0
 
 
 def test_log_probs_keep_probabilities_only_without_checkpointing_and_entropy():
     block = 8 * 16 * 512 + 4 * 16 * 128
-    assert parts_of(moment="_at_loss")["log-probs"] == 2 * 16 * 512 + block
-    assert parts_of(moment="_at_loss", loss__entropy=0.1)["log-probs"] == block
-    assert parts_of(moment="_at_loss", training__activation_checkpoint="full")["log-probs"] == block
-    many = parts_of(changed(edges=2**20), moment="_at_loss", training__activation_checkpoint="full")
+    assert parts_of("loss")["log-probs"] == 2 * 16 * 512 + block
+    assert parts_of("loss", loss__entropy=0.1)["log-probs"] == block
+    assert parts_of("loss", training__activation_checkpoint="full")["log-probs"] == block
+    many = parts_of("loss", steps_of(edges=2**20), training__activation_checkpoint="full")
     assert many["log-probs"] == GIB + 4 * 2**20 * 128
 
 
 def test_the_gateway_cache_holds_rows_and_fp32_gradients():
-    parts = parts_of(changed(is_partitioned=True), moment="_at_loss")
+    partitioned = steps_of(is_partitioned=True)
+    parts = parts_of("loss", partitioned)
     assert parts["gateway cache"] == 5 * (2 * 2 * 2 * 32 * 2) * 3  # layers, k and v, heads, dims, bytes
-    assert "gateway cache" not in parts_of(moment="_at_loss")
-    hybrid = MemoryPlan(model_of("qwen3_5"), config_of(), 1, Layers())
-    sizes = hybrid.model.config
+    assert "gateway cache" not in parts_of("loss")
+    hybrid = model_of("qwen3_5")
+    sizes = hybrid.config
     state = sizes.linear_num_value_heads * sizes.linear_key_head_dim * sizes.linear_value_head_dim * 4
     tail = (sizes.linear_conv_kernel_dim - 1) * (2 * sizes.key_dim + sizes.value_dim) * 2
     keys = 2 * sizes.num_key_value_heads * sizes.head_dim * 2
     expected = 5 * keys * 3 + 3 * 3 * (state + tail) * 2  # one attention layer and three DeltaNet layers
-    assert hybrid._fixed(changed(is_partitioned=True))["gateway cache"] == expected
+    assert parts_of("loss", partitioned, 1, model=hybrid)["gateway cache"] == expected
     for ranks in (2, 4):  # key heads: 2 of attention, which 4 ranks copy
-        hybrid = MemoryPlan(hybrid.model, config_of(parallel__sequence_parallel=ranks), 4, Layers())
         own = 5 * keys * 3 / 2 + 3 * 3 * (state / ranks + own_tail(sizes, ranks)) * 2
-        assert hybrid._fixed(changed(is_partitioned=True))["gateway cache"] == own
+        parts = parts_of("loss", partitioned, model=hybrid, parallel__sequence_parallel=ranks)
+        assert parts["gateway cache"] == own
 
 
 def own_tail(sizes, ranks):
@@ -280,33 +278,34 @@ def own_tail(sizes, ranks):
 def test_the_attention_plan_has_the_size_of_its_two_large_tables():
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * 1000)])])
     tables = plan.prepare(batch.layout)
-    assert plan_bytes(1000, 1000) == tables.key_blocks.nbytes + tables.pieces.nbytes
+    assert plan.table_bytes(1000, 1000) == tables.key_blocks.nbytes + tables.pieces.nbytes
 
 
 def test_the_largest_moment_counts():
-    memory = MemoryPlan(model_of(), config_of(), 4, Layers())
-    moments = [memory._at_loss, memory._at_start, memory._at_first_layer]
-    sums = [sum(parts.values()) for parts in [m(LOAD, 1.0) for m in moments] + [memory._at_end(LOAD)]]
-    assert sum(memory.peak(LOAD)[1].values()) == max(sums)
-    assert memory.peak(changed(edges=2**20))[0] == "the loss"
-    large_root = MemoryPlan(model_of(vocab_size=100_000), config_of(), 4, Layers())
-    assert large_root.peak(changed(passes=1, edges=0))[0] == "the end of the backward pass"
-    assert (
-        memory.peak(changed(tokens=10**5, chain_tokens=10**5, edges=0))[0]
-        == "the backward pass of the last layer"
-    )
+    memory = memory_of()
+    sums = [sum(parts.values()) for parts in memory.moments().values()]
+    assert sum(memory.peak()[1].values()) == max(sums)
+    assert memory_of(steps=steps_of(edges=2**20)).peak()[0] == MOMENTS["loss"]
+    large_root = memory_of(model_of(vocab_size=100_000), steps=steps_of(passes=1, edges=0))
+    assert large_root.peak()[0] == MOMENTS["end"]
+    many_tokens = steps_of(tokens=10**5, chain_tokens=10**5, edges=0)
+    assert memory_of(steps=many_tokens).peak()[0] == MOMENTS["last"]
 
 
 def test_gradients_of_earlier_passes_exist_at_the_loss():
-    assert parts_of(moment="_at_loss")["gradients"] > 0
-    assert parts_of(changed(passes=1), moment="_at_loss")["gradients"] == 0
+    assert parts_of("loss")["gradients"] > 0
+    assert parts_of("loss", steps_of(passes=1))["gradients"] == 0
 
 
-def test_a_load_is_the_largest_of_all_steps_and_gpus():
-    first = OwnerStep([[Pass(10, 10, 55, 9)], [Pass(4, 4, 10, 3)]], 10, CacheRows(0, 0), 20, 14, 1.0)
-    second = OwnerStep([[Pass(6, 6, 21, 5, True), Pass(7, 13, 70, 11)]], 13, CacheRows(8, 2), 20, 13, 1.0)
-    load = Load.of([[first], [second]], Sharding(2))
-    assert load == Load(13, 10, 11, 2, plan_bytes(7, 13), 8, 2, True)
-    assert not Load.of([[first]], Sharding(1)).is_partitioned
-    shared = Load.of([[first], [second]], Sharding(8, sequence_parallel=4))
-    assert shared == Load(4, 3, 11, 2, plan_bytes(7, 13), 8, 2, True)  # a quarter of the tokens, rounded up
+def test_sizes_are_the_largest_of_all_steps_and_gpus():
+    def run(tokens, keys, edges, cache=(0, 0)):
+        return Run(tokens=tokens, keys=keys, pairs=tokens, edges=edges, cache=CacheRows(*cache))
+
+    first = OwnerStep([[run(10, 10, 9)], [run(4, 4, 3)]], 10, NO_COUNTS)
+    second = OwnerStep([[run(6, 6, 5, (0, 2)), run(7, 13, 11, (8, 1))]], 13, NO_COUNTS)
+    names = ("chain_tokens", "tokens", "edges", "passes", "cached_keys", "cached_states", "is_partitioned")
+    for ranks, expected in ((1, (13, 10)), (4, (4, 3))):  # a quarter of the tokens, rounded up
+        memory = memory_of(steps=[[first], [second]], parallel__sequence_parallel=ranks)
+        assert tuple(getattr(memory, name) for name in names) == (*expected, 11, 2, 8, 2, True)
+        assert memory.table_bytes == plan.table_bytes(7, 13)
+    assert not memory_of(steps=[[first]]).is_partitioned

@@ -5,15 +5,13 @@ import dataclasses
 import pytest
 
 from tests.cli.test_plan_memory import EXPERTS, REST, ROOT, config_of, model_of
-from titan_tree.cli.plan import hardware
-from titan_tree.cli.plan.hardware import GPUS, Gpu, find_gpu
-from titan_tree.cli.plan.timing import Timing, total
-from titan_tree.cli.plan.workload import OwnerStep, Pass
+from titan_tree.cli.plan.timing import GPUS, Gpu, Timing, bandwidth, find_gpu, total
+from titan_tree.cli.plan.workload import OwnerStep, Run
+from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.errors import UserError
 from titan_tree.tree import costs as rates
-from titan_tree.tree.batch import CacheRows
 
-PASS = Pass(tokens=1000, keys=1000, pairs=440_000, edges=100)
+RUN = Run(tokens=1000, keys=1000, pairs=440_000, edges=100)
 
 
 def timing(name="qwen3_moe", gpus=4, gpu=GPUS["h200"], **values):
@@ -22,12 +20,12 @@ def timing(name="qwen3_moe", gpus=4, gpu=GPUS["h200"], **values):
 
 
 def owner_step(*micro_batches):
-    passes = [each if isinstance(each, list) else [each] for each in micro_batches]
-    return OwnerStep(passes, 0, CacheRows(0, 0), 1, 1, 1.0)
+    runs = [runs if isinstance(runs, list) else [runs] for runs in micro_batches]
+    return OwnerStep(runs, 0, NO_COUNTS)
 
 
 def test_the_parts_of_a_pass_match_a_calculation_by_hand():
-    seconds = timing().of_pass(PASS)
+    seconds = timing().of_run(RUN)
     matrices = 2 * (128 * 12 * 32 + 8 * 128)  # attention and router, in two layers
     assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
     assert seconds["experts"] == pytest.approx(6 * 2 * (EXPERTS / 4) * 1000 / 438e12)  # 2 of 8 experts
@@ -39,24 +37,20 @@ def test_the_parts_of_a_pass_match_a_calculation_by_hand():
     assert seconds["exchange for experts"] == 0
 
 
-def test_the_exchange_sends_a_token_to_each_rank_of_its_experts_and_waits_for_the_busiest_one():
-    seconds = timing(parallel__expert_parallel=4).of_pass(PASS)
+def test_the_exchange_sends_a_token_to_each_rank_of_its_experts():
+    seconds = timing(parallel__expert_parallel=4).of_run(RUN)
     ranks = 4 * (1 - 15 / 28)  # of a token: 15 of the 28 pairs of 8 experts avoid a rank's two
     size = 1000 * ranks * 3 / 4 * 128 * 2
     assert seconds["exchange for experts"] == pytest.approx(4 * 2 * size / 316e9)  # 4 in each of two layers
-    busiest = timing(parallel__expert_parallel=4).of_pass(PASS, 1.5)
-    assert busiest["exchange for experts"] == pytest.approx(1.5 * seconds["exchange for experts"])
-    assert busiest["experts"] == pytest.approx(1.5 * seconds["experts"])
-    assert timing().of_pass(PASS, 1.5) == timing().of_pass(PASS)
-    full = timing(parallel__expert_parallel=4, training__activation_checkpoint="full").of_pass(PASS)
+    full = timing(parallel__expert_parallel=4, training__activation_checkpoint="full").of_run(RUN)
     assert full["exchange for experts"] == pytest.approx(6 / 4 * seconds["exchange for experts"])
 
 
 def test_ranks_that_share_tokens_divide_the_work_and_exchange_heads():
     settings = {"parallel__expert_parallel": 2, "training__activation_checkpoint": "full"}
-    alone = timing(**settings).of_pass(PASS)
+    alone = timing(**settings).of_run(RUN)
     for ranks in (2, 4):  # 4 query heads and 2 key heads of 32 numbers, in two layers
-        seconds = timing(parallel__sequence_parallel=ranks, **settings).of_pass(PASS)
+        seconds = timing(parallel__sequence_parallel=ranks, **settings).of_run(RUN)
         for part in ("projections", "attention", "experts", "exchange for experts", "norms, RoPE, SwiGLU"):
             assert seconds[part] == pytest.approx(alone[part] / ranks)
         assert seconds["vocabulary"] == alone["vocabulary"]  # edges are those of the GPU with the most
@@ -69,62 +63,62 @@ def test_ranks_that_share_tokens_divide_the_work_and_exchange_heads():
 
 def test_losses_of_whole_paths_score_partitions_first():
     settings = {"loss__name": "gspo", "training__activation_checkpoint": "none"}
-    step = [owner_step([PASS, PASS])]
+    step = [owner_step([RUN, RUN])]
     plain, scored = (timing(**values).step(step) for values in (settings | {"loss__name": "sft"}, settings))
     for part in ("projections", "vocabulary", "norms, RoPE, SwiGLU"):
         assert scored[part] == pytest.approx(4 / 3 * plain[part])  # three forward passes become four
-    assert timing(**settings).step([owner_step(PASS)]) == timing().step([owner_step(PASS)])
+    assert timing(**settings).step([owner_step(RUN)]) == timing().step([owner_step(RUN)])
 
 
 def test_the_idle_share_is_what_gpus_wait_for_the_slowest(monkeypatch):
     monkeypatch.setattr(rates, "LAUNCH_SECONDS", 0.0)
     monkeypatch.setattr(rates, "PARTITION_SECONDS", 0.0)
-    twice = dataclasses.replace(PASS, tokens=2000, pairs=880_000, edges=200)
+    twice = dataclasses.replace(RUN, tokens=2000, pairs=880_000, edges=200)
     model = timing("qwen3", gpus=2)
-    assert model.idle_share([owner_step(PASS), owner_step(PASS)]) == pytest.approx(0)
-    assert model.idle_share([owner_step(twice), owner_step(PASS)]) == pytest.approx(1 / 4)
-    assert model.idle_share([owner_step(PASS), owner_step()]) == pytest.approx(1 / 2)
-    step = [owner_step(twice, PASS), owner_step(PASS, twice)]  # in step: in both rows, one GPU waits
+    assert model.idle_share([owner_step(RUN), owner_step(RUN)]) == pytest.approx(0)
+    assert model.idle_share([owner_step(twice), owner_step(RUN)]) == pytest.approx(1 / 4)
+    assert model.idle_share([owner_step(RUN), owner_step()]) == pytest.approx(1 / 2)
+    step = [owner_step(twice, RUN), owner_step(RUN, twice)]  # in step: in both rows, one GPU waits
     assert model.idle_share(step) == pytest.approx(1 / 4)
-    free = [owner_step([PASS, PASS], PASS), owner_step(PASS, [PASS, PASS])]
+    free = [owner_step([RUN, RUN], RUN), owner_step(RUN, [RUN, RUN])]
     assert model.idle_share(free) == pytest.approx(0)
-    assert model.idle_share([owner_step(PASS)]) == 0
+    assert model.idle_share([owner_step(RUN)]) == 0
 
 
 def test_recomputation_repeats_forward_passes():
     none, selective, full = (
-        timing(training__activation_checkpoint=policy).of_pass(PASS)
-        for policy in ("none", "selective", "full")
+        timing(training__activation_checkpoint=policy).of_run(RUN) for policy in ("none", "selective", "full")
     )
     for part in ("projections", "vocabulary", "experts", "norms, RoPE, SwiGLU"):
         assert full[part] == pytest.approx(4 / 3 * none[part])
     assert selective["projections"] == pytest.approx(3.5 / 3 * none["projections"])
     assert selective["attention"] == none["attention"] < full["attention"]
-    suspended = Pass(1000, 1000, 440_000, 100, is_suspended=True)
-    recomputed = timing(partition__activations="recompute").of_pass(suspended)
+    suspended = dataclasses.replace(RUN, is_suspended=True)
+    recomputed = timing(partition__activations="recompute").of_run(suspended)
     assert recomputed["projections"] == full["projections"]
     assert recomputed["vocabulary"] == none["vocabulary"]
-    assert timing().of_pass(suspended) == none
+    assert timing().of_run(suspended) == none
 
 
 def test_delta_net_costs_its_value_dims_in_three_of_four_layers():
     model = timing("qwen3_5")
-    seconds = model.of_pass(PASS)
+    seconds = model.of_run(RUN)
     values = 3 * model.model.config.value_dim
     rate = (5.1e-3 - 512 * 2.2e-6) / 32_768 / 4096
     assert seconds["DeltaNet"] == pytest.approx(rate * 1000 * values)
-    chain = dataclasses.replace(PASS, serial_chunks=16)
-    assert model.of_pass(chain)["DeltaNet"] == pytest.approx(rate * 1000 * values + 3 * 16 * 2.2e-6)
-    shared = timing("qwen3_5", parallel__sequence_parallel=2).of_pass(chain)
+    chain = dataclasses.replace(RUN, serial_chunks=16)
+    assert model.of_run(chain)["DeltaNet"] == pytest.approx(rate * 1000 * values + 3 * 16 * 2.2e-6)
+    shared = timing("qwen3_5", parallel__sequence_parallel=2).of_run(chain)
     assert shared["DeltaNet"] == pytest.approx(rate * 500 * values + 3 * 16 * 2.2e-6)  # the chain stays
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     assert seconds["projections"] == pytest.approx(6 * matrices * 1000 / 640e12)
 
 
 def test_gpus_wait_for_each_other_in_every_micro_batch_unless_trees_are_partitioned():
-    long, short = Pass(10**6, 10**6, 10**9, 10), Pass(10**5, 10**5, 10**8, 10)
+    long = Run(tokens=10**6, keys=10**6, pairs=10**9, edges=10)
+    short = Run(tokens=10**5, keys=10**5, pairs=10**8, edges=10)
     model = timing()
-    alone = total(model.of_pass(long))
+    alone = total(model.of_run(long))
     assert total(model.step([owner_step(long, short), owner_step(short, long)])) > 2 * alone
     free = model.step([owner_step([long, short]), owner_step([short, long])])
     assert total(free) < 1.5 * alone
@@ -136,10 +130,10 @@ def test_gpus_wait_for_each_other_in_every_micro_batch_unless_trees_are_partitio
 
 
 def test_small_passes_wait_for_the_host():
-    seconds = timing().step([owner_step(PASS)])
-    kernels = total(timing().of_pass(PASS))
+    seconds = timing().step([owner_step(RUN)])
+    kernels = total(timing().of_run(RUN))
     assert seconds["waiting for the host"] == pytest.approx(4e-3 * 2 - kernels)
-    partitions = timing().step([owner_step([PASS, PASS, PASS])])
+    partitions = timing().step([owner_step([RUN, RUN, RUN])])
     assert partitions["partitions"] == pytest.approx(3 * 2 * 15e-3 / 28)
 
 
@@ -148,14 +142,14 @@ def test_fsdp_gathers_and_sums_what_kernels_do_not_hide():
     everything, layer = ROOT + 2 * (REST + EXPERTS), REST + EXPERTS
     gather, reduce = 2 * 0.75 / 305e9, 4 * 0.75 / 301e9  # seconds per parameter; a quarter is local
     at_root = ROOT * (gather + reduce)
-    assert model._fsdp(1e9, 1) == pytest.approx(at_root, rel=1e-4)  # all else is hidden
-    assert model._fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (2 * gather + reduce), rel=1e-4)
+    assert model.fsdp(1e9, 1) == pytest.approx(at_root, rel=1e-4)  # all else is hidden
+    assert model.fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (2 * gather + reduce), rel=1e-4)
     keeps = timing(parallel__reshard_after_forward=False)
-    assert keeps._fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (gather + reduce), rel=1e-4)
-    last, every = (timing(parallel__reduce_gradients=name)._fsdp(0.0, 3) for name in ("last", "every"))
+    assert keeps.fsdp(0.0, 1) == pytest.approx(at_root + 2 * layer * (gather + reduce), rel=1e-4)
+    last, every = (timing(parallel__reduce_gradients=name).fsdp(0.0, 3) for name in ("last", "every"))
     assert last == pytest.approx(everything * (3 * gather + reduce) + 2 * layer * 3 * gather, rel=1e-4)
     assert every == pytest.approx(last + 2 * everything * reduce, rel=1e-4)
-    assert timing(gpus=1)._fsdp(0.0, 1) == 0
+    assert timing(gpus=1).fsdp(0.0, 1) == 0
 
 
 def test_replicas_gather_within_themselves_and_sum_shards_among_each_other():
@@ -165,26 +159,26 @@ def test_replicas_gather_within_themselves_and_sum_shards_among_each_other():
         inside = ROOT * others * (2 / 305e9 + 4 / 301e9) + layers * others * (4 / 305e9 + 4 / 301e9)
         sums = 2 * 4 * everything * shard / 2 / rate
         replicated = timing(gpus=gpus, parallel__replicate=2)
-        assert replicated._fsdp(0.0, 1) == pytest.approx(inside + sums, rel=1e-3)
-    alone = timing(gpus=16)._fsdp(0.0, 1)  # everything over the network
-    assert alone > 3 * timing(gpus=16, parallel__replicate=2)._fsdp(0.0, 1)
+        assert replicated.fsdp(0.0, 1) == pytest.approx(inside + sums, rel=1e-3)
+    alone = timing(gpus=16).fsdp(0.0, 1)  # everything over the network
+    assert alone > 3 * timing(gpus=16, parallel__replicate=2).fsdp(0.0, 1)
     copies = timing(gpus=4, parallel__replicate=4)  # nothing is sharded, so nothing is gathered
-    assert copies._fsdp(0.0, 1) == pytest.approx(2 * 4 * everything * 3 / 4 / 301e9)
-    assert copies._optimizer(1) == pytest.approx(timing(gpus=1)._optimizer(1))
+    assert copies.fsdp(0.0, 1) == pytest.approx(2 * 4 * everything * 3 / 4 / 301e9)
+    assert copies.optimizer(1) == pytest.approx(timing(gpus=1).optimizer(1))
 
 
 def test_collectives_are_slower_across_nodes():
-    assert hardware.bandwidth(316e9, 8) == 316e9
-    assert hardware.bandwidth(316e9, 16) == 50e9
+    assert bandwidth(316e9, 8) == 316e9
+    assert bandwidth(316e9, 16) == 50e9
 
 
 def test_the_optimizer_reads_and_writes_the_shard_of_a_gpu():
     own = (ROOT + 2 * (REST + EXPERTS)) / 4
     casts = 6 * own / 4e12
-    assert timing()._optimizer(1) == pytest.approx(casts + 32 * own / 4e12)
-    assert timing()._optimizer(3) == pytest.approx(3 * casts + 32 * own / 4e12)
-    assert timing(gpus=1)._optimizer(3) == pytest.approx(4 * (casts + 32 * own / 4e12))
-    assert timing(optimizer__name="adamw8bit")._optimizer(1) == pytest.approx(casts + 52e-12 * own)
+    assert timing().optimizer(1) == pytest.approx(casts + 32 * own / 4e12)
+    assert timing().optimizer(3) == pytest.approx(3 * casts + 32 * own / 4e12)
+    assert timing(gpus=1).optimizer(3) == pytest.approx(4 * (casts + 32 * own / 4e12))
+    assert timing(optimizer__name="adamw8bit").optimizer(1) == pytest.approx(casts + 52e-12 * own)
 
 
 def test_gpus_by_name_or_size():
@@ -193,7 +187,5 @@ def test_gpus_by_name_or_size():
     for text in ("b300", "0", "-1", "nan", "inf"):
         with pytest.raises(UserError, match="--gpu: expected h200, h100 or a number of GiB, got"):
             find_gpu(text)
-    slow = timing(gpu=GPUS["h100"]).of_pass(PASS)
-    assert slow["norms, RoPE, SwiGLU"] == pytest.approx(
-        timing().of_pass(PASS)["norms, RoPE, SwiGLU"] * 4 / 2.8
-    )
+    slow = timing(gpu=GPUS["h100"]).of_run(RUN)
+    assert slow["norms, RoPE, SwiGLU"] == pytest.approx(timing().of_run(RUN)["norms, RoPE, SwiGLU"] * 4 / 2.8)

@@ -138,6 +138,7 @@ def loss_of_trl(trainer, paths, columns, labels):
     return loss, fake._metrics["train"]["kl"][0]
 
 
+@pytest.mark.slow
 def test_trls_trainer():
     """TRL takes the completions of a batch, each with the prompt of the next example, as mismatched ones."""
     from trl import KTOTrainer

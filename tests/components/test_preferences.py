@@ -149,6 +149,7 @@ def both_answers():
     return paths, batch, logprobs, new, mask, reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "trl_name"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("apo_zero", "apo_zero")])
 def test_losses_of_trls_dpo_trainer(name, trl_name):
     from trl import DPOTrainer
@@ -187,6 +188,7 @@ def test_losses_of_trls_dpo_trainer(name, trl_name):
     assert_equals(want, TreeLoss(name, "path_token_mean", beta=0.25), paths, batch, logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simpo", "cpo", "orpo"])
 def test_losses_of_trls_other_trainers(name, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -402,15 +402,3 @@ def test_slime_counts_rollouts_without_trained_tokens() -> None:
 def test_what_would_change_the_loss_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
-
-
-def test_modules_of_version_0_1_have_the_functions() -> None:
-    from titan_tree.integrations.samples import make_trees, score_paths
-    from titan_tree.integrations.slime import read_samples
-
-    from titan_tree.integrations import areal, prime_rl, samples, skyrl, slime
-
-    assert read_samples is Slime.read_samples
-    assert (samples.make_trees, samples.score_paths) == (make_trees, score_paths)
-    for module, framework in ((areal, AReaL), (prime_rl, PrimeRL), (skyrl, SkyRL), (slime, Slime)):
-        assert (module.to_paths, module.to_rows) == (framework.to_paths, framework.to_rows)

@@ -138,6 +138,7 @@ TRL = {  # case -> (settings of TRL, arguments of TreeLoss)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRL)
 def test_losses_of_trl(case):
     settings, (name, reduction, *options) = TRL[case]

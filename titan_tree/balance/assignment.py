@@ -4,14 +4,14 @@ Ranks that run *freely* communicate only at the start and at the end of a step. 
 the rank with the most work. Trees go to ranks longest-processing-time first (LPT): the costliest tree first,
 each to the rank with the least work (Graham, 1969, doi:10.1137/0117039).
 
-Ranks that run *in step* communicate in every forward pass, so the passes with the same number form a *row*,
+Ranks that run *in step* communicate in every forward pass, so the passes with the same number form a *round*,
 which takes as long as its costliest pass:
 
     rank 0   [ 9 s  ] [ 4 s ]
     rank 1   [ 8 s ]  [ 4 s ]     9 s + 4 s
     rank 2   [ 9 s  ] [ 3 s]
 
-Trees are then packed by LPT into (ranks x rows) micro-batches, and micro-batches of similar cost form a row.
+Trees are then packed by LPT into (ranks x rounds) micro-batches. Micro-batches of similar cost form a round.
 
 Every rank computes the assignment itself. It depends on sizes and coefficients alone, so all ranks agree.
 """
@@ -29,7 +29,7 @@ from titan_tree.tree.costs import TreeCosts
 
 # For each owner, its micro-batches as lists of tree numbers. An owner is a rank, or several that share trees.
 Assignment = list[list[list[int]]]
-MORE_ROWS = 6  # numbers of rows that ``assign_in_step`` tries
+MORE_ROUNDS = 6  # numbers of rounds that ``assign_in_step`` tries
 
 
 def assign_freely(sizes: np.ndarray, costs: TreeCosts, num_owners: int, max_tokens: int) -> Assignment:
@@ -37,9 +37,9 @@ def assign_freely(sizes: np.ndarray, costs: TreeCosts, num_owners: int, max_toke
 
     Args:
         sizes: [trees, 4], see ``tree_sizes``.
-        costs: of the model.
+        costs: seconds of the model's trees.
         num_owners: number of owners.
-        max_tokens: of a micro-batch. A larger tree becomes a micro-batch of its own.
+        max_tokens: largest number of tokens of a micro-batch. A larger tree becomes a micro-batch of its own.
     """
     seconds = costs.seconds(sizes).tolist()
     loads = [(0.0, owner) for owner in range(num_owners)]
@@ -50,28 +50,31 @@ def assign_freely(sizes: np.ndarray, costs: TreeCosts, num_owners: int, max_toke
         trees[owner].append(tree)
     tokens = sizes[:, 0].tolist()
     return [
-        [[own[i] for i in chosen] for chosen in first_fit([tokens[tree] for tree in own], max_tokens)]
-        for own in trees
+        [
+            [of_owner[i] for i in chosen]
+            for chosen in first_fit([tokens[tree] for tree in of_owner], max_tokens)
+        ]
+        for of_owner in trees
     ]
 
 
 def assign_in_step(sizes: np.ndarray, costs: TreeCosts, num_owners: int, max_tokens: int) -> Assignment:
-    """Assigns trees to owners that run in step, with little time in all rows together.
+    """Assigns trees to owners that run in step, with little time in all rounds together.
 
-    See ``assign_freely`` for the arguments. Micro-batch i of every owner is part of row i.
+    See ``assign_freely`` for the arguments. Micro-batch i of every owner is part of round i.
     """
     seconds, tokens = costs.seconds(sizes).tolist(), sizes[:, 0].tolist()
     fewest = max(1, math.ceil(sum(min(n, max_tokens) for n in tokens) / (num_owners * max_tokens)))
     most = max(fewest, math.ceil(len(tokens) / num_owners))  # every tree alone
     best: list[list[int]] = []
     best_time, first_found = math.inf, most
-    for rows in range(fewest, most + 1):
-        if rows >= first_found + MORE_ROWS:
+    for rounds in range(fewest, most + 1):
+        if rounds >= first_found + MORE_ROUNDS:
             break
-        bins = _pack_evenly(seconds, tokens, rows * num_owners, max_tokens)
+        bins = _pack_evenly(seconds, tokens, rounds * num_owners, max_tokens)
         if bins is None:
             continue
-        first_found = min(first_found, rows)
+        first_found = min(first_found, rounds)
         loads = [sum(seconds[tree] for tree in trees) for trees in bins]
         order = costliest_first(loads)
         time = sum(loads[i] + costs.forward for i in order[::num_owners] if bins[i])
@@ -85,18 +88,18 @@ def _pack_evenly(
 ) -> list[list[int]] | None:
     """Packs trees into bins, costliest first, each into the cheapest bin with room, or returns None."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
+    free_tokens = [max_tokens] * num_bins
     loads = [(0.0, i) for i in range(num_bins)]
     for tree in costliest_first(seconds):
         full = []
-        while loads and bins[loads[0][1]] and room[loads[0][1]] < tokens[tree]:
+        while loads and bins[loads[0][1]] and free_tokens[loads[0][1]] < tokens[tree]:
             full.append(heapq.heappop(loads))
         if not loads:
             return None
         load, i = loads[0]
         heapq.heapreplace(loads, (load + seconds[tree], i))
         bins[i].append(tree)
-        room[i] -= tokens[tree]
+        free_tokens[i] -= tokens[tree]
         for item in full:
             heapq.heappush(loads, item)
     return bins
@@ -108,12 +111,12 @@ def costliest_first(seconds: Sequence[float]) -> list[int]:
 
 
 def planned_work(assignment: Assignment, sizes: np.ndarray, costs: TreeCosts, in_step: bool) -> np.ndarray:
-    """Returns [owners, rows] seconds of work, for ``idle_share``. Owners that run freely have one row."""
+    """Returns [owners, rounds] seconds of work, for ``idle_share``. Owners that run freely have one round."""
     seconds = costs.seconds(sizes)
     work = np.zeros((len(assignment), max(1, *map(len, assignment))))
     for owner, micro_batches in enumerate(assignment):
-        for row, trees in enumerate(micro_batches):
-            work[owner, row] = costs.forward + sum(seconds[tree] for tree in trees)
+        for number, trees in enumerate(micro_batches):
+            work[owner, number] = costs.forward + sum(seconds[tree] for tree in trees)
     return work if in_step else work.sum(1, keepdims=True)
 
 
@@ -124,10 +127,10 @@ def step_seconds(assignment: Assignment, sizes: np.ndarray, costs: TreeCosts, in
 
 
 def idle_share(work: np.ndarray) -> float:
-    """Returns the share of the ranks' time that they wait for others in a step.
+    """Returns the fraction of the ranks' time that they wait for others in a step.
 
     Args:
-        work: [ranks, rows] seconds of work. Ranks wait for each other at the end of each row.
+        work: [ranks, rounds] seconds of work. Ranks wait for each other at the end of each round.
     """
     longest = work.max(0).sum()
     return float(1 - work.mean(0).sum() / longest) if longest > 0 else 0.0

@@ -35,9 +35,9 @@ class Balancing:
     """Measures the steps of a run on several ranks, and shares their trees. Collective.
 
     Args:
-        model: parallelized.
-        device: where it is.
-        max_tokens: of a micro-batch.
+        model: the parallelized model.
+        device: device of the model.
+        max_tokens: largest number of tokens of a micro-batch.
         sequence_parallel: number of adjacent ranks that share the tokens of each tree.
         expert_parallel: whether ranks exchange tokens in every pass. Their work cannot be measured alone.
         fixed: keep the estimated costs, so that equal runs get equal results.
@@ -67,7 +67,7 @@ class Balancing:
         self._is_first_step = True
 
     def sharing(self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int) -> TreeSharing:
-        """Returns what shares the trees of the steps after ``step`` steps.
+        """Returns a ``TreeSharing`` for the steps that follow the first ``step`` steps.
 
         Args:
             start_timeout_s, timeout_s, start_steps: see ``DataAddress``.
@@ -81,8 +81,6 @@ class Balancing:
             self._publish(1, self.fitted)
         return TreeSharing(
             self._address,
-            dist.get_rank(),
-            dist.get_world_size(),
             self.max_tokens,
             always_in_step=self.expert_parallel,
             fitted_from=None if self.fit_step is None else self.fit_step + FIT_STEPS - step,
@@ -110,7 +108,7 @@ class Balancing:
         if self.timer:
             self.timer.stop()
         if is_good:
-            work = self._gather(step_input, sizes)  # [ranks, rows, 6]
+            work = self._gather(step_input, sizes)  # [ranks, rounds, 6]
             values["planned_idle_share"] = idle_share(self._costs_of(step).seconds(work[..., 1:]))
             if self.timer:
                 values["idle_share"] = idle_share(work[..., 0])
@@ -135,9 +133,9 @@ class Balancing:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
-        given, fit_step = state.get("costs"), state.get("fit_step")
-        shape = (2 if isinstance(given, list) and len(given) == 2 else 1, len(self.estimated))
-        costs = [TreeCosts(*row) for row in finite_array("costs", given, shape).tolist()]
+        stored, fit_step = state.get("costs"), state.get("fit_step")
+        shape = (2 if isinstance(stored, list) and len(stored) == 2 else 1, len(self.estimated))
+        costs = [TreeCosts(*row) for row in finite_array("costs", stored, shape).tolist()]
         if self.is_fixed or fit_step is None:
             self.estimated = costs[-1]
             return
@@ -146,9 +144,9 @@ class Balancing:
         self.fit.load_state_dict(state.get("fit") or {})
 
     def _gather(self, step_input: StepInput, sizes: GlobalSizes) -> np.ndarray:
-        """Returns [ranks, rows, 6]: seconds of work, four sizes and the number of passes of each row.
+        """Returns [ranks, rounds, 6]: seconds of work, four sizes and the number of passes of each round.
 
-        A row is a micro-batch. If ranks run freely, the whole step is one row.
+        A round is a micro-batch. If ranks run freely, the whole step is one round.
         """
         is_free = sizes.is_partitioned and not self.expert_parallel
         work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)

@@ -29,13 +29,15 @@ from titan_tree.errors import LostRankError, UserError
 class DataAddress:
     """Where the processes that make inputs meet: a part of torchrun's store. It can be pickled.
 
-    Args:
-        host, port: the address of the store.
-        prefix: the prefix of all keys.
-        rank, num_ranks: the number of this rank, and of all ranks.
-        start_timeout_s: how long a process waits for those of other ranks in its first ``start_steps`` steps.
-            They are made before any rank has finished its first step, which may take long.
+    Attributes:
+        host, port: address of the store.
+        prefix: start of all keys in the store.
+        rank: number of this rank.
+        num_ranks: number of ranks.
+        start_timeout_s: seconds that a process waits for those of other ranks in its first ``start_steps``
+            steps. They are made before any rank has finished its first step, which may take long.
         timeout_s: the same, in later steps.
+        start_steps: number of these first steps.
     """
 
     host: str
@@ -62,10 +64,6 @@ class DataAddress:
             start_steps=start_steps,
         )
 
-    def __call__(self, worker: int) -> DataGroup:
-        """Joins the group of the workers with this number. Waits for those of all ranks."""
-        return DataGroup(self, worker)
-
     def store(self) -> dist.Store:
         """Returns a connection to the store."""
         timeout = timedelta(seconds=self.start_timeout_s)
@@ -77,7 +75,9 @@ class DataAddress:
 
 
 class DataGroup:
-    """The workers with the same number of all ranks. See ``RankGroup`` (balance/sharing.py).
+    """The workers with the same number of all ranks, which make the same steps.
+
+    Creating it waits until the workers of all ranks have joined.
 
     Raises:
         LostRankError: another worker has ended, or did not come in time. All methods may raise it.

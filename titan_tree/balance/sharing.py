@@ -1,6 +1,6 @@
-"""TreeSharing: ranks read different groups of a step, plan together, and send each tree to its owner.
+"""TreeSharing: ranks read different groups of a step, and send each tree to the rank that trains on it.
 
-    read own groups -> all ranks exchange sizes -> same plan everywhere -> trees and pieces travel as bytes
+    read groups -> all ranks exchange sizes -> same assignment everywhere -> trees and pieces travel as bytes
 
 The processes that make inputs do all of this, ahead of training. Worker w of every rank makes the same steps,
 so the workers w of all ranks form a group of their own.
@@ -13,31 +13,18 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Protocol
 
 import numpy as np
 
-from titan_tree.balance.splitting import StepPlan, StepPlanner, may_split
+from titan_tree.balance.data_group import DataAddress, DataGroup
+from titan_tree.balance.splitting import StepAssignment, StepBalancer
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
-from titan_tree.tree.costs import SIZES, TreeCosts, leaf_sizes, tree_sizes
+from titan_tree.tree.costs import SIZES, TreeCosts, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
-
-
-class RankGroup(Protocol):
-    """The processes, one per rank, that make the same steps. ``DataGroup`` is one."""
-
-    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """Calls ``make`` on every rank and returns the results of all, by rank. All raise its UserErrors."""
-
-    def exchange(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Sends ``parts[r]`` to rank r, and returns what each rank has sent to this one."""
-
-    def costs(self, version: int) -> Sequence[float]:
-        """Returns the coefficients of a version as soon as training has published them."""
 
 
 @dataclass
@@ -45,10 +32,8 @@ class TreeSharing:
     """Shares the trees of steps among ranks, balanced by their costs. It can be pickled until ``join``.
 
     Args:
-        connect: makes the group of the workers with a number.
-        rank: this rank.
-        num_ranks: number of ranks.
-        max_tokens: of a micro-batch.
+        address: where the processes that make inputs meet.
+        max_tokens: largest number of tokens of a micro-batch.
         always_in_step: whether ranks run in step even if trees are partitioned (expert parallelism).
         fitted_from: number of the first step that uses the fitted costs, version 1, instead of version 0.
             None: no step does. The steps of a dataset are numbered from 0.
@@ -57,20 +42,18 @@ class TreeSharing:
             compares paths of a tree, or depends on which trees share a micro-batch.
     """
 
-    connect: Callable[[int], RankGroup]
-    rank: int
-    num_ranks: int
+    address: DataAddress
     max_tokens: int
     always_in_step: bool = False
     fitted_from: int | None = None
     ranks_per_owner: int = 1
     splits: bool = True
-    _group: RankGroup | None = field(default=None, init=False)
+    _group: DataGroup | None = field(default=None, init=False)
     _logged: set[str] = field(default_factory=set, init=False)
 
     def join(self, worker: int) -> None:
         """Joins the group of the workers with this number. Waits until those of all ranks have joined."""
-        self._group = self.connect(worker)
+        self._group = DataGroup(self.address, worker)
 
     def leave(self) -> None:
         """Leaves the group. Workers of other ranks that still wait for this one get an error."""
@@ -90,36 +73,37 @@ class TreeSharing:
             trees.extend(read())
             return tree_sizes(trees).tobytes()
 
+        rank, num_ranks = self.address.rank, self.address.num_ranks
         by_rank = [
             np.frombuffer(part, np.int64).reshape(-1, len(SIZES)) for part in self._group.gather(sizes)
         ]
-        first = sum(map(len, by_rank[: self.rank]))  # the number of this rank's first tree
+        first = sum(map(len, by_rank[:rank]))  # the number of this rank's first tree
         read_here = dict(enumerate(trees, start=first))
-        plan = self._plan(step, np.concatenate(by_rank), read_here, self._leaves_of_all)
+        assigned = self._assign(step, np.concatenate(by_rank), read_here, self._leaves_of_all)
         owner_of = {
             unit: owner
-            for owner, micro_batches in enumerate(plan.assignment)
+            for owner, micro_batches in enumerate(assigned.micro_batches)
             for unit in chain.from_iterable(micro_batches)
         }
-        own = plan.units(read_here)
-        parts: list[dict[int, bytes]] = [{} for _ in range(self.num_ranks)]
-        for i, tree in own.items():
+        units = assigned.units(read_here)
+        parts: list[dict[int, bytes]] = [{} for _ in range(num_ranks)]
+        for i, tree in units.items():
             begin = owner_of[i] * self.ranks_per_owner
-            if others := set(range(begin, begin + self.ranks_per_owner)) - {self.rank}:
+            if others := set(range(begin, begin + self.ranks_per_owner)) - {rank}:
                 for path in tree.paths:
                     path.routed_experts = None  # the tree has what it needs of them
                 content = tree_to_bytes(tree)
-                for rank in others:
-                    parts[rank][i] = content
+                for other in others:
+                    parts[other][i] = content
         for part in self._group.exchange(list(map(pickle.dumps, parts))):
-            own |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
-        return self._pick(plan, own)
+            units |= {i: tree_from_bytes(content) for i, content in pickle.loads(part).items()}
+        return self._pick(assigned, units)
 
     def all_paths(self, read: Callable[[], list[list[TokenPath]]]) -> list[TokenPath]:
         """Returns the paths of all groups of a step, in the order of the groups.
 
         Args:
-            read: returns the paths of this rank's groups: groups ``rank``, ``rank + num_ranks``, ...
+            read: returns the paths of groups ``rank``, ``rank + num_ranks``, ..., which this rank reads.
         """
         assert self._group is not None
 
@@ -133,45 +117,39 @@ class TreeSharing:
     def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
         """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
         numbered = dict(enumerate(trees))
-        plan = self._plan(step, tree_sizes(trees), numbered, lambda leaves: leaves)
-        return self._pick(plan, plan.units(numbered))
+        assigned = self._assign(step, tree_sizes(trees), numbered, lambda leaves: leaves)
+        return self._pick(assigned, assigned.units(numbered))
 
-    def _plan(
+    def _assign(
         self,
         step: int,
         sizes: np.ndarray,
         trees: Mapping[int, TokenTree],
         gather: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]],
-    ) -> StepPlan:
-        """Returns the plan of a step, the same on all ranks.
-
-        Args:
-            sizes: of all trees of the step.
-            trees: those that this rank has, by number.
-            gather: returns the entries of all ranks. All ranks call it, or none does.
-        """
+    ) -> StepAssignment:
+        """Returns the assignment of a step, the same on all ranks. See ``StepBalancer.assign``."""
         assert self._group is not None
         is_fitted = self.fitted_from is not None and step >= self.fitted_from
         costs = TreeCosts(*self._group.costs(version=int(is_fitted)))
-        num_owners = self.num_ranks // self.ranks_per_owner
-        planner = StepPlanner(costs, num_owners, self.max_tokens, in_step=self.always_in_step or None)
-        plan = whole = planner.whole(sizes)
-        if self.splits and (candidates := planner.candidates(whole)):
-            here = {i: leaf_sizes(trees[i]) for i in candidates if i in trees and may_split(trees[i])}
-            plan = planner.split(whole, gather(here))
-        if self.rank == 0:
-            for event, message in planner.describe(whole, plan).items():
+        num_owners = self.address.num_ranks // self.ranks_per_owner
+        balancer = StepBalancer(costs, num_owners, self.max_tokens, in_step=self.always_in_step or None)
+        if self.splits:
+            whole, assigned = balancer.assign(sizes, trees, gather)
+        else:
+            whole = assigned = balancer.whole(sizes)
+        if self.address.rank == 0:
+            for event, message in balancer.describe(whole, assigned).items():
                 if event not in self._logged:
                     self._logged.add(event)
                     logger.warning(message, extra={"warning": event})
-        return plan
+        return assigned
 
-    def _leaves_of_all(self, here: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def _leaves_of_all(self, leaves: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Returns the leaf sizes that all ranks have. Collective."""
         assert self._group is not None
-        parts = self._group.exchange([pickle.dumps(here)] * self.num_ranks)
-        return {i: leaves for part in parts for i, leaves in pickle.loads(part).items()}
+        parts = self._group.exchange([pickle.dumps(leaves)] * self.address.num_ranks)
+        return {i: sizes for part in parts for i, sizes in pickle.loads(part).items()}
 
-    def _pick(self, plan: StepPlan, units: dict[int, TokenTree]) -> MicroBatches:
-        owner = self.rank // self.ranks_per_owner
-        return [[units[i] for i in chosen] for chosen in plan.assignment[owner]]
+    def _pick(self, assigned: StepAssignment, units: dict[int, TokenTree]) -> MicroBatches:
+        owner = self.address.rank // self.ranks_per_owner
+        return [[units[i] for i in chosen] for chosen in assigned.micro_batches[owner]]

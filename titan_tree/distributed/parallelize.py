@@ -7,8 +7,9 @@ else is the same on a laptop, on one GPU and on many.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_tree.components.lora import LoRA
 from titan_tree.distributed import ao, titan
-from titan_tree.distributed.experts.expert_parallel import check_experts, fully_shard_experts, shard_experts
+from titan_tree.distributed.experts.expert_parallel import (
+    check_experts,
+    experts_of,
+    fully_shard_experts,
+    shard_experts,
+)
 from titan_tree.distributed.mesh import Meshes, OneRank, check_sizes
 from titan_tree.distributed.sequence_parallel import check_heads, shard_sequence
 from titan_tree.errors import UserError
@@ -252,3 +258,29 @@ def _fully_shard(
             module.set_gradient_divide_factor(1.0)
             # A plain sum. FSDP2 would otherwise multiply by 1 within the reduction, which gloo cannot do.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_sizes(model: nn.Module, num_ranks: int, expert_parallel: int = 1) -> Iterator[int]:
+    """Yields the size of the first rank's shard of each parameter, as ``parallelize`` would shard it.
+
+    FSDP2 shards the first dimension: rows of a matrix. Experts that are distributed over ranks are sharded
+    along the second one, which holds the rows of each expert.
+
+    Args:
+        num_ranks: number of ranks of a replica.
+        expert_parallel: number of ranks over which the experts of each layer are sharded.
+    """
+    experts = {p for module in experts_of(model) for p in module.parameters()}
+    for parameter in model.parameters():
+        shape, ranks, dim = list(parameter.shape), num_ranks, 0
+        if parameter in experts and expert_parallel > 1:
+            shape[0] //= expert_parallel
+            ranks, dim = ranks // expert_parallel, 1
+        shape[dim] = math.ceil(shape[dim] / ranks)
+        yield math.prod(shape)
+
+
+def gathered_size(module: nn.Module, expert_parallel: int = 1) -> int:
+    """Returns how many parameters of ``module`` a rank holds after FSDP2 has gathered it."""
+    in_experts = sum(p.numel() for experts in experts_of(module) for p in experts.parameters())
+    return sum(p.numel() for p in module.parameters()) - in_experts + in_experts // expert_parallel

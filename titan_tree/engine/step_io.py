@@ -47,7 +47,7 @@ class StepCounts:
     logical_tokens: int  # N_flat: tokens that training on every path alone would run
     distinct_tokens: int  # N_tree
     executed_tokens: int  # N_part: larger than N_tree if partitions or pieces repeat shared tokens
-    split_tokens: int  # tokens that pieces of trees repeat, see balance/tree_splits.py
+    split_tokens: int  # tokens that pieces of trees repeat, see balance/splitting.py
     scored_edges: int
     forwards: int  # one per micro-batch, or one per partition of it
     gateway_bytes: int  # keys, values and states that partitions read from their ancestors

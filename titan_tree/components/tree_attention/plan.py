@@ -17,6 +17,7 @@ shapes depend on N and M alone. The largest tensor is the list of pieces: N * M 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -93,6 +94,11 @@ class WindowPlan(NamedTuple):
 def plan_of(columns: Sequence[Tensor]) -> Plan | WindowPlan:
     """Returns the plan that has these columns."""
     return Plan(*columns) if len(columns) == len(Plan._fields) else WindowPlan(*columns)
+
+
+def table_bytes(queries: int, keys: int) -> int:
+    """Returns the bytes of the two large tables of a plan, ``key_blocks`` and ``pieces``."""
+    return 4 * math.ceil(queries / QUERIES) * (math.ceil(keys / KEYS) + math.ceil(keys / PIECE) + 3)
 
 
 def prepare(layout: TreeLayout, window: int | None = None) -> Plan | WindowPlan:

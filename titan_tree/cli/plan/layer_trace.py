@@ -1,0 +1,228 @@
+"""What each layer keeps for its backward pass, per token and per token copy that its experts receive.
+
+A layer is traced on the meta device, as training compiles it: with its activation checkpointing, and with the
+operators that exchange tokens. torch.compile's partitioner decides which tensors the forward pass keeps. It
+gives other results in other versions of torch, so nothing here is a formula. docs/design.md says why torch's
+memory tracker cannot do this.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import select_decomp_table
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_tree.components.moe import Experts
+from titan_tree.components.tree_attention import TreeAttention, operator, plan
+from titan_tree.components.tree_attention.backend import PLAIN, Scoring
+from titan_tree.components.tree_gdn import TreeGDN
+from titan_tree.components.tree_gdn.operator import gated_delta_rule
+from titan_tree.config import ParallelConfig
+from titan_tree.distributed import titan
+from titan_tree.distributed.experts.sharded_experts import ShardedExperts
+from titan_tree.distributed.sequence_parallel import AllToAllExchange
+from titan_tree.models.block import Block, Mixer
+from titan_tree.models.decoder import Decoder
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_shards import TokenShard
+from titan_tree.tree.token_tree import TokenTree
+
+POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
+TRACED_TOKENS = 1024
+BACKEND = "triton"  # it keeps the same tensors as "hopper"
+
+
+class Kept(NamedTuple):
+    """Bytes saved for the backward pass."""
+
+    per_token: float  # per token that this rank runs
+    per_row: float = 0.0  # per token copy that this rank's experts receive
+
+    def of(self, tokens: float, rows: float) -> float:
+        """Returns the bytes of ``tokens`` tokens and ``rows`` received copies."""
+        return self.per_token * tokens + self.per_row * rows
+
+
+class LayerTrace:
+    """The bytes that the layers of a model keep. Each kind of layer is traced on first use.
+
+    Args:
+        model: a model on the meta device, with a ``compute_dtype``.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = copy.deepcopy(model)
+        for module in self.model.modules():  # no backend accepts the meta device, so they only see shapes
+            if isinstance(module, TreeAttention):
+                module.prepare, module.forward = _prepare, _attention  # type: ignore[method-assign]
+            elif isinstance(module, TreeGDN):
+                module.forward = _delta_rule  # type: ignore[method-assign]
+        self._traced: dict[tuple[object, ...], Kept] = {}
+
+    def kept(self, policy: str, parallel: ParallelConfig) -> Kept:
+        """Returns what all layers keep together with activation checkpointing ``policy``."""
+        layers = [self._layer(block, policy, parallel) for block in self.model.blocks]
+        return Kept(*map(sum, zip(*layers, strict=True)))
+
+    def recomputed(self, policy: str, parallel: ParallelConfig) -> Kept:
+        """Returns what the backward pass of the largest layer needs besides what it has kept."""
+        differences = []
+        for block in self.model.blocks:
+            everything, kept = (self._layer(block, name, parallel) for name in ("none", policy))
+            differences.append(Kept(*(max(a - b, 0.0) for a, b in zip(everything, kept, strict=True))))
+        return max(differences, key=lambda difference: difference.of(1, 1))
+
+    def _layer(self, block: Block, policy: str, parallel: ParallelConfig) -> Kept:
+        sequence_parallel, expert_parallel = parallel.sequence_parallel, parallel.expert_parallel
+        # Without copied heads, all numbers of ranks above 1 give the same bytes per token.
+        mixers = [block.mixer for block in self.model.blocks]
+        fewest = min(mixer.num_heads[name] for mixer in mixers for name in mixer.copied_heads)
+        shared = sequence_parallel if sequence_parallel > fewest else min(sequence_parallel, 2)
+        key = type(block.mixer), type(block.mlp), policy, shared, expert_parallel > 1
+        if key not in self._traced:
+            with _compiler_settings(self.model):
+                self._traced[key] = _trace(self.model, block, policy, sequence_parallel, expert_parallel)
+        return self._traced[key]
+
+
+def _prepare(layout: TreeLayout, windows: Collection[int | None] = (None,)) -> TreeLayout:
+    """``TreeAttention.prepare`` on shapes."""
+    return layout.with_plan({window: plan.prepare(layout, window) for window in windows})
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    context: Tensor | None = None,
+    scale: float | None = None,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """``TreeAttention.forward`` on shapes."""
+    assert layout.attention_plan is not None
+    return operator.attention(
+        BACKEND, q, k, v, context, layout, layout.attention_plan[scoring.window], 1.0, scoring, False
+    )
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout, states: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``TreeGDN.forward`` on shapes."""
+    assert layout.chunks is not None
+    assert layout.chains is not None
+    return gated_delta_rule(BACKEND, q, k, v, g, beta, states, layout.chunks, layout.chains)[0], None
+
+
+class _TracedError(Exception):
+    """Ends a trace: its graph is known, and need not run."""
+
+
+def _trace(model: Decoder, block: Block, policy: str, sequence_parallel: int, expert_parallel: int) -> Kept:
+    """Returns what the forward pass of a block keeps, its output included."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return _stop
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        """Chooses what the forward pass keeps, as Inductor does."""
+        with torch._functorch.config.patch(unlift_effect_tokens=True):
+            partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+            return aot_autograd(
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                decompositions=select_decomp_table,
+                partition_fn=partition,
+            )(graph, inputs)
+
+    holder = nn.Module()
+    holder.layers = nn.ModuleList([copy.deepcopy(block).to(model.compute_dtype)])
+    share = TokenShard(num_ranks=sequence_parallel)
+    path = TokenPath([1] * (TRACED_TOKENS * sequence_parallel))
+    batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
+    layout = model.prepare(batch.to("meta").layout)
+    sizes = TRACED_TOKENS, model.config.hidden_size
+    x = torch.empty(sizes, dtype=model.compute_dtype, device="meta", requires_grad=True)
+    with _exchanges(holder, sequence_parallel, expert_parallel):
+        if policy_class := POLICIES[policy]:
+            policy_class(policy_class.Config(preserve_rng_state=False)).apply(holder)
+        compiled = torch.compile(holder.layers[0], backend=backend, fullgraph=True, dynamic=True)
+        with suppress(_TracedError):
+            compiled(x, model.make_rope(layout.positions), layout)
+    return _outputs(graphs[0])
+
+
+def _stop(*inputs: object) -> None:
+    raise _TracedError
+
+
+def _outputs(graph: torch.fx.GraphModule) -> Kept:
+    """Returns the bytes of what a graph returns, without its inputs: weights, the layout, and x.
+
+    x is the output of the layer below, which counts there. Views count once.
+    """
+
+    def by_storage(nodes: list[torch.fx.Node]) -> dict[int, Tensor]:
+        values = [node.meta.get("val") for node in nodes]
+        return {x.untyped_storage()._cdata: x for x in values if isinstance(x, Tensor)}
+
+    (output,) = graph.graph.find_nodes(op="output")
+    inputs = by_storage(list(graph.graph.find_nodes(op="placeholder")))
+    per_token = per_row = 0.0
+    for storage, value in by_storage(output.all_input_nodes).items():
+        if storage in inputs:
+            continue
+        if free_unbacked_symbols(value):  # the host learns the number of rows only when it runs
+            per_row += value[0].numel() * value.element_size()
+        else:
+            per_token += int(value.numel()) * value.element_size() / TRACED_TOKENS
+    return Kept(per_token, per_row)
+
+
+@contextmanager
+def _exchanges(holder: nn.Module, sequence_parallel: int, expert_parallel: int) -> Iterator[None]:
+    """Makes mixers exchange tokens for heads, and experts exchange tokens, with ranks that do not exist."""
+    if (size := max(sequence_parallel, expert_parallel)) == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        heads, experts = (dist.new_group(list(range(n))) for n in (sequence_parallel, expert_parallel))
+        for module in holder.modules():
+            if isinstance(module, Mixer) and heads.size() > 1:
+                module.exchange = AllToAllExchange(heads.group_name, TokenShard(0, heads.size()))
+            elif isinstance(module, Experts) and experts.size() > 1:
+                module.dispatcher = ShardedExperts(experts)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _compiler_settings(model: Decoder) -> Iterator[None]:
+    """Sets what ``parallelize`` sets for the compiler."""
+    torch._dynamo.reset()
+    duck_shape = torch.fx.experimental._config.use_duck_shape and "states" not in model.cache_streams
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch._dynamo.config.patch(specialize_float=True, do_not_emit_runtime_asserts=True),
+        torch.fx.experimental._config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]
+    ):
+        yield
