@@ -125,7 +125,8 @@ class _Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         none = tokens.new_zeros(len(tokens), dtype=torch.float32)  # no token counts in the router's sums
-        out: Tensor = self.moe(tokens, none).hidden
+        out: Tensor
+        out, *_ = self.moe(tokens, none)
         return out.view_as(x)
 
 
