@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # at run time, nothing is imported before it is used
     from titan_tree.data.readers import Reader
     from titan_tree.distributed.optimizers import OptimizerSpec
     from titan_tree.metrics.loggers import Logger
-    from titan_tree.metrics.step_report import StepReport
+    from titan_tree.metrics.step_metrics import StepReport
     from titan_tree.models.decoder import Decoder
     from titan_tree.rl.environment import Environment
     from titan_tree.tree.partition import Partition

@@ -56,8 +56,8 @@ class DataFiles:
 
         Args:
             open_file: opens each file for reading; a progress bar wraps files here.
-            epoch: repeats and leaves out groups as their files' weights say, differently in each epoch. None
-                yields every group once.
+            epoch: yields each group as often as its file's weight says in this epoch. None yields every group
+                once.
 
         Raises:
             UserError: unreadable or malformed files, or a group whose records are not adjacent.

@@ -64,15 +64,16 @@ class Optimizers(titan.OptimizersContainer):
         states = super().state_dict()
         for state in (state for optimizer in fresh for state in optimizer.state.values()):
             if isinstance(step := state.get("step"), Tensor):
-                step.zero_()  # torchtitan creates states with a step without gradients, which counted
+                step.zero_()  # torchtitan creates states by a step without gradients
         return states
 
 
 def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
-    """Returns the optimizer of all parameters of ``model`` that are not frozen.
+    """Returns the optimizer of all parameters of ``model`` that are not frozen, in up to three groups.
 
-    Vectors, which are the weights of norms and DeltaNet's decays, get no weight decay. Experts form a group
-    of their own, because one fused kernel can only update tensors with the same sharding.
+    A parameter belongs to the first group whose pattern matches its name. Vectors, which are the weights of
+    norms and DeltaNet's decays, get no weight decay. Experts form a group of their own, because one fused
+    kernel can only update tensors with the same sharding.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     vectors = "|".join(re.escape(name) for name, p in trained.items() if p.ndim == 1)

@@ -82,7 +82,7 @@ def parallelize(
         activation_checkpoint: "none" stores all activations of a block for its backward pass, "selective"
             only the outputs of expensive operators, "full" only the input of the block.
         compile: compiles each block and the last norm. Blocks of a kind share their graphs, and one graph
-            serves all but a few batch sizes (docs/design.md).
+            serves all batch sizes except 0 and 1.
         reshard_after_forward: whether FSDP2 frees the gathered weights of a block between its forward and
             its backward pass.
         replicate: number of replicas of the weights. FSDP2 shards each over the other ranks and sums
@@ -187,8 +187,8 @@ def _checkpoint_activations(model: TreeModel, mode: ActivationCheckpoint) -> Non
 
 def _compile_blocks(model: TreeModel) -> None:
     """Compiles each block and the last norm. A graph break is an error."""
-    # The compiler makes a graph for each kind of size that it tells apart (docs/design.md). There are fewer
-    # kinds than this limit.
+    # The compiler makes separate graphs for the sizes 0 and 1 of each tensor. This limit is above the number
+    # of their combinations.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     # Numbers such as the eps of a norm are constants. Otherwise they would be tensors on the CPU, so that the
     # graphs of a GPU would have C++ kernels too.

@@ -36,8 +36,8 @@ class _Partition:
     batch: TreeBatch  # its batch on the device
     has_children: bool
     keeps_activations: bool = True  # if False, the backward pass recomputes the forward pass first
-    # The backward pass starts at these tensors: those of the loss, each with its gradient, and the exports,
-    # each with its index. Edges of the autograd graph represent them, so that their values can be freed.
+    # The backward pass starts at the loss tensors, each with its gradient, and at the exports, each with its
+    # index. Edges of the autograd graph stand for the tensors, so that their memory can be freed.
     loss_edges: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
     export_edges: list[tuple[GradientEdge, int]] = field(default_factory=list)
 
@@ -106,6 +106,7 @@ class PartitionRunner:
 
         The vocabulary projection lies above this boundary, so no logits stay in memory while the children
         run. The backward pass of the blocks below it starts when the children have added their gradients.
+        Without partitions, there is no boundary, and one backward pass starts at the loss itself.
         """
         loss = compute_loss(partition.batch, out)
         if loss is not None and loss.requires_grad:

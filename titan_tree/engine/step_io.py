@@ -119,7 +119,8 @@ class StepInput:
         unpartitioned: the micro-batch as a single batch, if the loss needs whole paths and the micro-batch is
             partitioned or other ranks have some of its tokens. None otherwise.
         counts: this rank's counts.
-        chain_peak: the most tokens whose activations are live at once.
+        chain_peak: the most tokens whose activations are live at once; without partitions, those of the
+            largest micro-batch.
         newest_version: the newest policy that sampled a token (``TokenPath.policy_version``); -1: unknown.
         path_ids: the ids of each micro-batch's paths; "?" for a path without an id.
         tree_ids: the id of each tree's first path.
@@ -218,7 +219,8 @@ class StepPreparer:
         reduction: the loss's reduction, which decides the normalizer.
         needs_whole_paths: whether a token's loss depends on other tokens of its path.
         costs: the model's operations and bytes.
-        partitioner: splits micro-batches into partitions. None runs each micro-batch in one forward pass.
+        partitioner: splits micro-batches into partitions; with "auto", the default, only those that are too
+            large. None runs each micro-batch in one forward pass.
         share: the tokens of each forward pass that this rank computes. Ranks that share them get the same
             trees.
     """

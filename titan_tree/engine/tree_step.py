@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class TreeStep:
     """Accumulates the gradient of the loss over a global batch of trees into ``parameter.grad``.
 
-    FSDP2 communicates within a pass, so ranks may communicate only in passes that all of them run. Without
+    FSDP2 communicates within each forward and backward pass, so all ranks must run the same ones. Without
     partitions, all ranks run equally many forward passes: ranks with fewer micro-batches run dummy batches,
     whose loss is zero. With partitions, ranks run different numbers of passes. FSDP2 then gathers all
     parameters in the first forward pass and sums gradients in the last backward pass. Expert-parallel ranks

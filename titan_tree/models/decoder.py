@@ -86,10 +86,9 @@ class Decoder(TreeModel):
         rope = self.make_rope(layout.positions)
         x = F.embedding(batch.tokens, embedding)
         if torch.is_grad_enabled():
-            # Matters if the embedding is frozen. All layers then share compiled graphs. And all ranks must
-            # exchange gradients in the same layers: if the weights below a layer are frozen, a partition
-            # still needs the exchange there, for the gradients of its gateway. A dummy batch on another rank
-            # has no gateway, and would skip the exchange if x did not require gradients.
+            # If the embedding is frozen, x would not require gradients. Dummy batches, which have no gateway,
+            # would then skip exchanges of gradients that other ranks make, and the layers would need
+            # different compiled graphs.
             x.requires_grad_()
         rows = iter(gateway)
         exports: list[Tensor] = []

@@ -256,8 +256,8 @@ class Trainer:
         """Starts to make the inputs of the remaining steps, and returns an iterator over them.
 
         It yields (input, position, sizes of all ranks), and raises what ends the run early. The position is
-        the state of the dataset after the step. Inputs are made ahead, so the dataset itself is ahead of
-        training. With the position, a checkpoint does not skip data that was not trained on.
+        the state of the dataset after the step. The dataset runs ahead of
+        training, so a checkpoint stores this position instead of the dataset's.
         """
         done = self.progress.step
         loader = build_step_loader(

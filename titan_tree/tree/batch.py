@@ -207,9 +207,9 @@ class TreeBatch:
 
 
 class _EdgeSources(NamedTuple):
-    """The partition in which each token is the source of its edges.
+    """For each token, the partition that scores its outgoing edges.
 
-    Index -1, which means "no token", reads the additional last entry.
+    The arrays have one more entry, the last one, which index -1 reads ("no token").
     """
 
     partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges

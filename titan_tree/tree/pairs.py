@@ -18,7 +18,7 @@ Edges = Literal["all", "loss"]  # all edges, or only those that the loss mask of
 class TreePairs(NamedTuple):
     """The F (edge, path) pairs of a tree with P paths, path after path."""
 
-    label: np.ndarray  # [F] int32: the edge, named by the index of the token that it predicts
+    label: np.ndarray  # [F] int32: DFS index in the tree of the token that the edge predicts
     path: np.ndarray  # [F] int64
     fields: dict[str, np.ndarray]  # [F] each: the per-token fields of ``PathPairs``
     path_fields: dict[str, np.ndarray]  # [P] each: the fields per path

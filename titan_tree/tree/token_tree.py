@@ -355,9 +355,8 @@ def _heavy_first(parent: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np
 def lexicographic_trie(paths: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Builds the trie of integer sequences. Trie tokens are numbered in lexicographic pre-order.
 
-    Sequences are sorted as byte strings. The longest prefix that a sequence shares with any earlier one is
-    then the prefix that it shares with the one right before it, as in the longest-common-prefix table of a
-    suffix array.
+    Sequences are sorted as byte strings. After sorting, a sequence shares its longest prefix with the one
+    right before it, so one comparison is enough, as in the longest-common-prefix table of a suffix array.
 
     Args:
         paths: the integers to merge by, one array per path: tokens, or keys that represent tokens.

@@ -39,9 +39,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss function and what it needs. ``partial(LossSpec, ...)`` is a decorator for such a function.
+    """A loss function and what it needs.
 
-    A registered function that is no LossSpec needs nothing.
+    Declare needs with a decorator such as ``@partial(LossSpec, needs_whole_paths=True)``. A plain function
+    declares none.
     """
 
     function: LossFunction

@@ -14,9 +14,9 @@ from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 class _Cut(NamedTuple):
     """A place in a text before a control token. The text before it does not change how the rest is encoded.
 
-    Whether a control token is found at character s depends on no character behind s + n, n being the length
-    of the longest control token: "<a>" may become "<ab>" or "<a>b". A text that agrees up to there has the
-    same cut, because what is found further left depends on fewer characters.
+    Let n be the length of the longest control token. Whether a control token starts at character s depends on
+    at most n characters from s on: "<a>" may become "<ab>" or "<a>b". If another text agrees with this one in
+    the first ``needed`` characters, it therefore has the same cut.
     """
 
     offset: int  # characters before the cut

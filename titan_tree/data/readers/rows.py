@@ -61,7 +61,8 @@ class RowReader(Reader):
 class OwnSchemaReader(Reader):
     """Reads records of titan_tree's own schema (data/schema.py) as they are: ``data.format = "jsonl"``.
 
-    It is the format of a file that no other reader recognizes.
+    It is the format of a file that no other reader recognizes. A file with ``messages`` in its first rows is
+    read by ``OpenAIChatReader``, which accepts the fields of this schema, too.
     """
 
     def recognizes(self, source: Source) -> bool:
