@@ -61,7 +61,7 @@ class TrainingConfig(Checked, table="training"):
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Checked, table="optimizer"):
-    """AdamW on fp32 weights. Weight decay applies to matrices, not to norms and biases."""
+    """The optimizer of the fp32 weights. Weight decay applies to matrices, not to norms and biases."""
 
     # "adamw8bit" stores both moments in 8 bits: 2 bytes per parameter instead of 8. It needs torchao.
     name: str = setting("adamw", one_of(OPTIMIZERS))

@@ -28,10 +28,11 @@ class OptimizerSpec:
     """Describes an optimizer that ``optimizer.name`` can select.
 
     Args:
-        load: imports and returns the constructor, a subclass of ``torch.optim.Optimizer``. Raises UserError
-            if a package is missing. The constructor receives parameter groups, each with ``params``, ``lr``,
-            ``betas``, ``eps`` and ``weight_decay``; it may ignore the options that it does not need.
-        fused: the constructor takes ``fused=True``, or is always fused. See ``clip_and_step``.
+        load: imports and returns the class, a subclass of ``torch.optim.Optimizer``. Raises UserError if a
+            package is missing. The class is called with one argument, a list of parameter groups. Each group
+            has ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` and further keys, which the class may
+            ignore. Every value in its states must be a tensor.
+        fused: whether its step reads ``grad_scale`` and ``found_inf``, see ``clip_and_step``.
         reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
     """
 

@@ -120,7 +120,7 @@ class Decoder(TreeModel):
 
     @property
     def family(self) -> str:
-        """The name under which the model's class, or the class that it derives from, is registered."""
+        """The registered name of the model's class, or of its first base class that is registered."""
         names = {MODELS[name]: name for name in MODELS}
         return next(names[base] for base in type(self).__mro__ if base in names)
 

@@ -1,7 +1,7 @@
 """Readers turn data files into records, one file of this folder per data format.
 
 A record is a dict in titan_tree's own schema (data/schema.py): a task with trajectories, a conversation, or
-token ids. To support another format, write a subclass of ``Reader`` in a new file here and add one line to
+token ids. To support another format, write a subclass of ``RowReader`` in a new file here and add one line to
 ``READERS`` in titan_tree/registry.py. docs/data.md describes the formats.
 
 containers   a file -> rows: containers.py (JSON Lines, JSON documents, Parquet, Arrow)
