@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, REPEATED, assert_same_run
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.balance import balancing
 from titan_tree.components.tree_loss import register_loss
 from titan_tree.config import Config
 from titan_tree.models.decoder import build_model
 from titan_tree.run.build import build_balancing, build_loss
+from titan_tree.tree import costs
 
 ROLLOUTS: dict[str, Any] = {
     "loss__name": "gspo",
@@ -76,7 +76,7 @@ def train_all_cases(rank: int, ports: list[int], folder: Path) -> None:
     stages = [("sft", 2), *((name, 4) for name in CASES)]
     for (name, steps), port in zip(stages, ports, strict=True):
         with as_rank(rank, 2, port), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(balancing, "LAYER_S", 1e-9)  # a pass of these small trees costs nothing
+            patch.setattr(costs, "LAUNCH_SECONDS", 1e-9)  # a pass of these small trees costs nothing
             lines.clear()
             train(config(folder, name, training__steps=steps))
         (folder / f"{name}-{rank}.json").write_text(json.dumps([x for x in lines if "pieces" in x]))
