@@ -151,7 +151,7 @@ def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: 
 def test_names_come_from_the_registries(file: Path, argument: str, names: str) -> None:
     """``names`` come with titan_tree. Others may stand between them."""
     key, _, value = argument.partition("=")
-    with pytest.raises(UserError, match=" one of .*, got .*") as error:
+    with pytest.raises(UserError, match=r" one of .*, got .*") as error:
         load_config(file, [argument])
     start, _, rest = str(error.value).partition(" one of ")
     accepted, _, got = rest.partition(", got ")

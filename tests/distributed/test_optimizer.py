@@ -146,7 +146,7 @@ def test_options_are_arguments_of_the_optimizer() -> None:
     (sgd,) = build_optimizers(OptimizerConfig(name="sgd", options={"momentum": 0.5}), model)  # type: ignore[arg-type]
     assert {group["momentum"] for group in sgd.param_groups} == {0.5}
     for name, option in (("sgd", "momentun"), ("sgd", "lr"), ("adamw8bit", "amsgrad")):
-        message = rf"^optimizer.options.{option}: '{name}' has no such option; expected (momentum, .*|none); remove it$"
+        message = rf"^optimizer.options.{option}: '{name}' has no such option; expected (momentum,|none)"
         with pytest.raises(UserError, match=message):
             optimizer_class(OptimizerConfig(name=name, options={option: 1}))
 
