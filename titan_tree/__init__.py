@@ -78,6 +78,7 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "build": "run.build",
     "config.rl_tables": "config.rl",
     "config.run_tables": "config.training",
+    "data.readers.rows": "data.readers.row_reader",
     "engine.scoring": "scoring.score_trees",
     "folder": "run.folder",
     "integrations.areal": "integrations.frameworks",

@@ -233,7 +233,7 @@ ADVANTAGES: Registry[Estimator] = Registry(
 READERS: Registry[type[Reader]] = Registry(
     "data format",
     {
-        "jsonl": "titan_tree.data.readers.rows:OwnSchemaReader",
+        "jsonl": "titan_tree.data.readers.row_reader:OwnSchemaReader",
         "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
         "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",

@@ -15,7 +15,7 @@ from titan_tree.errors import UserError
 from titan_tree.models.attention import Attention
 from titan_tree.models.block import Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, flavor_table
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -23,26 +23,26 @@ from titan_tree.models.layers import MLP, RMSNorm
 class Qwen3Config(DecoderConfig):
     """Sizes of a Qwen3 model, by Hugging Face's names."""
 
-    family = "Qwen3"
+    title = "Qwen3"
 
     intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        rope = cls._read_rope(hf, where)
+        rope = cls.rope_fields(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(
-                f"{where}: titan_tree's {cls.family} supports RoPE only on all dims of a head, got {rope}"
+                f"{where}: titan_tree's {cls.title} supports RoPE only on all dims of a head, got {rope}"
             )
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
-        cls._expect(hf, where, "layer_types", full, "full_attention")
-        config = cls._read(hf, where, rope_theta=rope.get("rope_theta"))
+        cls.check_field(hf, where, "layer_types", full, "full_attention")
+        config = cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"))
         # Without "layer_types", layers from max_window_layers on have a sliding window if it is switched on.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         unused = hf.get("max_window_layers", 28) >= config.num_hidden_layers
         expected = "full attention (use_sliding_window false)"
-        cls._expect(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
+        cls.check_field(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -64,7 +64,7 @@ class Qwen3Config(DecoderConfig):
         }
 
 
-FLAVORS = {"debug": Qwen3Config(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+FLAVORS = {"debug": Qwen3Config(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | flavor_table(
     Qwen3Config,
     "hidden_size intermediate_size num_hidden_layers num_attention_heads tie_word_embeddings",
     {

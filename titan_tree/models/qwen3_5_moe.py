@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
-from titan_tree.models.decoder_config import ConfigJson, published
+from titan_tree.models.decoder_config import ConfigJson, flavor_table
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
 from titan_tree.models.qwen3_moe import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
@@ -23,7 +23,7 @@ from titan_tree.models.qwen3_moe import DEBUG_EXPERTS, check_experts, one_spelli
 class Qwen35MoeConfig(HybridConfig):
     """Sizes of a Qwen3.5-MoE model, by Hugging Face's names."""
 
-    family = "Qwen3.5-MoE"
+    title = "Qwen3.5-MoE"
 
     moe_intermediate_size: int = required(positive_int)
     shared_expert_intermediate_size: int = required(positive_int)
@@ -52,7 +52,7 @@ COLUMNS = (
     "hidden_size moe_intermediate_size shared_expert_intermediate_size num_hidden_layers num_attention_heads "
     "linear_num_value_heads num_experts num_experts_per_tok"
 )
-FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
     Qwen35MoeConfig,
     COLUMNS,
     {

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import boolean, list_of, natural_int, positive_int, required, setting
 from titan_tree.errors import UserError
-from titan_tree.models.decoder_config import DEBUG, ConfigJson, published
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, flavor_table
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import Qwen3, Qwen3Config
 
@@ -24,7 +24,7 @@ class Qwen3MoeConfig(Qwen3Config):
     ``intermediate_size`` is that of layers without experts.
     """
 
-    family = "Qwen3-MoE"
+    title = "Qwen3-MoE"
     hf_optional = (*Qwen3Config.hf_optional, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
     moe_intermediate_size: int = required(positive_int)
@@ -43,7 +43,7 @@ class Qwen3MoeConfig(Qwen3Config):
         hf = one_spelling_of_experts(hf, where)
         # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
-        cls._expect(hf, where, "use_sliding_window", not windowed, "false")
+        cls.check_field(hf, where, "use_sliding_window", not windowed, "false")
         return super().from_hf({name: value for name, value in hf.items() if value is not None}, where)
 
     def to_hf(self) -> ConfigJson:
@@ -86,7 +86,7 @@ FLAVORS = {
         moe_intermediate_size=96,
         norm_topk_prob=True,
     )
-} | published(
+} | flavor_table(
     Qwen3MoeConfig,
     "hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads",
     {"30B-A3B": (2048, 6144, 768, 48, 32), "235B-A22B": (4096, 12_288, 1536, 94, 64)},

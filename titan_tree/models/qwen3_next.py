@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from titan_tree.models.decoder_config import ConfigJson, published
+from titan_tree.models.decoder_config import ConfigJson, flavor_table
 from titan_tree.models.qwen3_5_moe import COLUMNS, DEBUG_HYBRID_EXPERTS, Qwen35Moe, Qwen35MoeConfig
 
 
@@ -18,14 +18,14 @@ from titan_tree.models.qwen3_5_moe import COLUMNS, DEBUG_HYBRID_EXPERTS, Qwen35M
 class Qwen3NextConfig(Qwen35MoeConfig):
     """Sizes of a Qwen3-Next model, by Hugging Face's names."""
 
-    family = "Qwen3-Next"
+    title = "Qwen3-Next"
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
-        cls._expect(hf, where, "mlp_only_layers", every, "experts in every layer")
-        cls._expect(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
+        cls.check_field(hf, where, "mlp_only_layers", every, "experts in every layer")
+        cls.check_field(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -38,7 +38,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
         }
 
 
-FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
     Qwen3NextConfig,
     COLUMNS,
     {"80B-A3B": (2048, 512, 512, 48, 16, 32, 512, 10)},

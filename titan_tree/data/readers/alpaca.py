@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, without
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 
 FIELDS = ("instruction", "input", "output", "system", "history", "text")
 
@@ -16,7 +16,7 @@ class AlpacaReader(RowReader):
     history become samples, too. ``text`` repeats the row inside of a prompt template and is left out.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
 
     def convert(self, row: Record) -> Record:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, call, without
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.data.readers.strict_json import parse_text
 from titan_tree.errors import UserError, shorten
 
@@ -24,7 +24,7 @@ class ShareGptReader(RowReader):
     "observation" hold a tool's result. ``tools`` may be JSON text. Other members of a turn are refused.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         turns = row.get("conversations")
         if isinstance(turns, str):
             return turns.lstrip().startswith("[")

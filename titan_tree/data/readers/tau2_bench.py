@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
 from titan_tree.data.readers.containers import first_rows, load_document
-from titan_tree.data.readers.rows import expect
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.data.readers.tau_bench import by_task
 from titan_tree.errors import errors_at
 
