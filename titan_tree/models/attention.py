@@ -82,6 +82,6 @@ class Attention(Mixer):
             num_heads = self.exchange.num_local_heads(num_heads)
         return (x.new_zeros(PAD, 2, num_heads, self.config.head_dim),)
 
-    def flops(self, num_tokens: int, num_pairs: int) -> int:
+    def flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns 12 H D per pair: scores and values, once forward and twice backward."""
-        return 12 * self.config.num_attention_heads * self.config.head_dim * num_pairs
+        return 12 * self.config.num_attention_heads * self.config.head_dim * num_visible_pairs

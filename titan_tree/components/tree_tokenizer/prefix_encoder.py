@@ -12,7 +12,7 @@ from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 
 
 class _Cut(NamedTuple):
-    """A place in a text before a control token. The text before it does not change how the rest is encoded.
+    """A point in a text before a control token. The text before it does not change how the rest is encoded.
 
     Let n be the length of the longest control token. Whether a control token starts at character s depends on
     at most n characters from s on: "<a>" may become "<ab>" or "<a>b". If another text agrees with this one in
