@@ -78,6 +78,15 @@ def test_snapshots_of_a_new_family_load(hf, tmp_path):
     assert torch.equal(model.embed_tokens.weight, hf.model.embed_tokens.weight)
 
 
+def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path):
+    hf.config.save_pretrained(tmp_path)
+    MODELS.register("mine", Mistral)
+    with pytest.raises(
+        UserError, match=r"config.json: model_type: expected one .* 'mistral', got mistral and mine; "
+    ):
+        load_pretrained(tmp_path)
+
+
 def test_a_named_gdn_backend_is_refused_by_models_without_gated_delta_net():
     with pytest.raises(UserError, match="gdn: expected backend 'auto' for a Qwen3 model"):
         build_model("qwen3", "debug", gdn="triton")
