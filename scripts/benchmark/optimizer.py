@@ -57,7 +57,7 @@ def main() -> None:
     args = parse_args()
     device = default_device()
     setting = environment(device, "torchao")
-    OPTIMIZERS.register("adamw8bit of torchao", OptimizerSpec(load=lambda: torchao.optim.AdamW8bit))
+    OPTIMIZERS.register("adamw8bit of torchao", OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit))
     copied = torch.zeros(2**28 if device.type == "cuda" else 2**20, device=device)
     bandwidth = 2 * copied.nbytes / time_ms(partial(torch.empty_like(copied).copy_, copied)) / 1e6
     del copied

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.processes import process_group, run_ranks
 from titan_tree.cli.plan.layer_trace import Kept
-from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory, optimizer_bytes
+from titan_tree.cli.plan.memory import CONTEXT, GIB, NCCL, Memory
 from titan_tree.cli.plan.workload import OwnerStep, Run
 from titan_tree.components.tree_attention import plan
 from titan_tree.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -17,6 +17,7 @@ from titan_tree.distributed.optimizers import build_optimizers
 from titan_tree.distributed.parallelize import shard_sizes
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.models.decoder import build_model
+from titan_tree.registry import OPTIMIZERS
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.gateway import CacheRows
@@ -188,9 +189,10 @@ def test_a_single_gpu_casts_all_weights_and_sums_nothing():
 
 
 def test_8_bit_states_have_a_scale_per_256_numbers_but_some_shards_stay_in_fp32():
-    assert optimizer_bytes(8192, "adamw8bit") == 2 * 8192 + 2 * 4 * 32
-    assert optimizer_bytes(4095, "adamw8bit") == optimizer_bytes(4095, "adamw") == 8 * 4095
-    assert optimizer_bytes(8193, "adamw8bit") == 8 * 8193
+    state_bytes = OPTIMIZERS["adamw8bit"].state_bytes
+    assert state_bytes(8192) == 2 * 8192 + 2 * 4 * 32
+    assert state_bytes(4095) == OPTIMIZERS["adamw"].state_bytes(4095) == 8 * 4095
+    assert state_bytes(8193) == 8 * 8193
 
 
 def test_experts_are_sharded_along_their_rows_over_the_ranks_that_hold_the_same_ones():

@@ -153,7 +153,7 @@ def test_every_format_is_recognized_by_one_reader_only(tmp_path):
         "token_rows": {"input_ids": [1, 2], "labels": [-100, 2]},
     }
     names = [name for name in READERS if name != DEFAULT_FORMAT]
-    assert sorted(files) == sorted(names)
+    assert files.keys() <= set(names)  # all formats of titan_tree itself
     more = [(name, write_lines(tmp_path / f"{name}.more", [row])) for name, row in others.items()]
     more += [(None, str(tmp_path / "own.jsonl")), (None, write_lines(tmp_path / "t", [{"tokens": [1, 2]}]))]
     for expected_name, file in [*files.items(), *more]:

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from tests.support.optimizers import draw_gradients, model_and_optimizers, plain_state
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components import adamw_kernel as adamw_8bit
+from titan_tree.config import OptimizerConfig
 from titan_tree.distributed import ao
 from titan_tree.distributed.adamw_8bit import AdamW8bit
-from titan_tree.distributed.optimizers import OptimizerSpec, clip_and_step
+from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step, optimizer_class
 from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
 from titan_tree.run.trainer import Trainer
 
-NAMES = list(OPTIMIZERS)
+NAMES = ["adamw", "adamw8bit"]  # those that come with titan_tree
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,8 +129,8 @@ def test_several_optimizers_of_torch_are_clipped_to_one_norm(fused):
 
 
 def test_a_new_optimizer_is_one_spec():
-    """SGD ignores unused options; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
-    OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
+    """SGD ignores unused keys; ``build_optimizers`` and ``clip_and_step`` know nothing about it."""
+    OPTIMIZERS.register("sgd", OptimizerSpec(import_class=lambda: torch.optim.SGD))
     model, optimizers = model_and_optimizers("sgd", lr=0.1)
     draw_gradients(model, seed=1)
     matrix = model.embed_tokens.weight
@@ -137,6 +138,17 @@ def test_a_new_optimizer_is_one_spec():
     want = (1 - 0.1 * 0.1) * matrix.detach() - 0.1 * matrix.grad * 0.5 / norm
     clip_and_step(optimizers, torch.ones(()), 0.5)
     torch.testing.assert_close(matrix, want)
+
+
+def test_options_are_arguments_of_the_optimizer() -> None:
+    OPTIMIZERS.register("sgd", OptimizerSpec(import_class=lambda: torch.optim.SGD))
+    model, _ = model_and_optimizers("adamw")
+    (sgd,) = build_optimizers(OptimizerConfig(name="sgd", options={"momentum": 0.5}), model)  # type: ignore[arg-type]
+    assert {group["momentum"] for group in sgd.param_groups} == {0.5}
+    for name, option in (("sgd", "momentun"), ("sgd", "lr"), ("adamw8bit", "amsgrad")):
+        message = rf"^optimizer.options.{option}: '{name}' has no such option; expected (momentum,|none)"
+        with pytest.raises(UserError, match=message):
+            optimizer_class(OptimizerConfig(name=name, options={option: 1}))
 
 
 def test_8_bit_states_take_2_bytes_and_stay_near_adamw():
@@ -191,7 +203,7 @@ def test_8_bit_adamw_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ao, "import_module", missing)
     with pytest.raises(UserError, match=r"^optimizer.name: needs torchao, .* pip install -e '.\[torchao\]'$"):
-        OPTIMIZERS["adamw8bit"].load()
+        OPTIMIZERS["adamw8bit"].import_class()
 
 
 def test_bias_corrections_are_as_exact_as_fp32() -> None:
@@ -213,8 +225,8 @@ def test_a_checkpoint_of_torchao_is_resumed(tmp_path: Path) -> None:
         "checkpoint__interval": 2,
     }
     spec, runs = OPTIMIZERS["adamw8bit"], []
-    for before in (OptimizerSpec(load=lambda: torchao.optim.AdamW8bit), spec):
-        folder = tmp_path / before.load().__module__
+    for before in (OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit), spec):
+        folder = tmp_path / before.import_class().__module__
         OPTIMIZERS.register("adamw8bit", before)
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
             old = train(tiny_config(folder, training__steps=2, **options))

@@ -117,7 +117,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, native: tuple[Config, dict
 @pytest.mark.parametrize("options", [MOE, EPOCHS, BAD_STEP, NOT_FINITE], ids=lambda o: next(iter(o)))
 def test_other_runs_equal_the_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
     """Router biases, epochs, and both kinds of bad steps, which count as steps."""
-    OPTIMIZERS.register("sgd", OptimizerSpec(load=lambda: torch.optim.SGD))
+    OPTIMIZERS.register("sgd", OptimizerSpec(import_class=lambda: torch.optim.SGD))
     config = tiny_config(tmp_path, checkpoint__export_hf=options is EPOCHS, **options)
     theirs = train(config)
     want = expected(config)

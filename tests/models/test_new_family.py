@@ -9,8 +9,7 @@ import transformers
 from tests.support.oracle import assert_same, flat, in_one_pass, per_path, random_groups, tree_model
 from titan_tree.config.checks import positive_int, required
 from titan_tree.errors import UserError
-from titan_tree.models.attention import Attention
-from titan_tree.models.block import Block
+from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import MLP, RMSNorm
@@ -76,6 +75,15 @@ def test_snapshots_of_a_new_family_load(hf, tmp_path):
     model = load_pretrained(tmp_path, dtype=torch.float32)
     assert isinstance(model, Mistral)
     assert torch.equal(model.embed_tokens.weight, hf.model.embed_tokens.weight)
+
+
+def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path):
+    hf.config.save_pretrained(tmp_path)
+    MODELS.register("mine", Mistral)
+    with pytest.raises(
+        UserError, match=r"config.json: model_type: expected one .* 'mistral', got mistral and mine; "
+    ):
+        load_pretrained(tmp_path)
 
 
 def test_a_named_gdn_backend_is_refused_by_models_without_gated_delta_net():

@@ -299,8 +299,12 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) 
     [
         ("sglang", generated([5, STOP]), "expected routed_experts, got none; start the server with --enable"),
         ("vllm", turn([5, STOP]), "expected routed_experts, got none"),
-        ("sglang", as_sglang(routes(3)), "expected 4 rows of 2 layers and 3 experts, got 18 numbers"),
-        ("sglang", as_sglang(np.tile(routes(4), (1, 2, 1))), r"got an array of shape \(4, 4, 3\)"),
+        (
+            "sglang",
+            as_sglang(routes(3)),
+            r"expected 4 rows of 2 layers and 3 experts, got an array of shape \(3, 2, 3\)",
+        ),
+        ("sglang", as_sglang(np.tile(routes(4), (1, 2, 1))), r"got an array of shape \(8, 2, 3\)"),
         ("sglang", as_sglang(routes(4) + 8), "expected ids from 0 to 7, .* got int32 from 8 to 15"),
         (
             "sglang",

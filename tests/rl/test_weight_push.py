@@ -12,8 +12,7 @@ from titan_tree import UserError, tree_logprobs
 from titan_tree.components.lora import LoRA, is_factor
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.rl.server.engines import PushSettings
-from titan_tree.rl.server.server_sampler import ServerSampler
+from titan_tree.rl.server.server_sampler import PushSettings, ServerSampler
 
 LOADED = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titan_tree.config.checks import (
     Checked,
@@ -71,6 +71,7 @@ class OptimizerConfig(Checked, table="optimizer"):
     weight_decay: float = setting(0.1, finite, at_least(0))
     eps: float = setting(1e-8, finite, at_least(0))  # Term that AdamW adds to the denominator.
     max_grad_norm: float = setting(1.0, greater_than(0))  # Maximum of the global 2-norm. inf: no clipping.
+    options: dict[str, Any] = setting({})  # Further keyword arguments of the optimizer's class.
 
 
 @dataclass(kw_only=True)

@@ -88,7 +88,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _zeros(self, weight: Tensor, signed: bool) -> Tensor:
         """Returns a moment that is zero, sharded as the weight."""
         local = _local(weight)
-        if local.numel() >= MIN_QUANTIZED and local.numel() % BLOCK == 0:
+        if _is_quantized(local.numel()):
             zeros = self._quantized.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
         else:
             zeros = torch.zeros_like(local)
@@ -110,14 +110,25 @@ class AdamW8bit(torch.optim.Optimizer):
         return Moment(local)
 
 
+def _is_quantized(numbers: int) -> bool:
+    """Returns whether the moments of a shard with so many numbers take 8 bits each."""
+    return numbers >= MIN_QUANTIZED and numbers % BLOCK == 0
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _load() -> type[AdamW8bit]:
+def _import_class() -> type[AdamW8bit]:
     ao.state_8bit()  # raises if torchao is missing
     return AdamW8bit
 
 
+def _state_bytes(numbers: int) -> float:
+    return 2 * (numbers + 4 * numbers // BLOCK) if _is_quantized(numbers) else 8 * numbers
+
+
 # torchao can split the moments along the first dimension only.
-ADAMW_8BIT = OptimizerSpec(load=_load, fused=True, reshards_any_dim=False)
+ADAMW_8BIT = OptimizerSpec(
+    import_class=_import_class, state_bytes=_state_bytes, fused=True, reshards_any_dim=False
+)

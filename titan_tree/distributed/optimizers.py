@@ -6,6 +6,7 @@ OPTIMIZERS (titan_tree/registry.py).
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import warnings
@@ -20,44 +21,70 @@ from torch.distributed.tensor import DTensor
 from titan_tree.config import LRSchedulerConfig, OptimizerConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_sum
+from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """Describes an optimizer that ``optimizer.name`` can select.
 
     Args:
-        load: imports and returns the class, a subclass of ``torch.optim.Optimizer``. Raises UserError if a
-            package is missing. The class is called with one argument, a list of parameter groups. Each group
-            has ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay`` and further keys, which the class may
-            ignore. Every value in its states must be a tensor.
+        import_class: imports and returns the class, a subclass of ``torch.optim.Optimizer``. Raises UserError
+            if a package is missing. The class is called with a list of parameter groups, and with the keys of
+            ``optimizer.options`` as keyword arguments. Each group has ``params``, ``lr``, ``betas``, ``eps``,
+            ``weight_decay`` and further keys, which the class may ignore. Every value in its states must be a
+            tensor.
+        state_bytes: returns the bytes of the states of a shard with so many fp32 numbers. ``titan-tree plan``
+            and ``titan-tree doctor`` use it. The default is two moments in fp32, as AdamW has.
         fused: whether its step reads ``grad_scale`` and ``found_inf``, see ``clip_and_step``.
         reshards_any_dim: checkpoints can redistribute its states along any dimension, not just the first.
     """
 
-    load: Callable[[], Callable[..., torch.optim.Optimizer]]
+    import_class: Callable[[], Callable[..., torch.optim.Optimizer]]
+    state_bytes: Callable[[int], float] = lambda numbers: 8 * numbers
     fused: bool = False
     reshards_any_dim: bool = True
 
 
-ADAMW = OptimizerSpec(load=lambda: torch.optim.AdamW, fused=True)
+ADAMW = OptimizerSpec(import_class=lambda: torch.optim.AdamW, fused=True)
+# Arguments of an optimizer's class that ``optimizer.options`` cannot set.
+RESERVED = ("params", "lr", "betas", "eps", "weight_decay", "fused", "foreach")
+
+
+def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
+    """Imports the class of the optimizer.
+
+    Raises:
+        UserError: its package is missing, or it does not take one of ``config.options``.
+    """
+    constructor = OPTIMIZERS[config.name].import_class()
+    known = [name for name in inspect.signature(constructor).parameters if name not in RESERVED]
+    for option in config.options:
+        if option not in known:
+            raise UserError(
+                f"optimizer.options.{option}: {config.name!r} has no such option; expected "
+                f"{', '.join(known) or 'none'}; remove it"
+            )
+    return constructor
 
 
 class Optimizers(titan.OptimizersContainer):
     """torchtitan's container of optimizers, for any ``OptimizerSpec``."""
 
     def __init__(
-        self, spec: OptimizerSpec, param_groups: list[titan.ParamGroupConfig], model: nn.Module
+        self, config: OptimizerConfig, param_groups: list[titan.ParamGroupConfig], model: nn.Module
     ) -> None:
-        self.spec = spec
-        config = titan.OptimizersContainer.Config(
-            param_groups=param_groups, implementation="fused" if spec.fused else "for-loop"
+        self.constructor = optimizer_class(config)
+        container = titan.OptimizersContainer.Config(
+            param_groups=param_groups,
+            implementation="fused" if OPTIMIZERS[config.name].fused else "for-loop",
+            optimizer_factory_kwargs_by_name={config.name: config.options},
         )
-        super().__init__(config, model_parts=[model])
+        super().__init__(container, model_parts=[model])
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., torch.optim.Optimizer]:
-        return self.spec.load()
+        return self.constructor
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states by name. States that do not exist yet are created as before a first step."""
@@ -91,7 +118,7 @@ def build_optimizers(config: OptimizerConfig, model: nn.Module) -> Optimizers:
         )
         for pattern, decay in decays.items()
     ]
-    return Optimizers(OPTIMIZERS[config.name], groups, model)
+    return Optimizers(config, groups, model)
 
 
 def build_lr_schedulers(

@@ -37,6 +37,7 @@ from titan_tree.distributed.optimizers import (
     Optimizers,
     build_lr_schedulers,
     build_optimizers,
+    optimizer_class,
 )
 from titan_tree.distributed.parallelize import keep_compiled
 from titan_tree.engine.step_io import NO_COUNTS, StepCounts, StepInput
@@ -44,7 +45,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import LOGGERS, OPTIMIZERS
+from titan_tree.registry import LOGGERS
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -133,7 +134,7 @@ class Trainer:
 
         # Mistakes in these tables are reported before weights are read.
         loss = build_loss(config.loss)
-        OPTIMIZERS[config.optimizer.name].load()  # imports its package
+        optimizer_class(config.optimizer)  # imports its package
         for name in config.metrics.loggers:
             LOGGERS[name]  # imports its package
 

@@ -19,6 +19,7 @@ from titan_tree.config import Config
 from titan_tree.config.toml import load_config
 from titan_tree.data.data_files import DataFiles
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.distributed.optimizers import optimizer_class
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.hf import read_weights
 from titan_tree.models.lora.adapters import add_lora
@@ -29,7 +30,6 @@ from titan_tree.run import build
 from titan_tree.run.model_setup import build_lora, build_model_without_weights
 
 WEIGHT_BYTES = 4  # per parameter, in a checkpoint
-STATE_BYTES = {"adamw": 8, "adamw8bit": 2.03}  # of the optimizer, per parameter (docs/memory.md)
 
 
 def configuration(subject: Subject) -> Iterator[Finding]:
@@ -55,7 +55,7 @@ class _Run:
         """Imports the loss, the optimizer and the loggers."""
         config = self.config
         build.build_loss(config.loss)
-        OPTIMIZERS[config.optimizer.name].load()
+        optimizer_class(config.optimizer)
         for name in config.metrics.loggers:
             LOGGERS[name]
         yield Finding(
@@ -110,8 +110,9 @@ class _Run:
                 yield problem("folder", f"{parent} is not a writable folder", "set folder to another path")
         if not config.interval or self._model is None:
             return
-        state_bytes = STATE_BYTES.get(self.config.optimizer.name, STATE_BYTES["adamw"])
-        size = self._model.num_trained() * (WEIGHT_BYTES + state_bytes)
+        spec = OPTIMIZERS[self.config.optimizer.name]
+        shards = [p.numel() for p in self._model.parameters() if p.requires_grad]
+        size = sum(WEIGHT_BYTES * shard + spec.state_bytes(shard) for shard in shards)
         free = shutil.disk_usage(existing(folder / config.folder)).free
         fit = math.floor(free / size)
         needed = config.keep + 1  # a checkpoint is complete before an older one is deleted

@@ -22,10 +22,11 @@ from titan_tree.config import Config
 from titan_tree.distributed.experts.expert_parallel import experts_of
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
-from titan_tree.models.attention import Attention
+from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import MLP
+from titan_tree.registry import OPTIMIZERS
 from titan_tree.tree.costs import row_bytes
 from titan_tree.tree.paths import ExpertSizes
 from titan_tree.tree.token_shards import TokenShard
@@ -106,10 +107,10 @@ class Memory:
 
     def _fixed(self) -> Parts:
         """Returns the parts that do not change during a step."""
-        optimizer = self.config.optimizer.name
+        state_bytes = OPTIMIZERS[self.config.optimizer.name].state_bytes
         parts = {
             "weights": 4.0 * sum(self.shards),
-            "optimizer states": sum(optimizer_bytes(shard, optimizer) for shard in self.shards),
+            "optimizer states": sum(map(state_bytes, self.shards)),
             "weights for computation": self.item * self.cast_weights(),
             "attention plan": float(self.table_bytes),
             "CUDA and NCCL": CONTEXT + (NCCL if self.gpus > 1 else 0),
@@ -204,13 +205,6 @@ class Memory:
         # A block has logits in fp32, and probabilities and gradients in the dtype of the computation.
         block = (4 + 2 * self.item) * min(logits, BLOCK_ELEMENTS)
         return self.item * logits * keeps + block + 4.0 * self.edges * self.model.config.hidden_size
-
-
-def optimizer_bytes(shard: int, optimizer: str) -> float:
-    """Returns the bytes of both moments of a shard. 8-bit AdamW keeps those of some shards in fp32."""
-    if optimizer != "adamw8bit" or shard < 4096 or shard % 256:
-        return 8 * shard
-    return 2 * (shard + 4 * shard // 256)
 
 
 def ranks_of_token(sizes: ExpertSizes, num_ranks: int) -> float:

@@ -234,7 +234,7 @@ class Planner:
             "the speed of float8 is not measured; the time is that of bf16": training.float8 != "none",
             "the rates are those of bf16; float32 is several times slower": training.dtype == "float32",
             f"beyond {NODE_GPUS} GPUs, 50 GB/s per GPU are assumed, not measured": self.gpus > NODE_GPUS,
-            "memory and time of this optimizer are those of adamw": (
+            "the time of this optimizer is that of adamw": (
                 config.optimizer.name not in ("adamw", "adamw8bit")
             ),
         }

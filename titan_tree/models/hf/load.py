@@ -51,12 +51,20 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
     """
     path = Path(folder) / CONFIG
     config = read_json(path)
-    families = [MODELS[name] for name in MODELS]
-    known = {model_type: family for family in families for model_type in family.hf_architectures}
+    names: dict[str, list[str]] = {}  # families by model_type
+    for name in MODELS:
+        for known in MODELS[name].hf_architectures:
+            names.setdefault(known, []).append(name)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in known:
-        raise UserError(f"{path}: model_type: expected one of {', '.join(known)}, got {model_type!s:.60}")
-    model_class = known[model_type]
+    if not isinstance(model_type, str) or model_type not in names:
+        raise UserError(f"{path}: model_type: expected one of {', '.join(names)}, got {model_type!s:.60}")
+    if len(names[model_type]) > 1:
+        raise UserError(
+            f"{path}: model_type: expected one model family that reads {model_type!r}, got "
+            f"{' and '.join(names[model_type])}; remove it from hf_architectures of the others, or register "
+            "yours under the name of the one that it replaces"
+        )
+    model_class = MODELS[names[model_type][0]]
     expected = [model_class.hf_architectures[model_type]]
     if (architectures := config.get("architectures") or expected) != expected:
         raise UserError(f"{path}: architectures: expected {expected}, got {architectures!s:.60}")

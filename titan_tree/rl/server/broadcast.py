@@ -190,7 +190,7 @@ class VLLMBroadcast:
         self._sender: Any = None
 
     def send(self, model: TreeModel, version: str) -> None:
-        """Sends all weights. ``VLLM`` names their version afterwards.
+        """Sends all weights. ``VLLM.resume`` names their version afterwards.
 
         Raises:
             UserError: the server refused a request, or vLLM's class failed.
@@ -216,7 +216,9 @@ class VLLMBroadcast:
         address = self._client.local_address()
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        size = 1 + vllm_workers(self._client)
+        path = "/get_world_size"
+        workers = (self._client.find(path) or {}).get("world_size")
+        size = 1 + _positive(workers, f"{self._client.url}{path}")
         info = self._init_info(master_address=address, master_port=port, world_size=size, rank=0)
         return self._init(init_info=info, client=_VLLMCommands(self._client), source=self._weights)
 
@@ -259,13 +261,8 @@ def sglang_workers(client: ServerClient) -> int:
     return _positive(info.get("tp_size"), f"{client.url}{path}: tp_size")
 
 
-def vllm_workers(client: ServerClient) -> int:
-    """Returns the number of vLLM's workers. Raises UserError if the server does not report it."""
-    path = "/get_world_size"
-    return _positive((client.find(path) or {}).get("world_size"), f"{client.url}{path}")
-
-
 def _positive(value: object, where: str) -> int:
+    """Returns the number of workers that a server reports. Raises UserError if it reports none."""
     if type(value) is not int or value < 1:
         raise UserError(
             f"{where}: expected the number of workers, got {value!r}; use another version of the server, or "

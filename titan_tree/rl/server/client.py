@@ -7,10 +7,10 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from json import JSONDecodeError
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,7 +19,6 @@ import tenacity
 from titan_tree.config.rl import ServerConfig
 from titan_tree.errors import UserError
 
-T = TypeVar("T")
 Json: TypeAlias = Any  # decoded JSON, whose structure the server determines
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # its level INFO logs every request
@@ -32,10 +31,6 @@ PAUSE_S = 1.0  # seconds before the second attempt. The pause doubles with each 
 
 class StoppedError(RuntimeError):
     """``ServerClient.stop`` ended a request."""
-
-
-class _UnavailableError(Exception):
-    """A server answered with a status that says that the same request may succeed later."""
 
 
 class ServerClient:
@@ -82,7 +77,7 @@ class ServerClient:
             UserError: the server refuses the request, or answers none of the attempts.
             StoppedError: ``stop`` ended the request.
         """
-        return self._request("POST", path, body, httpx.Response.json)
+        return self._request("POST", path, body, needs_json=True)
 
     def command(
         self,
@@ -95,22 +90,19 @@ class ServerClient:
 
         Args:
             retried: further statuses after which the command is sent again.
-            attempts: maximal number of attempts. None: the number of the configuration.
+            attempts: maximum number of attempts. None: the number of the configuration.
 
         Raises:
             UserError: the answer is JSON with a field "success" that is false.
         """
-        answer = self._request("POST", path, body or {}, _json_or_none, retried, attempts)
+        answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UserError(f"{self.url}{path}: expected success, got {answer}; see the log of the server")
 
     def find(self, *paths: str) -> dict[str, Json] | None:
         """Returns the JSON of the first path that the server knows, or None. Raises the same as ``post``."""
-        for path in paths:
-            answer = self._request("GET", path, None, _json_or_none, accepted=(200, 404, 405))
-            if isinstance(answer, dict):
-                return answer
-        return None
+        answers = (self._request("GET", path, None, unknown=(404, 405)) for path in paths)
+        return next((answer for answer in answers if isinstance(answer, dict)), None)
 
     def stop(self) -> None:
         """Ends all requests that have been sent. They raise StoppedError."""
@@ -134,22 +126,35 @@ class ServerClient:
         method: str,
         path: str,
         body: Mapping[str, object] | None,
-        read: Callable[[httpx.Response], T],
+        *,
+        needs_json: bool = False,
+        unknown: tuple[int, ...] = (),
         retried: tuple[int, ...] = (),
         attempts: int | None = None,
-        accepted: tuple[int, ...] = (200,),
-    ) -> T:
-        """Sends a request until ``read`` can read an answer with one of the statuses ``accepted``."""
+    ) -> Json:
+        """Sends a request until the server answers it, and returns the JSON of the answer.
+
+        Args:
+            needs_json: whether to send the request again if the answer is not JSON. Otherwise, it is None.
+            unknown: statuses that say that the server does not know the path. The answer is then None.
+        """
         where, attempts, stopped = f"{self.url}{path}", attempts or self._attempts, self._stopped
 
-        def send() -> T:
+        def send() -> Json:
             response = self._send(method, path, body, stopped)
             status = response.status_code
-            if status in accepted:
-                return read(response)
+            if status in unknown:
+                return None
+            if status == 200:
+                try:
+                    return response.json()
+                except ValueError:
+                    if needs_json:
+                        raise
+                    return None
             problem = f"status {status}: {response.text[:LONGEST_ERROR]}"
             if status >= 500 or status in (*RETRIED, *retried):
-                raise _UnavailableError(problem)
+                raise httpx.HTTPStatusError(problem, request=response.request, response=response)
             raise UserError(
                 f"{where}: refused a request with {problem}; check the settings, and the version and the "
                 "options of the server"
@@ -160,7 +165,7 @@ class ServerClient:
             logger.warning("%s: attempt %d of %d failed: %s", where, number, attempts, problem)
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((httpx.RequestError, JSONDecodeError, _UnavailableError)),
+            retry=tenacity.retry_if_exception_type((httpx.HTTPError, JSONDecodeError)),
             stop=tenacity.stop_after_attempt(attempts) | tenacity.stop_when_event_set(stopped),
             wait=tenacity.wait_exponential(PAUSE_S),
             sleep=tenacity.sleep_using_event(stopped),
@@ -203,11 +208,4 @@ class ServerClient:
 def _problem(attempt: tenacity.Future | None) -> str:
     """Returns why an attempt failed."""
     error = attempt.exception() if attempt else None
-    return str(error) if isinstance(error, _UnavailableError) else f"{type(error).__name__}: {error}"
-
-
-def _json_or_none(response: httpx.Response) -> Json:
-    """Returns the JSON of an answer, or None if it has none or its status is not 200."""
-    with suppress(ValueError):
-        return response.json() if response.status_code == 200 else None
-    return None
+    return str(error) if isinstance(error, httpx.HTTPStatusError) else f"{type(error).__name__}: {error}"

@@ -5,25 +5,46 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from titan_tree.checkpoint.export import gathered_weights
 from titan_tree.config.rl import RLRunConfig, ServerConfig
 from titan_tree.errors import UserError
+from titan_tree.models.lora.peft import save_adapter
+from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion
+from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import ServerClient, StoppedError
-from titan_tree.rl.server.engines import VLLM, Engine, PushSettings, SGLang
+from titan_tree.rl.server.protocols import PROTOCOLS
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)
 
-ENGINES: dict[str, type[Engine]] = {"vllm": VLLM, "sglang": SGLang}
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """How the trained weights of a run are sent to a server.
+
+    Attributes:
+        run: the prefix of the names of all versions.
+        folder: a folder for the newest snapshot or adapter. Its earlier contents are deleted. The server must
+            see it under the same path. Broadcasts do not use it.
+        dtype: the dtype of sent weights. An adapter keeps its own dtype.
+        source: the snapshot from which the model started, or None.
+    """
+
+    run: str
+    folder: Path
+    dtype: torch.dtype
+    source: str | None
 
 
 class ServerSampler:
@@ -37,12 +58,12 @@ class ServerSampler:
         url: address of the server, such as "http://localhost:8000".
         model: name under which vLLM serves the model. SGLang needs none.
         api_key: the key that is sent as a bearer token, see ``ServerClient``.
-        push: sends the trained weights to the server. None: the server keeps its own.
+        push: how the trained weights are sent to the server. None: the server keeps its own.
         experts: sizes of the model whose experts to record. None: experts are not recorded.
         settings: other keys of the table [rl.server], see ``ServerConfig``.
 
     Raises:
-        UserError: a setting is wrong.
+        UserError: a setting is wrong, or weights are broadcast to vLLM, whose package is not installed.
     """
 
     def __init__(
@@ -55,10 +76,17 @@ class ServerSampler:
         experts: ExpertSizes | None = None,
         **settings: Any,
     ) -> None:
-        config = ServerConfig(url=url, model=model, **settings)
-        self.client, self.concurrency = ServerClient(config, api_key), config.concurrency
-        self.engine = ENGINES[config.api](config, self.client, push, experts)
-        self._is_closed = self._has_warned = False
+        self.config = config = ServerConfig(url=url, model=model, **settings)
+        self.client = ServerClient(config, api_key)
+        self.protocol = PROTOCOLS[config.api](model, has_experts=experts is not None)
+        self.push, self.experts = push, experts
+        self._broadcast: SGLangBroadcast | VLLMBroadcast | None = None
+        if push is not None and config.weights == "broadcast":
+            self._broadcast = self.protocol.broadcast(self.client, push.dtype, push.source)
+        self._loaded_adapter: str | None = None
+        self._version: str | None = None  # name of the weights that the server must report. None: any
+        self._is_closed = False
+        self._warnings: set[str] = set()  # each is logged once
 
     def sample(
         self, contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], stop: int, seed: int
@@ -72,7 +100,7 @@ class ServerSampler:
         """
         draw = random.Random(seed)
         seeds = [draw.getrandbits(31) for _ in contexts]
-        with ThreadPoolExecutor(self.concurrency, "sampler") as threads:
+        with ThreadPoolExecutor(self.config.concurrency, "sampler") as threads:
             turns = [
                 threads.submit(self._sample_turn, context, limit, stop, turn_seed)
                 for context, limit, turn_seed in zip(contexts, max_tokens, seeds, strict=True)
@@ -83,31 +111,112 @@ class ServerSampler:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self.client.stop()
                 raise
-        self.engine.check_version()
+        self._ask_version()
         return completions
 
     def update(self, model: TreeModel, step: int) -> None:
         """See ``RemoteSampler``. Without ``push``, the server must get its weights in another way.
 
+        If this fails, the server may hold weights of two versions. It therefore stays paused.
+
         Raises:
             UserError: the server did not take over the weights.
         """
-        if self.engine.settings is not None:
-            self.engine.push(model, step)
-        elif not self._has_warned:
-            self._has_warned, url = True, self.client.url
-            logger.warning("%s: nothing sends the trained weights to it, so its own may be stale", url)
+        if self.push is None:
+            self._warn_once("nothing sends the trained weights to it, so its own may be stale")
+            return
+        version, is_adapter = f"{self.push.run}-{step}", self.config.weights == "adapter"
+        try:
+            if is_adapter:
+                self._push_adapter(model, version, self.push)
+            else:
+                self._push_weights(model, version, self.push)
+        except UserError as error:
+            problem = f"weights of step {step}: the server did not take them over, and may stay paused"
+            if is_adapter:
+                problem = f"adapter of step {step}: the server did not load it"
+            raise UserError(f"{problem}: {error}") from None
+        self._ask_version()
 
     def close(self) -> None:
-        """Ends all requests. Later calls of ``sample`` raise StoppedError."""
+        """Ends all requests, and undoes what ``update`` did. Later calls of ``sample`` raise StoppedError.
+
+        The trainer leaves the group of a broadcast and deletes its files, and the server unloads its adapter.
+        """
         self._is_closed = True
         self.client.stop()
-        self.engine.close()
+        if self._broadcast is not None:
+            self._broadcast.close()
+        elif self.push is not None:
+            _emptied(self.push.folder)
+        try:
+            self._unload_adapter()
+        except UserError as error:
+            logger.warning("adapter %s stays loaded: %s", self._loaded_adapter, error)
 
     def _sample_turn(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Completion:
         if self._is_closed:
             raise StoppedError(self.client.url)
-        return self.engine.sample(context, limit, stop, seed)
+        request = self.protocol.sampling_request(context, limit, stop, seed)
+        content = self.client.post(self.protocol.sampling_path, request)
+        try:
+            answer = self.protocol.read(content)
+            completion = answer.completion(len(context), limit, stop, self.experts)
+        except UserError as error:
+            raise UserError(f"{self.client.url}: {error}") from None
+        self._check_version(answer.version)
+        return completion
+
+    def _push_weights(self, model: TreeModel, version: str, push: PushSettings) -> None:
+        """Sends all weights while the server is paused."""
+        self.protocol.pause(self.client)
+        if self._broadcast is not None:
+            self._broadcast.send(model, version)
+        else:
+            folder = _emptied(push.folder) / version
+            save_pretrained(model, folder, gathered_weights(model, push.dtype), push.source)
+            self.protocol.load(self.client, folder)
+        self.protocol.resume(self.client, version)
+        self._version = version
+
+    def _push_adapter(self, model: TreeModel, name: str, push: PushSettings) -> None:
+        """Loads LoRA as an adapter. Its name is its version, so no request gets another step's adapter."""
+        folder = _emptied(push.folder) / name
+        save_adapter(model, folder, source=push.source)
+        self._unload_adapter()
+        body = {"lora_name": name, "lora_path": str(folder)}
+        self.client.command(f"{self.protocol.adapters_path}/load_lora_adapter", body)
+        self.protocol.adapter = self._loaded_adapter = name
+
+    def _unload_adapter(self) -> None:
+        if self._loaded_adapter is not None:
+            body = {"lora_name": self._loaded_adapter}
+            self.client.command(f"{self.protocol.adapters_path}/unload_lora_adapter", body)
+            self._loaded_adapter = None
+
+    def _ask_version(self) -> None:
+        """Raises UserError if the server reports that it has other weights than those of the last push."""
+        if self._version is None:
+            return
+        reported = (self.client.find(*self.protocol.version_paths) or {}).get("weight_version")
+        self._check_version(reported)
+        if reported is None:
+            self._warn_once(
+                "this version of the server does not report the version of its weights, so nothing checks "
+                "that it samples from the trained ones"
+            )
+
+    def _check_version(self, reported: object) -> None:
+        if self._version is not None and reported not in (None, self._version):
+            raise UserError(
+                f"{self.client.url}: weight version: expected {self._version!r}, which this run sent, got "
+                f"{reported!r}; does another program send weights to this server?"
+            )
+
+    def _warn_once(self, problem: str) -> None:
+        if problem not in self._warnings:
+            self._warnings.add(problem)
+            logger.warning("%s: %s", self.client.url, problem)
 
 
 def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> ServerSampler:
@@ -143,3 +252,9 @@ def build_server_sampler(config: RLRunConfig, model: TreeModel, run: str) -> Ser
     )
     experts = model.experts.sizes if replays and model.experts else None
     return ServerSampler(**asdict(table), push=push, experts=experts)
+
+
+def _emptied(folder: Path) -> Path:
+    """Deletes a folder with all its contents, and returns its absolute path."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder.resolve()

@@ -1,0 +1,273 @@
+"""The protocols of vLLM and SGLang: requests that sample, their answers, and commands that change weights.
+
+The commands are documented in docs/advanced_features/sglang_for_rl.md of SGLang's repository, and in
+docs/training/weight_transfer/ of vLLM's. A server of vLLM needs VLLM_SERVER_DEV_MODE=1 for them, and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters. Token ids go in and out, so nothing is tokenized twice.
+
+Both protocols have the same attributes and methods:
+
+    model             name under which vLLM serves the model
+    has_experts       whether answers must contain the experts of tokens
+    adapter           name of the adapter that requests ask for. None: they ask for the model itself
+    sampling_path     path of requests that sample
+    version_paths     paths under which releases of the software report the version of their weights
+    adapters_path     prefix of the commands for adapters
+    broadcast         class that sends weights over a process group
+    sampling_request  returns the body of a request for one turn
+    read              returns the Answer in the JSON of an answer. Raises UserError if fields are missing.
+    pause             stops sampling, so that weights can change
+    load              lets the server load a Hugging Face snapshot
+    resume            names the weights, and starts sampling again
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_tree.errors import UserError, shorten
+from titan_tree.rl.sampler import Completion
+from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
+from titan_tree.rl.server.client import Json, ServerClient
+from titan_tree.tree.paths import ExpertSizes
+
+# The whole vocabulary at temperature 1. Some models' generation_config.json sets other defaults.
+UNTRUNCATED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class Answer(NamedTuple):
+    """The fields of an answer to a request that samples, as they arrived.
+
+    Attributes:
+        num_tokens: number of tokens that the server has counted.
+        finish: reason why the turn ended.
+        experts: an array, which may be flat, or None if the answer has none.
+        other_end: another end-of-text token of the model, which may end the turn.
+        version: name of the weights that sampled, or None if the answer does not name them.
+    """
+
+    tokens: Json
+    logprobs: Json
+    num_tokens: Json
+    finish: Json
+    experts: np.ndarray | None
+    other_end: Json = None
+    version: Json = None
+
+    def completion(self, prompt: int, limit: int, stop: int, experts: ExpertSizes | None) -> Completion:
+        """Returns the turn.
+
+        Args:
+            prompt: number of tokens of the context.
+            limit: maximum number of tokens of the turn.
+            stop: the id that ends a turn.
+            experts: sizes of the model whose experts the answer must contain. None: experts are not recorded.
+
+        Raises:
+            UserError: tokens, log-probs and experts do not form one whole turn.
+        """
+        tokens, logprobs = self.tokens, self.logprobs
+        if not _all_numbers(tokens, int) or not _all_numbers(logprobs, (int, float)):
+            raise UserError(
+                f"expected integer token_ids and numbers as token_logprobs, got {shorten(tokens)} and "
+                f"{shorten(logprobs)}; use another version of the server"
+            )
+        size = len(tokens)
+        if not size == len(logprobs) == self.num_tokens or not 1 <= size <= limit:
+            raise UserError(
+                f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, got "
+                f"{size}, {len(logprobs)} and {self.num_tokens}; the server loses tokens, use another version"
+            )
+        is_ended = tokens[-1] in (stop, self.other_end) and stop not in tokens[:-1]
+        is_cut_off = size == limit and stop not in tokens
+        if not (is_ended or is_cut_off):
+            raise UserError(
+                f"expected a turn that ends with the stop token {stop} or has {limit} tokens, got {size} "
+                f"tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(self.finish)}); start "
+                "the server without other stop tokens, for example with --generation-config vllm"
+            )
+        recorded = None if experts is None else self._recorded_experts(prompt + size, experts)
+        return Completion(tokens, [float(logprob) for logprob in logprobs], recorded)
+
+    def _recorded_experts(self, length: int, sizes: ExpertSizes) -> np.ndarray:
+        """Returns the experts of the first ``length`` - 1 tokens. The model has not read the last token.
+
+        Some versions also send a row for the last token.
+        """
+        experts, per_token = self.experts, (sizes.num_layers, sizes.top_k)
+        if experts is None:
+            raise UserError(
+                "expected routed_experts, got none; start the server with --enable-return-routed-experts, or "
+                'set data.replay = "off"'
+            )
+        if experts.ndim == 1 and experts.size % math.prod(per_token) == 0:
+            experts = experts.reshape(-1, *per_token)
+        if experts.shape[1:] != per_token or len(experts) not in (length - 1, length):
+            raise UserError(
+                f"routed_experts: expected {length - 1} rows of {sizes.num_layers} layers and {sizes.top_k} "
+                f"experts, got an array of shape {experts.shape}; check that the server serves this model"
+            )
+        if experts.dtype.kind not in "iu" or experts.min() < -1 or experts.max() >= sizes.num_experts:
+            raise UserError(
+                f"routed_experts: expected ids from 0 to {sizes.num_experts - 1}, or -1 for tokens without a "
+                f"record, got {experts.dtype} from {experts.min()} to {experts.max()}; check that the server "
+                "serves this model"
+            )
+        return experts[: length - 1].astype(np.int16)
+
+
+@dataclass
+class SGLang:
+    """The protocol of SGLang, which samples through its own endpoint /generate."""
+
+    model: str
+    has_experts: bool
+    adapter: str | None = None
+
+    sampling_path = "/generate"
+    version_paths = ("/get_weight_version", "/model_info", "/get_model_info")
+    adapters_path = ""
+    broadcast = SGLangBroadcast
+
+    def sampling_request(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Json:
+        limits = {"max_new_tokens": limit, "stop_token_ids": [stop], "skip_special_tokens": False}
+        request = {
+            "input_ids": list(context),
+            "sampling_params": UNTRUNCATED | limits | {"sampling_seed": seed},
+            "return_logprob": True,
+        }
+        if self.adapter is not None:
+            request["lora_path"] = self.adapter
+        if self.has_experts:
+            request["return_routed_experts"] = True
+        return request
+
+    def read(self, answer: Json) -> Answer:
+        """Reads an answer. SGLang also ends a turn after any other end-of-text token of the model."""
+        try:
+            info = answer["meta_info"]
+            pairs = [(logprob, token) for logprob, token, *_ in info["output_token_logprobs"]]
+            size, finish = info["completion_tokens"], info["finish_reason"]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "expected meta_info with output_token_logprobs, completion_tokens and finish_reason, got "
+                f"{shorten(answer)}; use a version of SGLang that knows return_logprob"
+            ) from None
+        encoded = info.get("routed_experts") if self.has_experts else None
+        try:
+            experts = None if encoded is None else np.frombuffer(_decoded(encoded), "<i4")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"routed_experts: {error}; use another version of SGLang") from None
+        is_stopped = isinstance(finish, dict) and finish.get("type") == "stop"
+        return Answer(
+            tokens=[token for _, token in pairs],
+            logprobs=[logprob for logprob, _ in pairs],
+            num_tokens=size,
+            finish=finish,
+            experts=experts,
+            other_end=finish.get("matched") if is_stopped else None,
+            version=info.get("weight_version"),
+        )
+
+    def pause(self, client: ServerClient) -> None:
+        client.command("/pause_generation", {"mode": "abort"})
+        client.command("/flush_cache", retried=(400,))  # its status while requests are ending
+
+    def load(self, client: ServerClient, folder: Path) -> None:
+        body = {"model_path": str(folder), "weight_version": folder.name}
+        client.command("/update_weights_from_disk", body)
+
+    def resume(self, client: ServerClient, version: str) -> None:
+        client.command("/continue_generation")
+
+
+@dataclass
+class VLLM:
+    """The protocol of vLLM, which samples through OpenAI's completions API with vLLM's fields.
+
+    OpenAI's own API has no token ids in its answers. The field return_token_ids adds them. SGLang knows this
+    field, too.
+    """
+
+    model: str
+    has_experts: bool
+    adapter: str | None = None
+
+    sampling_path = "/v1/completions"
+    version_paths = ("/weight_info",)
+    adapters_path = "/v1"
+    broadcast = VLLMBroadcast
+
+    def sampling_request(self, context: Sequence[int], limit: int, stop: int, seed: int) -> Json:
+        return {
+            **UNTRUNCATED,
+            "model": self.adapter or self.model,
+            "prompt": list(context),
+            "max_tokens": limit,
+            "n": 1,
+            "logprobs": 1,
+            "seed": seed,
+            "stop_token_ids": [stop],
+            "return_token_ids": True,
+        }
+
+    def read(self, answer: Json) -> Answer:
+        """Reads an answer.
+
+        Newer versions send experts as one .npy file in base64 for the whole sequence. Older versions send two
+        nested lists, one for the prompt and one for the turn.
+        """
+        try:
+            (choice,) = answer["choices"]
+            tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            size, finish = answer["usage"]["completion_tokens"], choice["finish_reason"]
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                "expected one choice with token_ids, logprobs.token_logprobs and finish_reason, and "
+                f"usage.completion_tokens, got {shorten(answer)}; use a version of vLLM or SGLang that knows "
+                "return_token_ids"
+            ) from None
+        encoded, experts = choice.get("routed_experts") if self.has_experts else None, None
+        try:
+            if isinstance(encoded, str):
+                experts = np.load(io.BytesIO(_decoded(encoded)), allow_pickle=False)
+            elif encoded is not None and (prompt := answer.get("prompt_routed_experts")) is not None:
+                experts = np.array(prompt + encoded)
+        except (TypeError, ValueError, EOFError, OSError) as error:
+            raise UserError(f"routed_experts: {error}; use another version of vLLM") from None
+        return Answer(tokens, logprobs, size, finish, experts)
+
+    def pause(self, client: ServerClient) -> None:
+        client.command("/pause?mode=wait")
+
+    def load(self, client: ServerClient, folder: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        client.command("/collective_rpc", body)
+
+    def resume(self, client: ServerClient, version: str) -> None:
+        client.command("/reset_prefix_cache")
+        if client.find("/weight_info") is not None:  # newer versions
+            client.command("/update_weight_version", {"new_version": version})
+        client.command("/resume")
+
+
+PROTOCOLS: dict[str, type[SGLang] | type[VLLM]] = {"vllm": VLLM, "sglang": SGLang}
+
+
+def _decoded(encoded: str) -> bytes:
+    """Returns the bytes that base64 encodes. Raises TypeError or ValueError (binascii.Error) otherwise."""
+    return base64.b64decode(encoded, validate=True)
+
+
+def _all_numbers(values: Json, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, kind) and type(value) is not bool and math.isfinite(value)  # type: ignore[arg-type]
+        for value in values
+    )
