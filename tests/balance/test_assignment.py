@@ -16,7 +16,7 @@ from titan_tree.balance.assignment import (
     idle_share,
     planned_work,
 )
-from titan_tree.balance.cost_fit import CostFit
+from titan_tree.balance.balancing import CostFit
 from titan_tree.errors import UserError
 from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.paths import TokenPath

@@ -9,8 +9,7 @@ import transformers
 from tests.support.oracle import assert_same, flat, in_one_pass, per_path, random_groups, tree_model
 from titan_tree.config.checks import positive_int, required
 from titan_tree.errors import UserError
-from titan_tree.models.attention import Attention
-from titan_tree.models.block import Block
+from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder, build_model
 from titan_tree.models.decoder_config import DecoderConfig
 from titan_tree.models.layers import MLP, RMSNorm

@@ -5,6 +5,5 @@ splitting.py      divides trees that are too large for an even assignment into p
 sharing.py        BalancedSharing: ranks read different groups and send each tree to its owner
 data_group.py     the processes that make the same steps on all ranks
 work_timer.py     measures the work of a rank without its waits
-cost_fit.py       fits the costs of trees (tree/costs.py) to measured times
 balancing.py      Balancing: the costs of a run, first estimated and then fitted
 """

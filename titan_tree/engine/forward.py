@@ -21,7 +21,7 @@ from titan_tree.components.edge_statistics import Statistic
 from titan_tree.distributed.collectives import all_reduce_sum, world_group
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.sequence_parallel import join
-from titan_tree.engine.gateway_cache import GatewayCache
+from titan_tree.engine.partitions import GatewayCache
 from titan_tree.engine.schedule import equal_schedule
 from titan_tree.engine.step_io import StepInput
 from titan_tree.models.tree_model import ModelOutput, TreeModel

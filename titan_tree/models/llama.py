@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.config.checks import positive_int, positive_number, required, setting
-from titan_tree.models.attention import Attention
-from titan_tree.models.block import Block
+from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
 from titan_tree.models.layers import MLP, RMSNorm, Rope

@@ -22,8 +22,7 @@ from titan_tree.components.moe import MoE
 from titan_tree.components.tree_gdn import prepare_conv
 from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.errors import UserError
-from titan_tree.models.attention import Attention
-from titan_tree.models.block import Block
+from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, published
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.errors import require_list
-from titan_tree.tree.chains import make_chains
-from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import (
     NO_CACHE_ROWS,
     CacheRows,

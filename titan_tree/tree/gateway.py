@@ -1,7 +1,7 @@
 """The rows of the gateway cache that each partition reads and writes.
 
 Partitions pass two kinds of tensors to the partitions below them: the keys and values of tokens, and the
-states of recurrent layers after a token. The *gateway cache* (engine/gateway_cache.py) stores both, for one
+states of recurrent layers after a token. The *gateway cache* (engine/partitions.py) stores both, for one
 chain of partitions at a time. It has two *streams* of rows, "keys" and "states", and works like a stack: a
 partition writes its rows after those of the partitions above it, and its descendants read them there. The
 next partition with the same parent overwrites these rows. In each stream the first PAD rows are padding that

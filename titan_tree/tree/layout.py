@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 
 
 @dataclass(frozen=True, kw_only=True)

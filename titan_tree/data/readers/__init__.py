@@ -1,4 +1,4 @@
-"""Readers turn data files into records, one file of this folder per data format.
+"""Readers turn data files into records.
 
 A record is a dict in titan_tree's own schema (data/schema.py): a task with trajectories, a conversation, or
 token ids. To support another format, write a subclass of ``RowReader`` in a new file here and add one line to

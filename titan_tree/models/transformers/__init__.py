@@ -2,8 +2,7 @@
 
     support.py     which architectures are exact on trees, and why others are not
     attention.py   the attention function that transformers' layers call, and the cache of a partition
-    recurrent.py   the recurrent layers of Qwen3.5 and Qwen3-Next
-    blocks.py      one layer as a function of its inputs
+    blocks.py      one layer as a function of its inputs, also the recurrent layers of Qwen3.5 and Qwen3-Next
     model.py       TransformersModel, which takes the layers of a model
     in_place.py    InPlaceModel, which leaves a model as it is
     snapshot.py    snapshots
