@@ -110,12 +110,12 @@ class Decoder(TreeModel):
         head = x.new_empty(1, 1, self.config.head_dim)
         return [(head, head, Scoring())]
 
-    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+    def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
             experts = (p for name, p in self.layers.named_parameters() if ".experts." in name)
             flops += matrix_flops(experts) * self.experts.sizes.top_k // self.experts.sizes.num_experts
-        mixers = sum(layer.mixer.flops(num_tokens, num_pairs) for layer in self.blocks)
+        mixers = sum(layer.mixer.flops(num_tokens, num_visible_pairs) for layer in self.blocks)
         return flops * num_tokens + mixers
 
     @property

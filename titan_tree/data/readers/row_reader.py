@@ -58,21 +58,6 @@ class RowReader(Reader):
         warn_once(self.path, message)
 
 
-class OwnSchemaReader(Reader):
-    """Reads records of titan_tree's own schema (data/schema.py) as they are: ``data.format = "jsonl"``.
-
-    It is the format of a file that no other reader recognizes. A file with ``messages`` in its first rows is
-    read by ``OpenAIChatReader``, which accepts the fields of this schema, too.
-    """
-
-    def recognizes(self, source: Source) -> bool:
-        """Returns True: this is the default format, and the errors of its records say what is wrong."""
-        return True
-
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        yield from rows(source)
-
-
 @functools.cache
 def warn_once(path: str, message: str) -> None:
     """Logs a warning about a file, once per process."""
