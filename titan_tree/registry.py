@@ -233,14 +233,14 @@ ADVANTAGES: Registry[Estimator] = Registry(
 READERS: Registry[type[Reader]] = Registry(
     "data format",
     {
-        "jsonl": "titan_tree.data.readers.rows:OwnSchemaReader",
+        "jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader",
         "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
         "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
         "sharegpt": "titan_tree.data.readers.llama_factory:ShareGptReader",
         "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
         "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
-        "tree": "titan_tree.data.readers.trees:TreeReader",
+        "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
         "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titan_tree.balance.assignment import idle_share
 from titan_tree.balance.data_group import DataAddress
-from titan_tree.balance.sharing import TreeSharing
+from titan_tree.balance.sharing import BalancedSharing
 from titan_tree.balance.work_timer import WorkTimer
 from titan_tree.distributed.collectives import call_on_rank_0
 from titan_tree.engine.step_io import GlobalSizes, StepInput
@@ -67,8 +67,10 @@ class Balancing:
         self._address: DataAddress | None = None
         self._is_first_step = True
 
-    def sharing(self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int) -> TreeSharing:
-        """Returns a ``TreeSharing`` for the steps that follow the first ``step`` steps.
+    def sharing(
+        self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int
+    ) -> BalancedSharing:
+        """Returns a ``BalancedSharing`` for the steps that follow the first ``step`` steps.
 
         Args:
             start_timeout_s, timeout_s, start_steps: see ``DataAddress``.
@@ -80,7 +82,7 @@ class Balancing:
         self._publish(0, self.estimated)
         if self.fitted is not None:
             self._publish(1, self.fitted)
-        return TreeSharing(
+        return BalancedSharing(
             self._address,
             self.max_tokens,
             always_in_step=self.expert_parallel,
@@ -103,7 +105,8 @@ class Balancing:
             step: number of the step, from 1.
             is_good: whether the step has changed the weights. Otherwise it is not measured.
         Returns:
-            The idle shares of the step: as planned, and as measured.
+            The fractions of time for which ranks wait, by name: ``planned_idle_share`` and, if ranks can be
+            measured alone, ``idle_share``. The dict is empty if the step is bad.
         """
         values = {}
         if self.timer:

@@ -1,6 +1,6 @@
 """Block: one decoder layer, made of a mixer, such as Attention, and an MLP or a mixture of experts.
 
-Activations are [N, d], one row per distinct token of a packed forest, without a batch dimension or padding.
+Activations are [N, d], one row per distinct token of a forest, without a batch dimension or padding.
 A layer mixes a token with its ancestors only.
 
 A tree that is cut into partitions runs in several forward passes. Each of them *exports* rows, such as keys
@@ -86,14 +86,14 @@ class Mixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def flops(self, num_tokens: int, num_pairs: int) -> int:
+    def flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations of a forward and backward pass, without those of weight matrices.
 
         They must be linear in both arguments.
 
         Args:
             num_tokens: N.
-            num_pairs: pairs of a token and a token that it sees, itself included.
+            num_visible_pairs: pairs of a token and a token that it sees, itself included.
         """
 
 
@@ -220,6 +220,6 @@ class Attention(Mixer):
             num_heads = self.exchange.num_local_heads(num_heads)
         return (x.new_zeros(PAD, 2, num_heads, self.config.head_dim),)
 
-    def flops(self, num_tokens: int, num_pairs: int) -> int:
+    def flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns 12 H D per pair: scores and values, once forward and twice backward."""
-        return 12 * self.config.num_attention_heads * self.config.head_dim * num_pairs
+        return 12 * self.config.num_attention_heads * self.config.head_dim * num_visible_pairs

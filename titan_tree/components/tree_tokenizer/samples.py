@@ -71,7 +71,8 @@ class ConversationSampler:
         """Renders the conversation up to and including an assistant message.
 
         The completion ends with the end-of-turn token, where the model stopped. The template adds white space
-        after it, which the model did not write.
+        after it. The model did not write it, so it has loss mask 0. It stays in the sample because the
+        prompts of later turns contain it: the tree then shares all tokens of the sample with them.
         """
         prompt = self._render(index, add_generation_prompt=True)
         text = self._render(index + 1)
@@ -107,7 +108,10 @@ class ConversationSampler:
         )
 
     def encode(self, sample: RenderedSample) -> TokenPath:
-        """Encodes each prompt and each completion separately, so both begin at a token boundary."""
+        """Encodes each prompt and each completion separately, so both begin at a token boundary.
+
+        The loss mask is 1 on completions and 0 elsewhere.
+        """
         (before, _), *others = _parts(sample)
         tokens = [self._prompts.encode(before)]
         mask = [np.zeros(len(tokens[0]), np.float32)]
@@ -140,7 +144,7 @@ def _first_difference(expected: str, got: str) -> str:
 
 
 class _Cut(NamedTuple):
-    """A place in a text before a control token. The text before it does not change how the rest is encoded.
+    """A point in a text before a control token. The text before it does not change how the rest is encoded.
 
     Let n be the length of the longest control token. Whether a control token starts at character s depends on
     at most n characters from s on: "<a>" may become "<ab>" or "<a>b". If another text agrees with this one in
