@@ -80,7 +80,7 @@ class OptimizerStep:
 
         Args:
             step: the number of the step, which counts from 1.
-            step_input: this rank's share.
+            step_input: this rank's part of the step.
             sizes: the sizes of all ranks, from ``all_reduce_counts``.
             epoch: number of epochs that are complete after the step.
             started: ``time.perf_counter()`` at the start of the step.
