@@ -129,8 +129,8 @@ class SampleReader(DataFiles):
             )
         if self.tokenizer is not None and header["tokenizer"] not in (None, self.tokenizer.fingerprint()):
             raise UserError(
-                f"{store.file}: made with another tokenizer or chat template ({header['tokenizer_name']}) than "
-                "that of this run; ingest the sources again with this one"
+                f"{store.file}: made with another tokenizer or chat template ({header['tokenizer_name']}) "
+                "than that of this run; ingest the sources again with this one"
             )
 
     def paths(self, group: Group) -> list[TokenPath]:
