@@ -111,7 +111,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(q, k, v, context, source, sinks, o, lse, *metadata)
 
 
-def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     q, k, v, context, source, sinks, o, lse, *metadata = ctx.saved_tensors
     inputs = q, k, v, context, source, sinks, o, lse, metadata

@@ -219,7 +219,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, tails, *metadata)
 
 
-def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Tensor | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     x, weight, tails, *metadata = ctx.saved_tensors
     dx, dweight, *dtails = tree_conv_backward(dy, dexported, x, weight, tails, metadata)

@@ -141,7 +141,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors, *output[2:], *metadata)
 
 
-def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     q, k, v, g, beta, states, *rest = ctx.saved_tensors
     count = len(Saved._fields)
