@@ -115,8 +115,9 @@ def _attention(
 ) -> Tensor:
     """``TreeAttention.forward`` on shapes."""
     assert layout.attention_plan is not None
+    attention_plan = layout.attention_plan[scoring.window]
     return operator.attention(
-        BACKEND, q, k, v, context, layout, layout.attention_plan[scoring.window], 1.0, scoring, False
+        BACKEND, q, k, v, context, layout, attention_plan, scale=1.0, scoring=scoring, deterministic=False
     )
 
 
@@ -126,7 +127,9 @@ def _delta_rule(
     """``TreeGDN.forward`` on shapes."""
     assert layout.chunks is not None
     assert layout.chains is not None
-    return gated_delta_rule(BACKEND, q, k, v, g, beta, states, layout.chunks, layout.chains)[0], None
+    inputs = q, k, v, g, beta, states
+    out, _ = gated_delta_rule(BACKEND, *inputs, chunks=layout.chunks, chains=layout.chains)
+    return out, None
 
 
 class _TracedError(Exception):

@@ -80,7 +80,7 @@ def gated_delta_rule(
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o and the states after ``chunks.exported``, if any; differentiable. See ``TreeGDN.forward``."""
-    o, exported, *_ = tree_gdn(q, k, v, g, beta, states, [*chunks, *chains], backend)
+    o, exported, *_ = tree_gdn(q, k, v, g, beta, states, metadata=[*chunks, *chains], backend=backend)
     return o, exported
 
 
@@ -148,7 +148,8 @@ def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -
     saved, metadata = rest[:count], rest[count:]
     do = torch.zeros_like(v) if do is None else do
     dexported = _zero_exports(q, v, metadata) if dexported is None else dexported
-    gradients = tree_gdn_backward(do, dexported, q, k, v, g, beta, states, saved, metadata, ctx.backend)
+    inputs = do, dexported, q, k, v, g, beta, states
+    gradients = tree_gdn_backward(*inputs, saved=saved, metadata=metadata, backend=ctx.backend)
     return *gradients, *([None] if states is None else []), [None] * len(metadata), None
 
 

@@ -34,7 +34,7 @@ MAX_WIDTH = 100_000  # largest number that a method or filter takes, such as the
 MAX_BITS = 1 << 17  # of an integer
 FREE = 4096  # smaller values are not counted; MAX_REPEATS bounds their number
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: list[type[Iterable[object]]] = [type({}.keys()), type({}.values()), type({}.items())]
 _CONTAINERS: tuple[type[Iterable[object]], ...] = (list, tuple, set, *_VIEWS)
 _SHORT = (int, float, NoneType, Undefined)  # an integer has at most 4,300 digits as text
 _CHECKED_REPEATS = 128  # repetitions between two checks of the CPU time
