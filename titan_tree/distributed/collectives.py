@@ -83,7 +83,7 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
 
 def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
     """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
-    outcome: tuple[Any, Exception | None]
+    outcome: tuple[object, Exception | None]
     try:
         outcome = function(), None
     except Exception as error:
