@@ -9,14 +9,13 @@ import math
 import tokenize
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
-from titan_tree.data.data_files import DataFiles
-from titan_tree.data.groups import Group, Trajectory, group_trajectories
+from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_trajectories
 from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,
@@ -44,18 +43,6 @@ if TYPE_CHECKING:
 NO_LIMITS = ModelLimits()
 
 
-class SampleTokenizer(Protocol):
-    """What SampleReader needs from a tokenizer. ``TreeTokenizer`` is one."""
-
-    template_fields: frozenset[str]  # fields of messages that the chat template reads
-
-    def fingerprint(self) -> str:
-        """Returns a hash of everything that decides the token ids of a sample."""
-
-    def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
-        """Returns one path per training sample of a conversation."""
-
-
 class SampleReader(DataFiles):
     """Reads the groups of the configured files, and turns a group into training samples.
 
@@ -71,7 +58,7 @@ class SampleReader(DataFiles):
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: SampleTokenizer | None = None, limits: ModelLimits = NO_LIMITS
+        self, config: DataConfig, tokenizer: TreeTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
         super().__init__(config)
         self.tokenizer = tokenizer
