@@ -14,7 +14,6 @@ import numpy as np
 
 from titan_tree.balance.splitting import StepBalancer
 from titan_tree.config import Config
-from titan_tree.data.data_files import Group
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
