@@ -76,8 +76,12 @@ __all__ = sorted([*_MODULES, "__version__"])
 
 _MOVED = {  # modules that the documentation of version 0.1.0 named -> their successors
     "build": "run.build",
+    "components.tree_gdn.backend": "components.tree_gdn.operator",
     "config.rl_tables": "config.rl",
     "config.run_tables": "config.training",
+    "config.tables": "config",
+    "data.readers.rows": "data.readers.row_reader",
+    "engine.gateway_cache": "engine.partitions",
     "engine.scoring": "scoring.score_trees",
     "folder": "run.folder",
     "integrations.areal": "integrations.frameworks",
@@ -88,11 +92,13 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "leaving": "run.stopping",
     "lightning": "integrations.lightning",
     "model_setup": "run.model_setup",
+    "models.attention": "models.block",
     "models.peft": "models.lora.peft",
     "models.registry": "models.decoder",
     "rl.server_sampler": "rl.server.server_sampler",
     "score": "scoring.score_files",
     "trainer": "run.trainer",
+    "tree.chains": "tree.chunks",
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # at run time, nothing is imported before it is used
     import torch
 
     from titan_tree.components.tree_attention.backend import AttentionBackend
-    from titan_tree.components.tree_gdn.backend import GdnBackend
+    from titan_tree.components.tree_gdn.operator import GdnBackend
     from titan_tree.components.tree_loss.spec import LossFunction
     from titan_tree.data.advantages import Estimator
     from titan_tree.data.readers import Reader
@@ -146,10 +146,10 @@ MODELS: Registry[type[Decoder]] = Registry(
     "model",
     {
         "qwen3": "titan_tree.models.qwen3:Qwen3",
-        "qwen3_moe": "titan_tree.models.qwen3_moe:Qwen3Moe",
+        "qwen3_moe": "titan_tree.models.qwen3:Qwen3Moe",
         "qwen3_5": "titan_tree.models.qwen3_5:Qwen35",
         "qwen3_5_moe": "titan_tree.models.qwen3_5_moe:Qwen35Moe",
-        "qwen3_next": "titan_tree.models.qwen3_next:Qwen3Next",
+        "qwen3_next": "titan_tree.models.qwen3_5_moe:Qwen3Next",
         "llama": "titan_tree.models.llama:Llama",
     },
 )
@@ -233,17 +233,17 @@ ADVANTAGES: Registry[Estimator] = Registry(
 READERS: Registry[type[Reader]] = Registry(
     "data format",
     {
-        "jsonl": "titan_tree.data.readers.rows:OwnSchemaReader",
+        "jsonl": "titan_tree.data.readers.own_schema:OwnSchemaReader",
         "openai_chat": "titan_tree.data.readers.openai_chat:OpenAIChatReader",
         "openai_responses": "titan_tree.data.readers.openai_responses:OpenAIResponsesReader",
         "anthropic": "titan_tree.data.readers.anthropic:AnthropicReader",
-        "sharegpt": "titan_tree.data.readers.sharegpt:ShareGptReader",
-        "alpaca": "titan_tree.data.readers.alpaca:AlpacaReader",
+        "sharegpt": "titan_tree.data.readers.llama_factory:ShareGptReader",
+        "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
         "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
-        "tree": "titan_tree.data.readers.trees:TreeReader",
-        "tau_bench": "titan_tree.data.readers.tau_bench:TauBenchReader",
-        "tau2_bench": "titan_tree.data.readers.tau2_bench:Tau2BenchReader",
-        "swe_agent": "titan_tree.data.readers.swe_agent:SweAgentReader",
+        "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
+        "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
+        "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
+        "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",
         "token_store": "titan_tree.data.token_store:TokenStoreReader",
     },
 )
@@ -264,10 +264,10 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
 LOGGERS: Registry[type[Logger]] = Registry(
     "logger",
     {
-        "console": "titan_tree.metrics.console:ConsoleLogger",
-        "csv": "titan_tree.metrics.csv_file:CsvLogger",
-        "tensorboard": "titan_tree.metrics.tensorboard:TensorBoardLogger",
-        "wandb": "titan_tree.metrics.wandb:WandbLogger",
+        "console": "titan_tree.metrics.builtin_loggers:ConsoleLogger",
+        "csv": "titan_tree.metrics.builtin_loggers:CsvLogger",
+        "tensorboard": "titan_tree.metrics.builtin_loggers:TensorBoardLogger",
+        "wandb": "titan_tree.metrics.builtin_loggers:WandbLogger",
     },
 )
 

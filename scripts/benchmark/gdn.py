@@ -45,8 +45,7 @@ from trees import SHAPES, flat_sample, random_tree
 
 from titan_tree import TokenPath, TokenTree, TreeBatch
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
-from titan_tree.tree.chains import make_chains
-from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import predecessors
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import one_pass

@@ -16,13 +16,13 @@ from titan_tree.balance.assignment import (
     idle_share,
     planned_work,
 )
-from titan_tree.balance.cost_fit import CostFit
+from titan_tree.balance.balancing import CostFit
 from titan_tree.errors import UserError
 from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-COSTS = TreeCosts(token=1e-3, pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
+COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
 
 
 def random_sizes(draw: random.Random, trees: int, longest: int = 100) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_rows_of_large_steps_are_even() -> None:
 
 def test_pairs_count_where_tokens_do_not() -> None:
     """A chain of 100 tokens costs as much as two bushes of 100 tokens."""
-    costs = TreeCosts(token=0, pair=1, edge=0, chunk=0, forward=0)
+    costs = TreeCosts(token=0, visible_pair=1, edge=0, chunk=0, forward=0)
     sizes = np.array([(100, 200, 0, 0), (100, 100, 0, 0), (100, 100, 0, 0)])
     assert assign_freely(sizes, costs, 2, 100) == [[[0]], [[1], [2]]]
     assert assign_in_step(sizes, costs, 2, 200) == [[[0]], [[1, 2]]]
@@ -167,7 +167,7 @@ def test_sizes_are_counts_over_distinct_prefixes(seed: int) -> None:
 
 def test_a_fit_finds_the_costs_that_made_the_times() -> None:
     draw = random.Random(0)
-    true = TreeCosts(token=3e-3, pair=5e-6, edge=1e-4, chunk=0.0, forward=0.2)
+    true = TreeCosts(token=3e-3, visible_pair=5e-6, edge=1e-4, chunk=0.0, forward=0.2)
     fit = CostFit(start := TreeCosts(1e-3, 1e-6, 1e-4, 0.0, 0.05))
     assert fit.solve() == start
     for sizes in random_sizes(draw, 300, longest=5000):
@@ -176,7 +176,7 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
     fitted = fit.solve()
     assert fitted.chunk == 0
     assert fitted.token == pytest.approx(true.token, rel=0.05)
-    assert fitted.pair == pytest.approx(true.pair, rel=0.05)
+    assert fitted.visible_pair == pytest.approx(true.visible_pair, rel=0.05)
     again = CostFit(start)
     again.load_state_dict(json.loads(json.dumps(fit.state_dict())))
     assert again.solve() == fit.solve() != start

@@ -23,14 +23,14 @@ from tests.support.datasets import tree_dataset
 from tests.support.tiny_run import write_groups
 from titan_tree.balance.assignment import Assignment, assign_freely, assign_in_step
 from titan_tree.balance.data_group import DataAddress, DataGroup
-from titan_tree.balance.sharing import TreeSharing
+from titan_tree.balance.sharing import BalancedSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.errors import LostRankError, UserError
 from titan_tree.tree.costs import TreeCosts, tree_sizes
 from titan_tree.tree.token_tree import TokenTree
 
 T = TypeVar("T")
-COSTS = TreeCosts(token=1e-3, pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
+COSTS = TreeCosts(token=1e-3, visible_pair=1e-6, edge=1e-4, chunk=1e-3, forward=0.05)
 NUM_STEPS = 4
 
 
@@ -130,7 +130,7 @@ def shared_steps(
     """Returns a rank's steps, and the number of groups that it has read."""
     if address.rank == 0:
         address.publish_costs(0, COSTS)
-    sharing = TreeSharing(
+    sharing = BalancedSharing(
         address,
         options["max_tokens"],
         ranks_per_owner=ranks_per_owner,

@@ -122,7 +122,7 @@ def test_the_steps_are_those_of_training(is_balanced, share):
             if share == 1:
                 flops = sum(
                     costs.flops_per_token * each.tokens
-                    + costs.flops_per_pair * each.pairs
+                    + costs.flops_per_visible_pair * each.pairs
                     + costs.flops_per_edge * each.edges
                     for each in own.runs
                 )

@@ -61,8 +61,8 @@ def allocated(make_model: Callable[[], Decoder], policy: str, num_tokens: int) -
         layer.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
-    path = TokenPath([1] * (num_tokens * model.share.num_ranks))
-    batch = model.share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
+    path = TokenPath([1] * (num_tokens * model.token_shard.num_ranks))
+    batch = model.token_shard.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
     layout = model.prepare(batch.layout)
     rope = model.make_rope(layout.positions)
     x = torch.zeros(num_tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -143,7 +143,7 @@ def compare_exchange(model: Decoder, group: dist.ProcessGroup) -> None:
         sent.append(x.numel())
         return exchange(out, x, *args, **kwargs)
 
-    batch = model.share.of(TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * 64)])]))
+    batch = model.token_shard.of(TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1] * 64)])]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counted)
         model(batch).logprobs.sum().backward()

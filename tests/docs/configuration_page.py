@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from titan_tree.config import data, losses, model, outputs, rl, tables, training
+from titan_tree import config
+from titan_tree.config import data, losses, model, outputs, rl, training
 from titan_tree.config.checks import MISSING, checks_of
 from titan_tree.config.rl import RLRunConfig
 
@@ -49,7 +50,7 @@ a TOML file. Arguments of the form `table.key=value` override its keys, and the 
 
 def page() -> str:
     """Returns the content of docs/configuration.md."""
-    parts = [HEAD, *_file(tables, "Run", [("", tables.Config)])]
+    parts = [HEAD, *_file(config, "Run", [("", config.Config)])]
     for module, title in TITLES.items():
         parts += _file(module, title, list(_tables(module)))
     return "".join(parts).rstrip("\n") + "\n"
@@ -75,7 +76,7 @@ def _file(module: ModuleType, title: str, named: list[tuple[str, type]]) -> Iter
 
 def _tables(module: ModuleType) -> Iterator[tuple[str, type]]:
     """Yields the names and dataclasses of the tables of a file, in the order of a configuration."""
-    root = RLRunConfig if module is rl else tables.Config
+    root = RLRunConfig if module is rl else config.Config
 
     def walk(table: Any, prefix: str) -> Iterator[tuple[str, type]]:
         for name, kind in get_type_hints(table).items():

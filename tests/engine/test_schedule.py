@@ -6,14 +6,14 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from titan_tree.engine.schedule import equal_schedule, positions
+from titan_tree.engine.schedule import equal_schedule, lineages
 from titan_tree.tree.batch import TreeBatch
 
 
 def test_larger_subtrees_come_first() -> None:
     """The first of two roots has a small child, and a large child with two children of its own."""
     batches = [SimpleNamespace(parent=parent) for parent in (-1, 0, 0, 2, 2, -1)]
-    found = positions(cast(list[TreeBatch], batches))
+    found = lineages(cast(list[TreeBatch], batches))
     assert found == [(0,), (0, 1), (0, 0), (0, 0, 0), (0, 0, 1), (1,)]
 
 
@@ -25,7 +25,7 @@ def test_a_schedule_is_the_union_of_all_ranks_trees(monkeypatch: pytest.MonkeyPa
     ]
 
     def gather(into: list[Any], mine: Any, group: Any) -> None:
-        into[:] = [[positions(batches) for batches in rank] for rank in own]
+        into[:] = [[lineages(batches) for batches in rank] for rank in own]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(

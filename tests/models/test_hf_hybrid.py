@@ -14,7 +14,7 @@ from tests.support.snapshots import TOKENS, assert_scores_like, edit_config
 from titan_tree.errors import UserError
 from titan_tree.models.hf import model_from_config
 from titan_tree.models.pretrained import load_pretrained, save_pretrained
-from titan_tree.models.qwen3_next import Qwen3Next
+from titan_tree.models.qwen3_5_moe import Qwen3Next
 from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 

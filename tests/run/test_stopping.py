@@ -22,7 +22,7 @@ from titan_tree.checkpoint.storage import CheckpointWriter
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.metrics.csv_file import CsvLogger
+from titan_tree.metrics.builtin_loggers import CsvLogger
 from titan_tree.run import stopping, trainer
 from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
 from titan_tree.run.trainer import Trainer

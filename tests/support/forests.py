@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tests.support.layouts import Nodes
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
-from titan_tree.tree.chains import Chains, make_chains
-from titan_tree.tree.chunks import Chunks, make_chunks
+from titan_tree.tree.chunks import Chains, Chunks, make_chains, make_chunks
 from titan_tree.tree.layout import TreeLayout
 
 # 1. Forests.

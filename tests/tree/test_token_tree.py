@@ -12,8 +12,7 @@ from tests.support.cases import for_each
 from tests.support.paths import random_token_lists
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree, TreeStats, common_prefix, lexicographic_order
 

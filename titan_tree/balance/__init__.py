@@ -2,9 +2,8 @@
 
 assignment.py     trees -> ranks and micro-batches of even cost
 splitting.py      divides trees that are too large for an even assignment into pieces
-sharing.py        TreeSharing: ranks read different groups and send each tree to its owner
+sharing.py        BalancedSharing: ranks read different groups and send each tree to its owner
 data_group.py     the processes that make the same steps on all ranks
 work_timer.py     measures the work of a rank without its waits
-cost_fit.py       fits the costs of trees (tree/costs.py) to measured times
 balancing.py      Balancing: the costs of a run, first estimated and then fitted
 """

@@ -12,6 +12,7 @@ costs are fitted once, because times vary from run to run, and the order of sums
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from titan_tree.balance.assignment import idle_share
-from titan_tree.balance.cost_fit import CostFit, finite_array
 from titan_tree.balance.data_group import DataAddress
-from titan_tree.balance.sharing import TreeSharing
+from titan_tree.balance.sharing import BalancedSharing
 from titan_tree.balance.work_timer import WorkTimer
 from titan_tree.distributed.collectives import call_on_rank_0
 from titan_tree.engine.step_io import GlobalSizes, StepInput
+from titan_tree.errors import UserError, shorten
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.costs import TreeCosts
 
@@ -66,8 +67,10 @@ class Balancing:
         self._address: DataAddress | None = None
         self._is_first_step = True
 
-    def sharing(self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int) -> TreeSharing:
-        """Returns a ``TreeSharing`` for the steps that follow the first ``step`` steps.
+    def sharing(
+        self, step: int, start_timeout_s: float, timeout_s: float, start_steps: int
+    ) -> BalancedSharing:
+        """Returns a ``BalancedSharing`` for the steps that follow the first ``step`` steps.
 
         Args:
             start_timeout_s, timeout_s, start_steps: see ``DataAddress``.
@@ -79,7 +82,7 @@ class Balancing:
         self._publish(0, self.estimated)
         if self.fitted is not None:
             self._publish(1, self.fitted)
-        return TreeSharing(
+        return BalancedSharing(
             self._address,
             self.max_tokens,
             always_in_step=self.expert_parallel,
@@ -102,7 +105,8 @@ class Balancing:
             step: number of the step, from 1.
             is_good: whether the step has changed the weights. Otherwise it is not measured.
         Returns:
-            The idle shares of the step: as planned, and as measured.
+            The fractions of time for which ranks wait, by name: ``planned_idle_share`` and, if ranks can be
+            measured alone, ``idle_share``. The dict is empty if the step is bad.
         """
         values = {}
         if self.timer:
@@ -171,3 +175,65 @@ class Balancing:
         assert self._address is not None
         if dist.get_rank() == 0:
             self._address.publish_costs(version, costs)
+
+
+# Relative weight of the start values against the measurements, which cannot tell tokens from edges if all
+# trees are alike.
+PRIOR = 1e-3
+LARGEST_CHANGE = 10.0  # of a coefficient, relative to the others
+
+
+class CostFit:
+    """Fits TreeCosts to measured seconds by least squares.
+
+    All sums are made element by element, so that every rank gets the same bits. Only ``solve`` may round
+    differently on another CPU.
+
+    Args:
+        start: the coefficients without measurements. A coefficient of 0 stays 0.
+    """
+
+    def __init__(self, start: TreeCosts) -> None:
+        self.start = start
+        self._products = np.zeros((len(start), len(start)))  # sums of size_i size_j, in units of ``start``
+        self._moments = np.zeros(len(start))  # sums of size_i seconds, in units of ``start``
+
+    def add(self, sizes: np.ndarray, seconds: float) -> None:
+        """Adds a measurement: the sizes of a pass [4], the number of its forward passes, and its seconds."""
+        estimated = np.array(self.start) * sizes.astype(np.float64)  # seconds of each size
+        self._products += estimated[:, None] * estimated
+        self._moments += estimated * seconds
+
+    def solve(self) -> TreeCosts:
+        """Returns the fitted coefficients, or ``start`` without measurements."""
+        products, moments = self._products, self._moments
+        total = products.sum()
+        if total <= 0 or moments.sum() <= 0:
+            return self.start
+        scale = moments.sum() / total  # of all coefficients together
+        prior = PRIOR * np.trace(products) * np.eye(len(self.start))
+        factors = scale + np.linalg.solve(products + prior, moments - products.sum(1) * scale)
+        factors = factors.clip(scale / LARGEST_CHANGE, scale * LARGEST_CHANGE)
+        return TreeCosts(*(np.array(self.start) * factors).tolist())
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the sums as JSON values, which keep every bit."""
+        return {"products": self._products.tolist(), "moments": self._moments.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raises UserError unless ``state`` is one that ``state_dict`` has returned."""
+        self._products = finite_array("products", state.get("products"), self._products.shape)
+        self._moments = finite_array("moments", state.get("moments"), self._moments.shape)
+
+
+def finite_array(name: str, values: object, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns ``values`` of a checkpoint as float64. Raises UserError for another shape or a bad number."""
+    array = np.empty(0)
+    with suppress(TypeError, ValueError, OverflowError):
+        array = np.array(values, np.float64)
+    if array.shape != shape or not np.isfinite(array).all():
+        raise UserError(
+            f"checkpoint: balance.{name}: expected finite numbers of shape {shape}, got {shorten(values)}; "
+            "resume from another checkpoint"
+        )
+    return array

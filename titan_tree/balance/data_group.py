@@ -98,7 +98,7 @@ class DataGroup:
         """Calls ``make`` on every rank and returns the results of all, by rank.
 
         Raises:
-            UserError: on all ranks, if ``make`` raised it on one: the error of the first of these ranks.
+            UserError: ``make`` raised it on some rank. All ranks raise the error of the first such rank.
         """
         try:
             mine = b"\0" + make()

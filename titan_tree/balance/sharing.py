@@ -1,4 +1,4 @@
-"""TreeSharing: ranks read different groups of a step, and send each tree to the rank that trains on it.
+"""BalancedSharing: ranks read different groups of a step, and send each tree to the rank that trains on it.
 
     read groups -> all ranks exchange sizes -> same assignment everywhere -> trees and pieces travel as bytes
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from titan_tree.balance.data_group import DataAddress, DataGroup
 from titan_tree.balance.splitting import StepAssignment, StepBalancer
+from titan_tree.data.dataset import TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import tree_from_bytes, tree_to_bytes
 from titan_tree.tree.costs import SIZES, TreeCosts, tree_sizes
@@ -28,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class TreeSharing:
+class BalancedSharing(TreeSharing):
     """Shares the trees of steps among ranks, balanced by their costs. It can be pickled until ``join``.
 
     Args:
-        address: where the processes that make inputs meet.
+        address: the address at which the processes that make inputs meet.
         max_tokens: largest number of tokens of a micro-batch.
         always_in_step: whether ranks run in step even if trees are partitioned (expert parallelism).
         fitted_from: number of the first step that uses the fitted costs, version 1, instead of version 0.

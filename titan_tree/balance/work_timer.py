@@ -22,7 +22,7 @@ class WorkTimer:
 
     Args:
         model: sharded by FSDP2. Its ``layers`` are the units of sharding.
-        device: where the model is. Moments on a GPU are CUDA events, so that nothing waits for the device.
+        device: the model's device. Moments on a GPU are CUDA events, so that nothing waits for the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The configuration: one dataclass per TOML table, with defaults and checks.
+"""The configuration: one dataclass per TOML table, with defaults and checks. Config has all tables.
 
     model.py      [model] [lora]
     data.py       [data] [partition] [validation]
@@ -6,7 +6,6 @@
     training.py   [training] [optimizer] [lr_scheduler] [parallel]
     outputs.py    [checkpoint] [metrics] [profiler]
     rl.py         [rl] [rl.server] [warm_start], for python -m titan_tree.rl
-    tables.py     Config, which has all tables
     checks.py     the base class of tables, and the checks of their fields
     toml.py       reads TOML files and key=value arguments, and writes TOML
 
@@ -15,11 +14,15 @@ its documentation, and docs/configuration.md is made from it. Names such as thos
 from titan_tree/registry.py.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titan_tree.config.checks import require
 from titan_tree.config.data import DataConfig, PartitionConfig, ValidationConfig
 from titan_tree.config.losses import LossConfig, RouterBiasConfig, RouterLossConfig
 from titan_tree.config.model import LoRAConfig, ModelConfig
 from titan_tree.config.outputs import CheckpointConfig, MetricsConfig, ProfilerConfig
-from titan_tree.config.tables import Config
 from titan_tree.config.training import LRSchedulerConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
 __all__ = [
@@ -40,3 +43,43 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
 ]
+
+
+def check_warmup(warmup_steps: int, steps: int) -> None:
+    """Raises UserError if the warm-up is longer than the run."""
+    expected = f"at most the {steps} steps of the run"
+    require(warmup_steps <= steps, "lr_scheduler.warmup_steps", expected, warmup_steps)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """All tables of a configuration. Rules that involve several tables are checked here."""
+
+    folder: str = "outputs/run"  # Folder that receives everything that the run writes.
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    router_loss: RouterLossConfig = field(default_factory=RouterLossConfig)
+    router_bias: RouterBiasConfig = field(default_factory=RouterBiasConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    def __post_init__(self) -> None:
+        if self.training.steps is not None:
+            check_warmup(self.lr_scheduler.warmup_steps, self.training.steps)
+        require(self.folder.strip(), "folder", "a path", repr(self.folder))
+        # ModelConfig cannot check this: the default of the key is ModelConfig(), where both are unset.
+        require(
+            bool(self.model.flavor) != bool(self.model.hf_path),
+            "model",
+            "either flavor (random weights) or hf_path (a local snapshot, with model.flavor=null)",
+            f"flavor = {self.model.flavor}, hf_path = {self.model.hf_path}",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_tree.config import Config
 from titan_tree.config.checks import (
     Checked,
     at_least,
@@ -17,7 +18,6 @@ from titan_tree.config.checks import (
     setting,
 )
 from titan_tree.config.data import DataConfig
-from titan_tree.config.tables import Config
 from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
 # Keys of [data] that say how files are read. An environment has no files.

@@ -21,8 +21,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
-from titan_tree.config.tables import Config
 from titan_tree.errors import UserError, errors_at, require_unicode, shorten
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Data files -> groups of samples -> token trees -> micro-batches, one list per optimizer step.
 
-readers/          one file per data format: file -> records
+readers/          readers of data formats: file -> records
 schema.py         the fields of a record, and their checks
 groups.py         records -> groups -> samples
 data_files.py     the files of a run: readers, weights, sizes, checksums

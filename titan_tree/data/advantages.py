@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.data.groups import Sample
+from titan_tree.data.groups import Trajectory
 from titan_tree.data.schema import record_name
 from titan_tree.data.turns import Turn, Turns
 from titan_tree.errors import UserError, shorten
@@ -203,25 +203,26 @@ ONCE = frozenset({"spo"})  # estimators that are defined per turn of the tree, n
 WITHOUT_BRANCHES = frozenset({"group", "mean", "loo", "gigpo", "tree_rl", "tree_grpo", "tree_po"})
 
 
-def rollout_rewards(name: str, samples: Sequence[Sample]) -> tuple[list[float], list[int]]:
-    """Returns the rewards of a group's rollouts, for the estimator ``name``, and the rollout of each sample.
+def rollout_rewards(name: str, trajectories: Sequence[Trajectory]) -> tuple[list[float], list[int]]:
+    """Returns the rewards of a group's rollouts, for the estimator ``name``, and the rollout of each
+    trajectory.
 
-    Samples with the same rollout_id are one rollout. Any other sample is a rollout of its own.
+    Trajectories with the same rollout_id are one rollout. Any other trajectory is a rollout of its own.
 
     Raises:
-        UserError: a sample without a finite reward, with another reward than its rollout, or with an
+        UserError: a trajectory without a finite reward, with another reward than its rollout, or with an
             advantage of its own.
     """
     rewards: list[float] = []
     owners: list[int] = []
     numbers: dict[str | int, int] = {}
-    for place, _, record in samples:
+    for place, _, record in trajectories:
         reward: Any = record.get("reward")
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
         if not is_number or not -MAX_REWARD <= reward <= MAX_REWARD:
             raise UserError(
                 f"{place}: reward: expected a finite number, which data.advantage = {name!r} needs for every "
-                f"sample, got {shorten(reward)}; add a reward or remove the sample"
+                f"trajectory, got {shorten(reward)}; add a reward or remove the trajectory"
             )
         if record.get("advantage") is not None:
             raise UserError(
@@ -234,8 +235,8 @@ def rollout_rewards(name: str, samples: Sequence[Sample]) -> tuple[list[float], 
             rewards.append(float(reward))
         elif reward != rewards[owner]:
             raise UserError(
-                f"{place}: reward: expected {rewards[owner]:g}, as in the other samples of rollout "
-                f"{rollout!r}, got {reward:g}; give all samples of a rollout its reward"
+                f"{place}: reward: expected {rewards[owner]:g}, as in the other trajectories of "
+                f"rollout {rollout!r}, got {reward:g}; give all trajectories of a rollout its reward"
             )
         owners.append(owner)
     return rewards, owners

@@ -10,7 +10,7 @@ from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan_tree.data.groups import Group, group_records, group_samples
+from titan_tree.data.groups import Group, group_records, group_trajectories
 from titan_tree.data.readers import DEMO, OpenFile, Place, find_files, open_binary, read_records
 from titan_tree.data.token_store import STORED, TokenStore, is_store
 from titan_tree.errors import UserError
@@ -98,7 +98,7 @@ class DataFiles:
 
     def _num_samples(self, group: Group) -> int:
         total = 0
-        for _, _, record in group_samples(group):
+        for _, _, record in group_trajectories(group):
             turns = record.get("turns") or self.config.sample.get("turns", "each")
             messages = record.get("messages") if turns == "each" else None
             if STORED in record:

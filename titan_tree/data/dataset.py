@@ -33,8 +33,11 @@ ONCE = {"warning": "replay"}  # StepLoader shows it once, though each worker nam
 ORDER_SETTINGS = ("seed", "shuffle_buffer", "weights")  # they decide the order of groups
 
 
-class Sharing(Protocol):
-    """Distributes the trees of each step over ranks. ``balance/sharing.py`` implements it."""
+class TreeSharing(Protocol):
+    """Distributes the trees of each step over ranks.
+
+    ``BalancedSharing`` (balance/sharing.py), which balances them by cost, implements it.
+    """
 
     def join(self, worker: int) -> None:
         """Joins the workers with this number on all ranks. Waits until all have joined."""
@@ -65,7 +68,7 @@ class TreeDataset:
     - "group": one tree per group.
     - "batch": trees share prefixes across the groups of a global batch, such as a common system prompt.
 
-    A ``Sharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
+    A ``TreeSharing`` balances the trees over ranks by their costs. Without one, ranks do not communicate:
     group j of a global batch goes to rank j % world_size, or every rank builds all trees of a merged batch,
     which are balanced by tokens.
 
@@ -106,7 +109,7 @@ class TreeDataset:
         return self.steps()
 
     def steps(
-        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: Sharing | None = None
+        self, number: int | None = None, first: int = 0, stride: int = 1, sharing: TreeSharing | None = None
     ) -> Iterator[MicroBatches]:
         """Yields the steps ``first``, ``first + stride``, ... of the next ``number`` ones.
 
@@ -194,7 +197,7 @@ class TreeDataset:
         self._check_path_sizes(paths)
         return balanced(self._merged(paths), self.world_size)[self.rank]
 
-    def _shared(self, step: int, batch: Sequence[Group], sharing: Sharing) -> MicroBatches:
+    def _shared(self, step: int, batch: Sequence[Group], sharing: TreeSharing) -> MicroBatches:
         """Returns this rank's micro-batches of a global batch. It reads every world_size-th group."""
 
         def own_paths() -> list[list[TokenPath]]:

@@ -57,7 +57,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """A place where paths of a tree diverge after ``depth`` shared tokens."""
+    """A point where paths of a tree diverge after ``depth`` shared tokens."""
 
     node: int  # the node that ends here, or -1 if the paths do not share their first token
     depth: int  # tokens that the paths share before this point
@@ -231,9 +231,9 @@ def render_report(tree: TokenTree, decode: Decode | None = None, width: int = 16
     for reason, number in tally.most_common():
         out.append(f"{number:8,} x {reason}\n")
     for point in points:
-        place = f"{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}  "
-        out.append(f"\n{place}", style="bold")
-        out.append(f"{_quoted(point.before, last=True, room=width - len(place))}\n", style="dim")
+        heading = f"{_count(point.depth, 'token')} deep, {_count(point.n_paths, 'path')}  "
+        out.append(f"\n{heading}", style="bold")
+        out.append(f"{_quoted(point.before, last=True, room=width - len(heading))}\n", style="dim")
         if point.n_ending:
             out.append(f"{_count(point.n_ending, 'path'):>11} ending here\n", style="yellow")
         for child in point.children:

@@ -1,4 +1,4 @@
-"""How records form groups of samples. data/schema.py describes the fields of records.
+"""How records form groups of trajectories. data/schema.py describes the fields of records.
 
 Grouping parses no messages and tokenizes nothing, so a resumed run skips groups at low cost.
 """
@@ -14,8 +14,8 @@ from titan_tree.data.readers import Place, Record
 from titan_tree.data.schema import (
     CONVERSATION_FIELDS,
     INHERITED_FIELDS,
-    SAMPLE_KINDS,
     TOKEN_FIELDS,
+    TRAJECTORY_KINDS,
     check_record,
     present_fields,
     record_name,
@@ -31,8 +31,11 @@ class Group:
     records: list[tuple[Place, Record]]
 
 
-class Sample(NamedTuple):
-    """One conversation or one list of token ids, from a group."""
+class Trajectory(NamedTuple):
+    """One conversation or one list of token ids of a group: a record, or an entry of a task's trajectories.
+
+    It becomes a training sample for each of its trained turns, or one for a list of token ids.
+    """
 
     place: Place  # for error messages
     name: str  # the group's id; trajectories and records with a group_id append their own
@@ -65,8 +68,8 @@ def group_records(records: Iterable[tuple[Place, Record]], first_places: dict[st
         yield Group(name, members)
 
 
-def group_samples(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[Sample]:
-    """Yields the samples of a group in file order; the trajectories of a task are samples.
+def group_trajectories(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[Trajectory]:
+    """Yields the trajectories of a group in file order.
 
     Args:
         ignored: see ``check_record``, which checks the fields of tasks. By default, no field is refused.
@@ -80,12 +83,12 @@ def group_samples(group: Group, ignored: Set[str] = frozenset("*")) -> Iterator[
             continue
         is_named, _ = _group_key(place, record)
         line = place.rpartition(":")[2]
-        yield Sample(place, f"{group.id}/{_id(place, record, line)}" if is_named else group.id, record)
+        yield Trajectory(place, f"{group.id}/{_id(place, record, line)}" if is_named else group.id, record)
 
 
 def holds_conversations(group: Group) -> bool:
-    """Returns whether some sample of the group has messages, which only a tokenizer can read."""
-    return any(sample.record.get("messages") is not None for sample in group_samples(group))
+    """Returns whether some trajectory of the group has messages, which only a tokenizer can read."""
+    return any(trajectory.record.get("messages") is not None for trajectory in group_trajectories(group))
 
 
 def _group_key(place: Place, record: Record) -> tuple[bool, str]:
@@ -101,11 +104,11 @@ def _id(place: Place, record: Record, default: str) -> str:
     return default if name is None else name
 
 
-def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]) -> Iterator[Sample]:
+def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]) -> Iterator[Trajectory]:
     trajectories = record["trajectories"]
     if not isinstance(trajectories, list) or not trajectories:
         raise UserError(f"{place}: trajectories: expected a non-empty list, got {shorten(trajectories)}")
-    for name in present_fields(record, (*SAMPLE_KINDS, *TOKEN_FIELDS)):
+    for name in present_fields(record, (*TRAJECTORY_KINDS, *TOKEN_FIELDS)):
         raise UserError(
             f"{place}: {name}: not allowed together with trajectories; move it into one of the trajectories"
         )
@@ -124,4 +127,4 @@ def _trajectories(group_id: str, place: Place, record: Record, ignored: Set[str]
         others = () if "messages" in fields else CONVERSATION_FIELDS
         passed_on = {name: value for name, value in inherited.items() if name not in others}
         name = f"{group_id}/{_id(trajectory_place, trajectory, str(index))}"
-        yield Sample(trajectory_place, name, passed_on | fields)
+        yield Trajectory(trajectory_place, name, passed_on | fields)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from titan_tree.data.dataset import Sharing, TreeDataset
+from titan_tree.data.dataset import TreeDataset, TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import padding
 from titan_tree.errors import UserError
@@ -73,7 +73,7 @@ class StepLoader(Generic[T]):
         num_steps: int,
         workers: int = 0,
         pin: bool = False,
-        sharing: Sharing | None = None,
+        sharing: TreeSharing | None = None,
     ) -> None:
         self.dataset, self.prepare, self.sharing = dataset, prepare, sharing
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
@@ -117,15 +117,15 @@ class StepLoader(Generic[T]):
         )
         logged: set[str] = set()
         try:
-            for packed, position, records in steps:
+            for step_bytes, position, records in steps:
                 for record in records:
                     warning = getattr(record, "warning", record.msg)
                     if warning not in logged:  # every worker gives it
                         logged.add(warning)
                         logging.getLogger(record.name).handle(record)
-                if isinstance(packed, UserError):
-                    raise packed
-                yield from_bytes(packed, self.pin), position
+                if isinstance(step_bytes, UserError):
+                    raise step_bytes
+                yield from_bytes(step_bytes, self.pin), position
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
                 raise
@@ -137,20 +137,20 @@ class StepLoader(Generic[T]):
 
 
 class _WorkerSteps(IterableDataset):
-    """Iterates over the packed steps of one worker.
+    """Iterates over the steps of one worker, as bytes.
 
     The dataset is pickled once into shared memory. Sent through the start-up pipe (64 KiB), its megabytes of
     vocabulary would make worker start-ups wait for one another.
     """
 
     def __init__(
-        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: Sharing | None = None
+        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: TreeSharing | None = None
     ) -> None:
         pickled = bytearray(pickle.dumps((dataset, prepare, num_steps, sharing)))
         self.pickled = torch.frombuffer(pickled, dtype=torch.uint8).share_memory_()
 
-    def __iter__(self) -> Iterator[tuple[Packed | UserError, Position, list[logging.LogRecord]]]:
-        """Yields (packed step or error, position after it, log records) of each step."""
+    def __iter__(self) -> Iterator[tuple[StepBytes | UserError, Position, list[logging.LogRecord]]]:
+        """Yields (step or error, position after it, log records) of each step."""
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         threading.Thread(target=_exit_if_terminated, daemon=True).start()
         worker = get_worker_info()
@@ -164,8 +164,8 @@ class _WorkerSteps(IterableDataset):
             if sharing:
                 sharing.join(worker.id)
             for micro_batches in dataset.steps(num_steps, worker.id, worker.num_workers, sharing):
-                packed = to_bytes(prepare(micro_batches))
-                yield packed, dataset.position(), collected.take()
+                step_bytes = to_bytes(prepare(micro_batches))
+                yield step_bytes, dataset.position(), collected.take()
         except UserError as error:
             yield error, {}, collected.take()
 
@@ -216,28 +216,28 @@ def _unchanged(item: T) -> T:
     return item
 
 
-class Packed(NamedTuple):
-    """An object without its tensors, and their bytes."""
+class StepBytes(NamedTuple):
+    """The input of a step as two byte strings, which travel through a pipe."""
 
     skeleton: bytes  # a pickle, with (offset, shape, dtype) in place of every tensor
     content: bytearray
 
 
-def to_bytes(value: object) -> Packed:
-    """Packs an object that contains CPU tensors into two byte strings."""
+def to_bytes(value: object) -> StepBytes:
+    """Turns an object that contains CPU tensors into two byte strings."""
     file, tensors = io.BytesIO(), _Tensors()
     _Pickler(file, tensors).dump(value)
-    return Packed(file.getvalue(), tensors.content)
+    return StepBytes(file.getvalue(), tensors.content)
 
 
-def from_bytes(packed: Packed, pin: bool = False) -> Any:
+def from_bytes(step_bytes: StepBytes, pin: bool = False) -> Any:
     """Returns the object. Its tensors are views of one buffer, page-locked with ``pin``."""
-    content = torch.frombuffer(packed.content or bytearray(1), dtype=torch.uint8)
-    unpickler = pickle.Unpickler(io.BytesIO(packed.skeleton))
+    content = torch.frombuffer(step_bytes.content or bytearray(1), dtype=torch.uint8)
+    unpickler = pickle.Unpickler(io.BytesIO(step_bytes.skeleton))
     buffer = content.pin_memory() if pin else content
 
-    def tensor(place: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
-        offset, shape, dtype = place
+    def tensor(location: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
+        offset, shape, dtype = location
         size = int(np.prod(shape)) * dtype.itemsize
         return buffer[offset : offset + size].view(dtype).view(shape)
 
@@ -261,7 +261,7 @@ class _Tensors:
 
 
 class _Pickler(pickle.Pickler):
-    """Stores tensors in ``tensors`` and pickles their places instead."""
+    """Stores tensors in ``tensors`` and pickles (offset, shape, dtype) instead."""
 
     def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

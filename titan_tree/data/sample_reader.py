@@ -16,14 +16,14 @@ import numpy as np
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles
-from titan_tree.data.groups import Group, Sample, group_samples
+from titan_tree.data.groups import Group, Trajectory, group_trajectories
 from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,
     LOGPROB_FIELDS,
     PATH_FIELDS,
-    SAMPLE_KINDS,
     TOKEN_FIELDS,
+    TRAJECTORY_KINDS,
     check_messages,
     check_record,
     present_fields,
@@ -151,22 +151,22 @@ class SampleReader(DataFiles):
         """
         if (stored := self._stored_tree(group)) is not None:
             return list(stored.paths)
-        return [path for _, paths in self.samples(group) for path in paths]
+        return [path for _, paths in self.paths_by_trajectory(group) for path in paths]
 
-    def samples(self, group: Group) -> list[tuple[Sample, list[TokenPath]]]:
-        """Returns the samples of a group of records in file order, each with its paths.
+    def paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
+        """Returns the trajectories of a group in file order, each with the paths of its samples.
 
         Raises:
             UserError: see ``paths``.
         """
         made = []
-        rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by sample
-        for number, sample in enumerate(group_samples(group, self.ignored)):
-            with errors_at(sample.place):
-                paths = self._sample_paths(sample)
-                _set_preference(paths, sample.record, group.id)
-                name = record_name(sample.record, "rollout_id")
-            made.append((sample, paths))
+        rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by trajectory
+        for number, trajectory in enumerate(group_trajectories(group, self.ignored)):
+            with errors_at(trajectory.place):
+                paths = self._trajectory_paths(trajectory)
+                _set_preference(paths, trajectory.record, group.id)
+                name = record_name(trajectory.record, "rollout_id")
+            made.append((trajectory, paths))
             rollouts[number if name is None else name] += paths
         for members in rollouts.values():
             TokenPath.join_rollout(members)
@@ -174,13 +174,13 @@ class SampleReader(DataFiles):
             self._set_advantages(made)
         return made
 
-    def _set_advantages(self, samples: Sequence[tuple[Sample, Sequence[TokenPath]]]) -> None:
+    def _set_advantages(self, trajectories: Sequence[tuple[Trajectory, Sequence[TokenPath]]]) -> None:
         """Sets the advantages of a group's paths from its rewards."""
         name = self.config.advantage
-        rewards, owners = rollout_rewards(name, [sample for sample, _ in samples])
+        rewards, owners = rollout_rewards(name, [trajectory for trajectory, _ in trajectories])
         placed = [
-            (sample.place, owner, path)
-            for (sample, paths), owner in zip(samples, owners, strict=True)
+            (trajectory.place, owner, path)
+            for (trajectory, paths), owner in zip(trajectories, owners, strict=True)
             for path in paths
         ]
         paths, path_owners = [path for *_, path in placed], [owner for _, owner, _ in placed]
@@ -189,9 +189,9 @@ class SampleReader(DataFiles):
             with errors_at(place):
                 path.advantage = advantage_array("advantage", value, len(path))
 
-    def _sample_paths(self, sample: Sample) -> list[TokenPath]:
-        _, name, record = sample
-        kinds = [kind for kind in SAMPLE_KINDS if record.get(kind) is not None]
+    def _trajectory_paths(self, trajectory: Trajectory) -> list[TokenPath]:
+        _, name, record = trajectory
+        kinds = [kind for kind in TRAJECTORY_KINDS if record.get(kind) is not None]
         if len(kinds) != 1:
             present = " and ".join(kinds) or ", ".join(record)[:60] or "an empty object"
             raise UserError(
@@ -234,14 +234,14 @@ class SampleReader(DataFiles):
 
 
 def _set_preference(paths: Sequence[TokenPath], record: Record, group_id: str) -> None:
-    """Sets ``preference`` and ``pair`` of a sample's path. The name of a pair is unique to its group."""
+    """Sets ``preference`` and ``pair`` of a trajectory's path. The name of a pair is unique to its group."""
     if (preference := record.get("preference")) is None:
         refuse_fields(record, ("pair",), "expected a preference beside it, 'chosen' or 'rejected'")
         return
     if len(paths) != 1:
         raise UserError(
-            f"preference: expected a sample of one path, got {len(paths)} turns; set turns to 'last' or "
-            "'whole'"
+            f"preference: expected a trajectory of one sample, got {len(paths)} turns; set turns to 'last' "
+            "or 'whole'"
         )
     pair = record_name(record, "pair")
     paths[0].set_preference(preference, group_id if pair is None else f"{group_id}/{pair}")
@@ -264,7 +264,7 @@ def _trained_turns(
 
 
 def _token_path(name: str, kind: str, record: Record) -> TokenPath:
-    """Returns the path of a sample whose field ``kind`` holds token ids."""
+    """Returns the path of a trajectory whose field ``kind`` holds token ids."""
     fields = present_fields(record, ("loss_mask", *LOGPROB_FIELDS, "routed_experts", *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)

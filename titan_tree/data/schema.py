@@ -1,12 +1,13 @@
 """The record schema: which fields records and messages have, and checks of their names and types.
 
-A record is one sample, or one task with several samples. Fields marked ? are optional, null counts as
-missing, and ... stands for the fields that all samples can have:
+A record is one trajectory, or one task with several. A trajectory becomes one training sample for each of its
+trained turns. Fields marked ? are optional, null counts as missing, and ... stands for the fields that all
+trajectories can have:
 
     {"messages": [...], "tools"?, "turns"?, ...}                        a conversation
     {"tokens" or "input_ids": [...], "loss_mask"?, "old_logprobs"?, "ref_logprobs"?, "rollout_logprobs"?,
      "routed_experts"?, ...}                                            token ids
-    {"trajectories": [samples of either kind], "tools"?, "turns"?, ...} a task
+    {"trajectories": [trajectories of either kind], "tools"?, "turns"?, ...} a task
 
 docs/fields.md describes all fields. Any other field is an error, unless it is one of ``BOOKKEEPING`` or
 data.ignore_fields lists it.
@@ -22,11 +23,11 @@ from titan_tree.data.readers import Record
 from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import LOGPROBS
 
-SAMPLE_KINDS = ("messages", "tokens", "input_ids")  # a sample has exactly one of these fields
+TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exactly one of these fields
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
-PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any sample
-OWN_FIELDS = ("id", "group_id", "rollout_id", "reward", "preference", "pair")  # of samples, not of tasks
+PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
+OWN_FIELDS = ("id", "group_id", "rollout_id", "reward", "preference", "pair")  # of trajectories, not of tasks
 CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 

@@ -47,7 +47,7 @@ class TokenStore:
         header: what the store was made of, as ``write_store`` got it, and "version".
         ids: the ids of the groups, in their order.
         checksum: CRC-32 of the footer, which holds the checksums of all groups.
-        table: [groups] of dtype ``GROUP``: the place and the sizes of each group.
+        table: [groups] of dtype ``GROUP``: the offset and the sizes of each group.
 
     Raises:
         UserError: the file is not a complete store of this version.

@@ -52,11 +52,11 @@ def tree_to_bytes(tree: TokenTree) -> bytes:
     counts: list[int] = []
     if tree.routed_experts is not None:
         arrays["records"], *counts = tree.routed_experts
-    places, offset = {}, 0
+    locations, offset = {}, 0
     for name, array in arrays.items():
-        places[name] = [array.dtype.str, array.shape, offset]
+        locations[name] = [array.dtype.str, array.shape, offset]
         offset += array.nbytes + len(padding(array.nbytes))
-    description = {"fields": fields, "arrays": places, "records": counts, "is_rest": not tree.is_counted}
+    description = {"fields": fields, "arrays": locations, "records": counts, "is_rest": not tree.is_counted}
     line = json.dumps(description).encode()
     out = bytearray(struct.pack("<Q", len(line)) + line)
     for array in arrays.values():
@@ -69,7 +69,7 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
     (length,) = struct.unpack_from("<Q", content)
     description = json.loads(bytes(content[8 : 8 + length]))
     values = memoryview(content)[8 + length + len(padding(8 + length)) :]
-    arrays = {name: _array(values, place) for name, place in description["arrays"].items()}
+    arrays = {name: _array(values, location) for name, location in description["arrays"].items()}
     tree: dict[str, Any] = {name: arrays.pop(name) for name in TREE_ARRAYS}
     # Token stores before 2026-11-23 do not have "is_rest".
     tree["is_counted"] = not description.get("is_rest", False)
@@ -158,8 +158,8 @@ def _trusted_path(values: tuple[Any, ...]) -> TokenPath:
     return path
 
 
-def _array(content: memoryview, place: tuple[str, list[int], int]) -> np.ndarray:
-    dtype, shape, offset = place
+def _array(content: memoryview, location: tuple[str, list[int], int]) -> np.ndarray:
+    dtype, shape, offset = location
     count = int(np.prod(shape))
     return np.frombuffer(content, dtype, count, offset).reshape(shape)
 

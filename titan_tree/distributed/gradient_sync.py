@@ -82,6 +82,9 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
     Each weight is cast once per step instead of once per forward pass, and no autograd graph stores casts. As
     soon as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
     Weights that FSDP2 shards stay unchanged: FSDP2 does the same when it gathers them.
+
+    torch.compile does not compile again when weights are replaced. They are inputs of its graphs, which
+    depend on their dtypes and shapes, and every copy has the same ones.
     """
     dtype = model.compute_dtype
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []

@@ -1,7 +1,7 @@
 """Tree sequence parallelism: the P ranks of a group run the same trees, and each one 1/P of every layer.
 
 Embedding, norms, projections, MLPs, routers and the loss treat tokens one by one. There, rank r has the r-th
-share of the tokens (tree/token_shards.py). Attention, the convolution and Gated DeltaNet mix tokens, but
+shard of the tokens (tree/token_shards.py). Attention, the convolution and Gated DeltaNet mix tokens, but
 treat heads one by one. Around them, an all-to-all gives each rank all N tokens of 1/P of the heads, and
 another one takes the outputs back (DeepSpeed-Ulysses, arXiv:2309.14509). The load is therefore even, whatever
 the shape of a tree, and the kernels see the layout, plan, chunks and gateway rows of the whole batch.
@@ -55,19 +55,19 @@ class AllToAllExchange:
 
     Args:
         group: name of the process group.
-        share: the share of this rank.
+        token_shard: the tokens of this rank.
     """
 
-    def __init__(self, group: str, share: TokenShard) -> None:
-        self.group, self.share = group, share
+    def __init__(self, group: str, token_shard: TokenShard) -> None:
+        self.group, self.token_shard = group, token_shard
 
     def num_local_heads(self, num_heads: int) -> int:
         """Returns how many of the heads a rank holds. Several ranks hold the same head if there are few."""
-        return max(num_heads // self.share.num_ranks, 1)
+        return max(num_heads // self.token_shard.num_ranks, 1)
 
     def local_heads(self, num_heads: int) -> slice:
         """Returns the heads that this rank holds."""
-        first = self.share.rank * num_heads // self.share.num_ranks
+        first = self.token_shard.rank * num_heads // self.token_shard.num_ranks
         return slice(first, first + self.num_local_heads(num_heads))
 
     def to_heads(self, tensors: list[Tensor], num_tokens: int) -> list[Tensor]:
@@ -86,7 +86,7 @@ class AllToAllExchange:
         Args:
             num_local_tokens: n.
         """
-        (own,) = to_tokens([x], num_local_tokens, [x.shape[1] * self.share.num_ranks], self.group)
+        (own,) = to_tokens([x], num_local_tokens, [x.shape[1] * self.token_shard.num_ranks], self.group)
         return own
 
 
@@ -161,7 +161,7 @@ def join(values: Tensor, index: Tensor, size: int, group: dist.ProcessGroup | No
 
     Args:
         values: [n, ...], of this rank.
-        index: [n] int64, the place of each value in the result.
+        index: [n] int64, the index of each value in the result.
         size: N.
         group: None if this rank has all values.
     Returns:

@@ -3,9 +3,8 @@
 tree_step.py       TreeStep: the forward and backward passes of one step
 step_io.py         the input and the result of a step; StepPreparer makes inputs from trees on the host
 step_run.py        the passes of a step: count, measure, score and train
-partitions.py      nested forward and backward passes over the partitions of a tree
+partitions.py      nested passes over the partitions of a tree; the gateway cache, which passes them context
 forward.py         all forward passes without gradients
-gateway_cache.py   the keys, values and states that partitions pass to their descendants
 activations.py     where the activations of suspended partitions are stored
 router_loss.py     losses of routers over several forward passes
 schedule.py        equal schedules for ranks that communicate within passes

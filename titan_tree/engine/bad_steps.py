@@ -44,12 +44,12 @@ def find_cause(
     """
     bad_paths = _bad_paths(model, loss, step, device, statistics)
     if model.sequence_group is not None:
-        shares = [bad_paths] * model.share.num_ranks
+        shares = [bad_paths] * model.token_shard.num_ranks
         dist.all_gather_object(shares, bad_paths, group=model.sequence_group)
         bad_paths = set().union(*shares)
     causes = [step.path_ids[i][number] for i, number in sorted(bad_paths)]
     trees = list(step.tree_ids)
-    if model.share.rank:  # another rank names the same ones
+    if model.token_shard.rank:  # another rank names the same ones
         causes, trees = [], []
     of_this_rank = (len(causes), causes[:NAMED_PATHS], len(trees), trees[:NAMED_PATHS])
     by_rank = [of_this_rank]

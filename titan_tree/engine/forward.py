@@ -5,7 +5,8 @@
     scored_batches        joins partitions where the loss needs whole paths
     evaluate              sums losses over all tokens
 
-Score, measure and count passes (step_run.py), scoring/ and integrations/ call the first one.
+Score, measure and count passes (step_run.py), scoring/ and integrations/ call the first one. The forward
+passes with gradients, of which backward passes follow, are in partitions.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titan_tree.components.edge_statistics import Statistic
 from titan_tree.distributed.collectives import all_reduce_sum, world_group
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.distributed.sequence_parallel import join
-from titan_tree.engine.gateway_cache import GatewayCache
+from titan_tree.engine.partitions import GatewayCache
 from titan_tree.engine.schedule import equal_schedule
 from titan_tree.engine.step_io import StepInput
 from titan_tree.models.tree_model import ModelOutput, TreeModel
@@ -38,7 +39,7 @@ def forward_passes(
     entropy: bool = False,
     statistics: Collection[Statistic] = (),
 ) -> Outputs:
-    """Yields the output of each partition of one micro-batch, beside the partition's batch on the device.
+    """Runs the partitions of one micro-batch without gradients. Yields (batch on the device, model output).
 
     Ranks that communicate within forward passes must consume equally many outputs.
 
@@ -70,7 +71,7 @@ def step_forward_passes(
 
     Every forward pass runs, whether or not the caller consumes its output, because ranks communicate in it.
     """
-    for batches in equal_schedule(step.micro_batches, world_group(), share=model.share):
+    for batches in equal_schedule(step.micro_batches, world_group(), token_shard=model.token_shard):
         outputs = forward_passes(model, batches, device, entropy=entropy, statistics=statistics)
         yield outputs
         for _ in outputs:

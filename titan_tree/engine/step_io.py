@@ -26,7 +26,7 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_shards import WHOLE, TokenShard
+from titan_tree.tree.token_shards import ALL_TOKENS, TokenShard
 from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 
@@ -98,7 +98,7 @@ class MicroBatchCosts(NamedTuple):
     """Sizes of one micro-batch that decide how long it takes, see ``TreeCosts``."""
 
     tokens: int
-    pairs: int  # pairs of a token and a token that it sees, itself included
+    visible_pairs: int  # pairs of a token and a token that it sees, itself included
     edges: int
     chunks: int  # chunks of the recurrence
     forwards: int
@@ -106,8 +106,10 @@ class MicroBatchCosts(NamedTuple):
     @staticmethod
     def of(batches: Sequence[TreeBatch]) -> MicroBatchCosts:
         """Returns the sizes of all partitions together."""
-        tokens, pairs, edges, chunks = np.sum([batch_sizes(batch) for batch in batches], axis=0).tolist()
-        return MicroBatchCosts(tokens, pairs, edges, chunks, len(batches))
+        tokens, visible_pairs, edges, chunks = (
+            sum(sizes) for sizes in zip(*map(batch_sizes, batches), strict=True)
+        )
+        return MicroBatchCosts(tokens, visible_pairs, edges, chunks, len(batches))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,15 +223,15 @@ class StepPreparer:
         costs: the model's operations and bytes.
         partitioner: splits micro-batches into partitions; with "auto", the default, only those that are too
             large. None runs each micro-batch in one forward pass.
-        share: the tokens of each forward pass that this rank computes. Ranks that share them get the same
-            trees.
+        token_shard: the tokens of each forward pass that this rank computes. Ranks that share the tokens of
+            a tree get the same trees.
     """
 
     reduction: Reduction
     needs_whole_paths: bool
     costs: ModelCosts
     partitioner: TreePartitioner | None = None
-    share: TokenShard = WHOLE
+    token_shard: TokenShard = ALL_TOKENS
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
@@ -262,19 +264,19 @@ class StepPreparer:
         )
         unpartitioned = [
             TreeBatch.from_trees([plan.tree], edges="loss")
-            if self.needs_whole_paths and (len(plan) > 1 or self.share.num_ranks > 1)
+            if self.needs_whole_paths and (len(plan) > 1 or self.token_shard.num_ranks > 1)
             else None
             for plan in plans
         ]
         chain_peak = max((int(plan.chain_tokens.max()) for plan in plans), default=0)
         versions = [path.policy_version.max() for path in paths if path.policy_version is not None]
-        if self.share.rank:  # the first of the ranks that share these trees counts them
+        if self.token_shard.rank:  # the first of the ranks that share these trees counts them
             counts = dataclasses.replace(NO_COUNTS, gateway_bytes=counts.gateway_bytes)
         return StepInput(
-            micro_batches=[[self.share.of(batch) for batch in partitions] for partitions in batches],
+            micro_batches=[[self.token_shard.of(batch) for batch in partitions] for partitions in batches],
             unpartitioned=unpartitioned,
             counts=counts,
-            chain_peak=-(-chain_peak // self.share.num_ranks),
+            chain_peak=-(-chain_peak // self.token_shard.num_ranks),
             newest_version=int(max(versions, default=-1)),
             path_ids=tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans),
             tree_ids=tree_ids,

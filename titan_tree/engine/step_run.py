@@ -160,7 +160,7 @@ class StepRun:
         outputs, whole = self._outputs(batches), self._whole(i)
         for batch, scores in batches_for_loss(outputs, whole, self.model.sequence_group):
             # Ranks that share the tokens have the same scores of whole micro-batches.
-            if whole is None or self.model.share.rank == 0:
+            if whole is None or self.model.token_shard.rank == 0:
                 self._measured += loss.measure(scores.logprobs, batch).double().cpu()
         if is_last:
             measured = all_reduce_sum(self._measured.to(self._device))
@@ -245,7 +245,7 @@ class StepRun:
 
     def _add_whole_paths(self, scores: ModelOutput, whole: TreeBatch) -> Tensor:
         """Computes the loss of a whole micro-batch. One of the ranks that share its tokens adds it up."""
-        return self._add_loss(scores, whole, is_counted=self.model.share.rank == 0)
+        return self._add_loss(scores, whole, is_counted=self.model.token_shard.rank == 0)
 
     def _add_loss(self, scores: ModelOutput, batch: TreeBatch, is_counted: bool = True) -> Tensor:
         """Computes the loss of log-probs and entropies, adds it to the sums of this rank, and returns it.

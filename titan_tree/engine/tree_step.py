@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_tree.components.moe import RouterLoss
@@ -30,7 +31,7 @@ from titan_tree.engine.step_io import GlobalSizes, StepInput, StepPreparer, Step
 from titan_tree.engine.step_run import StepRun, plan_passes
 from titan_tree.engine.warm_up import warm_up_inputs
 from titan_tree.errors import AgreedError, UserError, require_list
-from titan_tree.models.tree_model import ModelOutput, TreeModel
+from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.token_tree import TokenTree
 
@@ -94,7 +95,7 @@ class TreeStep:
             needs_whole_paths=self.loss.spec.needs_whole_paths,
             costs=self.model.costs(),
             partitioner=self.partitioner,
-            share=self.model.share,
+            token_shard=self.model.token_shard,
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
@@ -173,15 +174,22 @@ class TreeStep:
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
 
-    def score(self, step: StepInput) -> list[tuple[TreeBatch, ModelOutput]]:
+    def score(self, step: StepInput) -> list[tuple[TreeBatch, dict[str, Tensor]]]:
         """Returns each micro-batch as a single batch on the device, with the scores of its edges.
 
-        The loss must need whole paths. Call it on every rank.
+        The scores are "logprobs" and, if the loss needs it, "entropy", [E] fp32 each, in nats, without
+        gradients. The loss must need whole paths. Call it on every rank.
         """
         self._gradient_sync.hold(False)
         with torch.no_grad(), cast_weights(self.model):
             scored = scored_batches(self.model, step, self.device, entropy=self.loss.needs_entropy)
-            return [(batch, scores) for _, batch, scores in scored]
+            return [
+                (
+                    batch,
+                    {"logprobs": out.logprobs} | ({} if out.entropy is None else {"entropy": out.entropy}),
+                )
+                for _, batch, out in scored
+            ]
 
     def find_cause(self, step: StepInput, statistics: GlobalStatistics | None = None) -> str:
         """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
@@ -206,7 +214,10 @@ class TreeStep:
         if sizes.is_partitioned and lockstep is None:
             min_micro_batches = 1  # ranks may differ, but each needs one pass for the collectives of FSDP2
         return equal_schedule(
-            step.micro_batches, lockstep, min_micro_batches=min_micro_batches, share=self.model.share
+            step.micro_batches,
+            lockstep,
+            min_micro_batches=min_micro_batches,
+            token_shard=self.model.token_shard,
         )
 
     def _check(self, sizes: GlobalSizes) -> None:

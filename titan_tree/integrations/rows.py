@@ -42,7 +42,7 @@ class Rows:
     """
 
     trees: tuple[TokenTree, ...]  # one for each temperature
-    index: Tensor  # [F] int64: of each pair, the place of the token that predicts among the S tokens
+    index: Tensor  # [F] int64: of each pair, the index of the token that predicts among the S tokens
     shape: torch.Size  # shape of the framework's tokens: [B, T] or [S]
 
     @staticmethod
@@ -180,7 +180,7 @@ def _make_rows(
     """Makes ``Rows`` of tokens in any shape.
 
     Args:
-        first: [B] place of each row's first token among all tokens.
+        first: [B] index of each row's first token among all tokens.
         lengths: [B] tokens of each row.
     """
     flat = tokens.flatten().cpu().numpy()
@@ -194,6 +194,6 @@ def _make_rows(
         by_temperature.setdefault(value, []).append(path)
         # Nothing predicts the first token of a row.
         pairs.setdefault(value, []).append(span.start + mask[span][1:].nonzero()[0])
-    index = [places for group in pairs.values() for places in group]
+    index = [indices for group in pairs.values() for indices in group]
     trees = tuple(map(TokenTree.from_paths, by_temperature.values()))
     return Rows(trees, torch.from_numpy(np.concatenate(index)), tokens.shape)

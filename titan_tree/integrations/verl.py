@@ -127,7 +127,7 @@ class TreeEngine(FSDPEngineWithLMHead):
         if forward_only:
             batch, scores = step.score(prepared)[0]
             self.module.reshard()  # the sampling engine may need the memory
-            loss(scores.logprobs, batch, 1.0, scores.entropy)
+            loss(scores["logprobs"], batch, 1.0, scores.get("entropy"))
         else:
             step.run(prepared)
         result = {"loss": loss.value.item(), "metrics": metrics}

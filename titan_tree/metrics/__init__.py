@@ -1,8 +1,8 @@
 """Metrics compute the numbers of a step, and loggers record them.
 
-loggers.py        Logger, and the loggers of a run
-step_metrics.py   StepReport, and what is computed from it
-console.py  csv_file.py  tensorboard.py  wandb.py       one logger each
+loggers.py          Logger, and the loggers of a run
+builtin_loggers.py  log lines, metrics.csv, TensorBoard and W&B
+step_metrics.py     StepReport, and what is computed from it
 
 titan_tree/registry.py lists both: METRICS and LOGGERS.
 """

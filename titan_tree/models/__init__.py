@@ -2,8 +2,8 @@
 
 tree_model                  TreeModel: the contract of all models
 decoder, decoder_config     the base class of titan_tree's own models, and of their sizes; build_model
-block                       one layer: a mixer, and an MLP or a mixture of experts
-attention, gated_delta_net  the two kinds of mixers
+block                       one layer: a mixer, and an MLP or a mixture of experts; Attention, a mixer
+gated_delta_net             the other kind of mixer
 layers                      norms, linears, the MLP and rotary embedding
 expert_info                 the interface to a model's experts for other packages
 weights                     shards of parameters, and random initial weights

@@ -61,7 +61,7 @@ class Decoder(TreeModel):
         self.cache_streams = [stream for block in blocks for stream in block.mixer.cache_streams]
         if gdn != "auto" and "states" not in self.cache_streams:
             raise UserError(
-                f"gdn: expected backend 'auto' for a {config.family} model, which has no Gated DeltaNet "
+                f"gdn: expected backend 'auto' for a {config.title} model, which has no Gated DeltaNet "
                 f"layers, got {gdn!r}"
             )
         self.num_recurrent_layers = sum("states" in block.mixer.cache_streams for block in blocks)
@@ -110,12 +110,12 @@ class Decoder(TreeModel):
         head = x.new_empty(1, 1, self.config.head_dim)
         return [(head, head, Scoring())]
 
-    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+    def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
             experts = (p for name, p in self.layers.named_parameters() if ".experts." in name)
             flops += matrix_flops(experts) * self.experts.sizes.top_k // self.experts.sizes.num_experts
-        mixers = sum(layer.mixer.flops(num_tokens, num_pairs) for layer in self.blocks)
+        mixers = sum(layer.mixer.flops(num_tokens, num_visible_pairs) for layer in self.blocks)
         return flops * num_tokens + mixers
 
     @property

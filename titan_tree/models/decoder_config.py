@@ -35,7 +35,7 @@ class DecoderConfig(Checked, ABC):
     impossible sizes.
     """
 
-    family: ClassVar[str]  # name of the published models, for error messages
+    title: ClassVar[str]  # name of the models in messages, such as "Qwen3"
     # Fields that a config.json may omit, because transformers has the same defaults.
     hf_optional: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "tie_word_embeddings")
 
@@ -71,9 +71,10 @@ class DecoderConfig(Checked, ABC):
         return self.head_dim
 
     @classmethod
-    @abstractmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json`` with the old or the new spelling of RoPE's fields.
+
+        Families override it to refuse what their model does not compute.
 
         Args:
             hf: content of the file.
@@ -81,36 +82,60 @@ class DecoderConfig(Checked, ABC):
         Raises:
             UserError: a size is missing, or the config asks for something that this model does not compute.
         """
+        rope = cls.rope_fields(hf, where)
+        return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"), **cls.default_heads(hf))
 
     @abstractmethod
     def to_hf(self) -> ConfigJson:
-        """Returns the ``config.json`` that transformers loads as the same model."""
+        """Returns the ``config.json`` that transformers loads as the same model.
+
+        This method returns what most families have in common. Families add "architectures", "model_type" and
+        other fields.
+        """
+        return {
+            **vars(self),
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": INIT_STD,
+            "use_cache": True,
+        }
+
+    @staticmethod
+    def default_heads(hf: ConfigJson) -> dict[str, int]:
+        """Returns what most models of transformers use for sizes of heads that older snapshots leave out."""
+        heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+        if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
+            return {}
+        defaults = {"head_dim": hidden // heads, "num_key_value_heads": heads}
+        return {name: size for name, size in defaults.items() if hf.get(name) is None}
 
     @classmethod
-    def _expect(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
+    def check_field(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
         """Raises UserError unless ``ok``."""
         if not ok:
             raise UserError(
-                f"{where}: {field}: titan_tree's {cls.family} supports {expected} only, got {hf.get(field)}"
+                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, got {hf.get(field)}"
             )
 
     @classmethod
-    def _read(cls, hf: ConfigJson, where: str, **given: float | None) -> Self:
-        """Makes a config of the fields in ``hf``. Values in ``given`` take precedence, except None."""
+    def from_fields(cls, hf: ConfigJson, where: str, **overrides: float | None) -> Self:
+        """Makes a config of the fields in ``hf``. ``overrides`` take precedence, except None."""
         for field, ok, expected in (
             ("attention_bias", not hf.get("attention_bias"), "false"),
             ("attention_dropout", not hf.get("attention_dropout"), "0"),
             ("hidden_act", hf.get("hidden_act", "silu") == "silu", "silu"),
             ("quantization_config", not hf.get("quantization_config"), "unquantized weights"),
         ):
-            cls._expect(hf, where, field, ok, expected)
+            cls.check_field(hf, where, field, ok, expected)
         fields = [field.name for field in dataclasses.fields(cls)]
         values = {name: hf[name] for name in fields if hf.get(name) is not None}
-        values |= {name: value for name, value in given.items() if value is not None}
+        values |= {name: value for name, value in overrides.items() if value is not None}
         missing = [name for name in fields if name not in (*values, *cls.hf_optional)]
         if missing:
             raise UserError(
-                f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.family} model"
+                f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.title} model"
             )
         try:
             return cls(**values)
@@ -118,7 +143,7 @@ class DecoderConfig(Checked, ABC):
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def _read_rope(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
+    def rope_fields(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
         """Returns RoPE's fields, and refuses all types but ``types``.
 
         transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
@@ -128,10 +153,10 @@ class DecoderConfig(Checked, ABC):
         rope = hf.get("rope_parameters") or top_level
         scaling = hf.get("rope_scaling") or {}
         for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
-            cls._expect(hf, where, field, isinstance(spelling, dict), "a table")
+            cls.check_field(hf, where, field, isinstance(spelling, dict), "a table")
             if spelling.get("rope_type", spelling.get("type", "default")) not in types:
                 raise UserError(
-                    f"{where}: titan_tree's {cls.family} supports RoPE of type {' and '.join(types)} only, "
+                    f"{where}: titan_tree's {cls.title} supports RoPE of type {' and '.join(types)} only, "
                     f"got {dict(spelling)}"
                 )
         return {**scaling, **rope}
@@ -140,7 +165,7 @@ class DecoderConfig(Checked, ABC):
 C = TypeVar("C", bound=DecoderConfig)
 
 
-def published(
+def flavor_table(
     config: type[C], columns: str, table: Mapping[str, Sequence[float | bool]], **common: float
 ) -> dict[str, C]:
     """Returns the published sizes of a family by flavor.

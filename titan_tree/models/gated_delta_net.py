@@ -144,7 +144,7 @@ class GatedDeltaNet(Mixer):
         state, tail = (G, K, V), (c.linear_conv_kernel_dim - 1, 2 * H * K + G * V)
         return x.new_zeros(PAD, *state, dtype=at_least_fp32(x)), x.new_zeros(PAD, *tail)
 
-    def flops(self, num_tokens: int, num_pairs: int) -> int:
+    def flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns 18 K V per token and value head.
 
         A key and a query read the state, and one update writes it. Each runs once in the forward pass and

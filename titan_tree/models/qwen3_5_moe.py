@@ -1,8 +1,10 @@
-"""Qwen3.5-MoE (text model) on token trees: a Qwen3.5 with a mixture of experts in every layer.
+"""Qwen3.5-MoE (text model) and Qwen3-Next on token trees: a Qwen3.5 with a mixture of experts in every layer.
 
 Each mixture has routed experts and one shared expert for all tokens.
 
-Parameter names are those of Hugging Face's Qwen3_5MoeForCausalLM without the prefix ``model.``.
+Parameter names are those of Hugging Face's Qwen3_5MoeForCausalLM without the prefix ``model.``. Qwen3-Next
+has the same layers and names. Its snapshots hold the projections of Gated DeltaNet packed, and each expert by
+itself.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
-from titan_tree.models.decoder_config import ConfigJson, published
+from titan_tree.models.decoder_config import ConfigJson, flavor_table
 from titan_tree.models.layers import MLP
+from titan_tree.models.qwen3 import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
 from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
-from titan_tree.models.qwen3_moe import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoeConfig(HybridConfig):
     """Sizes of a Qwen3.5-MoE model, by Hugging Face's names."""
 
-    family = "Qwen3.5-MoE"
+    title = "Qwen3.5-MoE"
 
     moe_intermediate_size: int = required(positive_int)
     shared_expert_intermediate_size: int = required(positive_int)
@@ -52,7 +54,7 @@ COLUMNS = (
     "hidden_size moe_intermediate_size shared_expert_intermediate_size num_hidden_layers num_attention_heads "
     "linear_num_value_heads num_experts num_experts_per_tok"
 )
-FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
     Qwen35MoeConfig,
     COLUMNS,
     {
@@ -87,3 +89,46 @@ class Qwen35Moe(Hybrid):
             norm_topk_prob=True,
             shared_expert=shared_expert,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(Qwen35MoeConfig):
+    """Sizes of a Qwen3-Next model, by Hugging Face's names."""
+
+    title = "Qwen3-Next"
+
+    @classmethod
+    def from_hf(cls, hf: ConfigJson, where: str) -> Self:
+        config = super().from_hf(hf, where)
+        every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
+        cls.check_field(hf, where, "mlp_only_layers", every, "experts in every layer")
+        cls.check_field(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
+        return config
+
+    def to_hf(self) -> ConfigJson:
+        return super().to_hf() | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+
+
+NEXT_FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
+    Qwen3NextConfig,
+    COLUMNS,
+    {"80B-A3B": (2048, 512, 512, 48, 16, 32, 512, 10)},
+    vocab_size=151_936,
+    num_key_value_heads=2,
+)
+
+
+class Qwen3Next(Qwen35Moe):
+    """Qwen3-Next: gated DeltaNet, gated attention in every fourth layer, and experts in every layer."""
+
+    Config = Qwen3NextConfig
+    hf_architectures: ClassVar[dict[str, str]] = {"qwen3_next": "Qwen3NextForCausalLM"}
+    flavors: ClassVar[Mapping[str, Qwen35MoeConfig]] = NEXT_FLAVORS
+    publishes_packed = True
+    publishes_single_experts = True

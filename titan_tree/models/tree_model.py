@@ -137,14 +137,14 @@ class TreeModel(nn.Module, ABC):
         """Yields q, v and options as layers with attention give them to TreeAttention, in the dtype of x."""
 
     @abstractmethod
-    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+    def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations of a forward and backward pass of all layers, without recomputation.
 
         They are linear in both arguments.
 
         Args:
             num_tokens: N. Each counts ``matrix_flops`` of the matrices that it uses.
-            num_pairs: pairs of a token and a token that it sees, itself included.
+            num_visible_pairs: pairs of a token and a token that it sees, itself included.
         """
 
     @property
@@ -236,8 +236,8 @@ class TreeModel(nn.Module, ABC):
         return self
 
     @property
-    def share(self) -> TokenShard:
-        """The share of each batch that this rank computes."""
+    def token_shard(self) -> TokenShard:
+        """The part of each batch that this rank computes."""
         group = self.sequence_group
         return TokenShard() if group is None else TokenShard(group.rank(), group.size())
 
@@ -248,7 +248,7 @@ class TreeModel(nn.Module, ABC):
         head = self.embedding_weight if self.output_weight is None else self.output_weight
         return ModelCosts(
             flops_per_token=self.layer_flops(1, 0),
-            flops_per_pair=self.layer_flops(0, 1),
+            flops_per_visible_pair=self.layer_flops(0, 1),
             flops_per_edge=matrix_flops([head]),
             num_layers=len(self.layers),
             num_recurrent_layers=self.num_recurrent_layers,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_tree.distributed.gradient_sync import cast_weights
 from titan_tree.errors import UserError
-from titan_tree.models.attention import Attention
+from titan_tree.models.block import Attention
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.layers import MLP
 from titan_tree.models.tree_model import TreeModel

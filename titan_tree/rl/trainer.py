@@ -20,8 +20,8 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
+from titan_tree.config import check_warmup
 from titan_tree.config.rl import RLRunConfig
-from titan_tree.config.tables import check_warmup
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
 from titan_tree.data.packing import flat_trees, pack
 from titan_tree.engine.step_io import StepInput

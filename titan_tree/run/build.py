@@ -24,8 +24,8 @@ from titan_tree.config import (
     PartitionConfig,
     ProfilerConfig,
     RouterBiasConfig,
+    check_warmup,
 )
-from titan_tree.config.tables import check_warmup
 from titan_tree.data.data_files import DataSizes
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import PREFETCH, StepLoader

@@ -23,7 +23,7 @@ from titan_tree.distributed.collectives import call_on_all_ranks, world_group, w
 from titan_tree.distributed.gradient_sync import GradientSync, cast_weights, reshard
 from titan_tree.distributed.sequence_parallel import join
 from titan_tree.engine.forward import Outputs, forward_passes, join_outputs
-from titan_tree.engine.schedule import equal_schedule, positions
+from titan_tree.engine.schedule import equal_schedule, lineages
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.tree.batch import TreeBatch
@@ -91,7 +91,7 @@ def tree_logprobs(
         tensor [len(tokens), L, k] per list, on the CPU, for L layers with k experts per token
         (``TokenPath.routed_experts``).
     Raises:
-        UserError: if a list is empty, exceeds the model's positions or its vocabulary (the message has its
+        UserError: if a list is empty, exceeds the model's lineages or its vocabulary (the message has its
             index); for a temperature that is not positive; for max_tokens with gradients enabled; for experts
             of a model without experts.
     """
@@ -206,13 +206,13 @@ def _forwards(
     for numbers in chosen:
         plan = split(TokenTree.forest([trees[i] for i in numbers]))
         batches = TreeBatch.from_plan(plan, edges="loss")
-        yield _Forward(numbers, plan, batches, [model.share.of(batch) for batch in batches])
+        yield _Forward(numbers, plan, batches, [model.token_shard.of(batch) for batch in batches])
 
 
 def _in_lockstep(model: TreeModel, forwards: Sequence[_Forward]) -> list[_Forward]:
     """Adds the dummies that the communication of other ranks needs. Collective."""
     partitions = [forward.partitions for forward in forwards]
-    schedule = equal_schedule(partitions, world_group(), share=model.share)
+    schedule = equal_schedule(partitions, world_group(), token_shard=model.token_shard)
     dummies = [_Forward([], None, [], [])] * (len(schedule) - len(forwards))
     scheduled = zip([*forwards, *dummies], schedule, strict=True)
     return [forward._replace(partitions=partitions) for forward, partitions in scheduled]
@@ -248,7 +248,7 @@ class _Experts:
     ) -> None:
         order = list(range(len(batches)))
         if is_shared:  # ranks in lockstep run partitions in this order
-            order.sort(key=positions(batches).__getitem__)
+            order.sort(key=lineages(batches).__getitem__)
         self._model = model
         self._partitions = [plan.partitions[i] for i in order]
         self._num_tokens = len(plan.tree)
@@ -273,7 +273,7 @@ class _Experts:
         group = self._model.sequence_group
         if group is None:
             return used.short()
-        tokens = self._model.share.tokens(num_tokens)
+        tokens = self._model.token_shard.tokens(num_tokens)
         place = torch.arange(tokens.start, tokens.stop, device=used.device)
         return join(used.int(), place, num_tokens, group).short()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from titan_tree.data.groups import Group, Sample
+from titan_tree.data.groups import Group, Trajectory
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED
@@ -22,8 +22,8 @@ PlacedPath = tuple[TokenPath, dict[str, object]]  # a path, and the fields that 
 def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
     """Returns the paths of a group, each with "reward" and "rollout_id" of its record, if there are any.
 
-    The paths of a sample with several paths get a rollout_id, because records of their own would be rollouts
-    of their own.
+    The paths of a trajectory with several paths get a rollout_id, because records of their own would be
+    rollouts of their own.
 
     Raises:
         UserError: see ``SampleReader.paths``; or a token store that does not say which paths are a rollout.
@@ -37,19 +37,19 @@ def placed_paths(reader: SampleReader, group: Group) -> list[PlacedPath]:
                 "score the sources of the store"
             )
         return [(path, {}) for path in paths]
-    samples = reader.samples(group)
+    trajectories = reader.paths_by_trajectory(group)
     return [
         (path, {name: value for name, value in fields.items() if value is not None})
-        for number, (sample, paths) in enumerate(samples)
-        for fields in (_fields(sample, f"sample {number}" if len(paths) > 1 else None),)
+        for number, (trajectory, paths) in enumerate(trajectories)
+        for fields in (_fields(trajectory, f"sample {number}" if len(paths) > 1 else None),)
         for path in paths
     ]
 
 
-def _fields(sample: Sample, default_rollout: str | None) -> dict[str, object]:
+def _fields(trajectory: Trajectory, default_rollout: str | None) -> dict[str, object]:
     return {
-        "rollout_id": record_name(sample.record, "rollout_id") or default_rollout,
-        "reward": sample.record.get("reward"),
+        "rollout_id": record_name(trajectory.record, "rollout_id") or default_rollout,
+        "reward": trajectory.record.get("reward"),
     }
 
 

@@ -9,8 +9,7 @@ routed_experts.py  the experts that sampling recorded, merged like the tokens
 pairs.py           PathPairs: the (edge, path) pairs on which losses run
 partition.py       Partition, PartitionPlan: a tree cut into pieces, each run in one forward pass
 gateway.py         the rows of the gateway cache that each partition reads and writes
-chunks.py          runs of up to 64 tokens that a recurrent layer processes at once
-chains.py          the order in which chunks run, and where the states between them are stored
+chunks.py          runs of up to 64 tokens that a recurrent layer processes at once; Chains orders them
 layout.py          TreeLayout: the metadata that attention and recurrent layers read
 token_shards.py    the tokens and edges of one rank of a sequence-parallel group
 batch.py           TreeBatch: the tensors of one forward pass

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_tree.errors import require_list
-from titan_tree.tree.chains import make_chains
-from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import (
     NO_CACHE_ROWS,
     CacheRows,
@@ -22,7 +21,7 @@ from titan_tree.tree.gateway import (
     predecessors,
 )
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.pairs import Edges, TreePairs, edge_labels, label_temperatures, tree_pairs
+from titan_tree.tree.pairs import Edges, TreePairs, edge_tokens, label_temperatures, tree_pairs
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
 
@@ -94,7 +93,7 @@ PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeBatch:
-    """N distinct tokens of several trees, packed one after another without padding, and their E edges.
+    """N distinct tokens of several trees, one after another without padding, and their E edges.
 
     Edge e leads from token ``edge_source[e]``, whose hidden state predicts the next token, to
     ``edge_label[e]``. With ``edges="all"``, every token but the first of a root is the label of one edge, and
@@ -120,7 +119,7 @@ class TreeBatch:
 
     @staticmethod
     def from_trees(trees: Sequence[TokenTree], edges: Edges = "all") -> TreeBatch:
-        """Packs ``trees`` in the order given into one batch.
+        """Puts ``trees`` side by side, in the order given, into one batch.
 
         Args:
             edges: "all" scores every edge. "loss" scores only edges that the loss mask of some path counts.
@@ -150,7 +149,7 @@ class TreeBatch:
         tree, num = plan.tree, len(plan)
         sources = _edge_sources(plan)
         pairs = tree_pairs(tree, edges)
-        labels = edge_labels(tree, pairs, edges)
+        labels = edge_tokens(tree, pairs, edges)
         temperatures = label_temperatures(tree, pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
         scoring_partition = sources.partition[tree.predecessor]
@@ -158,9 +157,9 @@ class TreeBatch:
         pairs_of = _split(np.arange(len(pairs.label)), scoring_partition[pairs.label], num)
         num_paths = np.repeat(tree.node_paths, tree.node_length)
         n_logical = np.bincount(sources.partition[:-1], num_paths, minlength=num)
-        place = np.empty(len(tree), np.int64)  # of each edge among those of its partition
+        edge_number = np.empty(len(tree), np.int64)  # of the edge to each token, within its partition
         for labels in labels_of:
-            place[labels] = np.arange(len(labels))
+            edge_number[labels] = np.arange(len(labels))
         accesses = plan_gateway_cache(tree, plan.partitions) if num > 1 else [None]
         batches = []
         for i, (partition, access) in enumerate(zip(plan.partitions, accesses, strict=True)):
@@ -168,10 +167,10 @@ class TreeBatch:
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own_tokens].astype(np.int64)),
                     layout=_layout(tree, partition, access),
-                    edge_source=torch.from_numpy(sources.place[tree.predecessor[labels_of[i]]]),
+                    edge_source=torch.from_numpy(sources.own_index[tree.predecessor[labels_of[i]]]),
                     edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
                     edge_token=torch.from_numpy(labels_of[i]),
-                    pairs=_path_pairs(pairs, pairs_of[i], place, all_paths=num == 1),
+                    pairs=_path_pairs(pairs, pairs_of[i], edge_number, all_paths=num == 1),
                     n_logical=int(n_logical[i]),
                     edge_temperature=_tensor_or_none(temperatures, labels_of[i]),
                     routed_experts=_routed_experts(tree, partition),
@@ -213,23 +212,23 @@ class _EdgeSources(NamedTuple):
     """
 
     partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges
-    place: np.ndarray  # [tokens + 1] int64: the token's place among the own tokens of that partition
+    own_index: np.ndarray  # [tokens + 1] int64: the token's index among the own tokens of that partition
 
 
 def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
     sources = _EdgeSources(np.full(len(plan.tree) + 1, -1, np.int32), np.zeros(len(plan.tree) + 1, np.int64))
     for i, partition in enumerate(plan.partitions):
-        (places,) = partition.scores.nonzero()
-        sources.partition[partition.own_tokens[places]] = i
-        sources.place[partition.own_tokens[places]] = places
+        (own_indices,) = partition.scores.nonzero()
+        sources.partition[partition.own_tokens[own_indices]] = i
+        sources.own_index[partition.own_tokens[own_indices]] = own_indices
     return sources
 
 
-def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_paths: bool) -> PathPairs:
+def _path_pairs(pairs: TreePairs, chosen: np.ndarray, edge_number: np.ndarray, all_paths: bool) -> PathPairs:
     """Makes the ``PathPairs`` of one batch from the ``chosen`` pairs. Paths are numbered within the batch.
 
     Args:
-        place: [N] the number of the edge to each token, within the edge's batch.
+        edge_number: [N] the number of the edge to each token, within the edge's batch.
         all_paths: the batch contains paths without pairs, too.
     """
     num_paths = len(pairs.path_fields["weight"])
@@ -237,7 +236,7 @@ def _path_pairs(pairs: TreePairs, chosen: np.ndarray, place: np.ndarray, all_pat
     per_path = {name: pairs.path_fields[name] for name in pairs.path_fields if all_paths or name != "partner"}
     paths = np.arange(num_paths) if all_paths else np.unique(pairs.path[chosen])
     return PathPairs(
-        edge=torch.from_numpy(place[pairs.label[chosen]]),
+        edge=torch.from_numpy(edge_number[pairs.label[chosen]]),
         path=torch.from_numpy(
             pairs.path[chosen] if all_paths else np.searchsorted(paths, pairs.path[chosen])
         ),

@@ -1,7 +1,7 @@
 """How long trees take to train: the cost model of "auto" partitioning, balance and ``titan-tree plan``.
 
     sizes of trees                x   work of one model   /   rates of a GPU      =   seconds
-    tokens, pairs, edges, chunks      ModelCosts              the tables below        TreeCosts
+    tokens, visible pairs, ...        ModelCosts              the tables below        TreeCosts
 
 ``TreeCosts`` is linear in the sizes of trees. It compares trees, ranks and partitions quickly, and balance
 fits it to measured times. ``titan-tree plan`` instead adds up the parts of each forward and backward pass, at
@@ -69,16 +69,16 @@ ALL_TO_ALL_SECONDS = 75e-6  # added by each call; 97 GB/s at 16 MiB and 264 at 1
 NETWORK = 50e9
 
 
-# Distinct tokens; pairs of a token and a token that it sees, itself included; edges that the loss counts;
-# chunks of the recurrence (tree/chunks.py).
-SIZES = ("tokens", "pairs", "edges", "chunks")
+# Distinct tokens; visible pairs, each a token and a token that it sees, itself included; edges that the loss
+# counts; chunks of the recurrence (tree/chunks.py).
+SIZES = ("tokens", "visible_pairs", "edges", "chunks")
 
 
 class TreeCosts(NamedTuple):
     """Seconds of a forward and backward pass, per unit of each size and per forward pass."""
 
     token: float
-    pair: float
+    visible_pair: float
     edge: float
     chunk: float
     forward: float
@@ -106,7 +106,7 @@ class ModelCosts:
 
     Attributes:
         flops_per_token: operations of all layers per token, forward and backward, without recomputation.
-        flops_per_pair: the same per pair of a token and a token that it sees, itself included.
+        flops_per_visible_pair: the same per visible pair: a token and a token that it sees, itself included.
         flops_per_edge: operations of the output projection per scored edge.
         num_layers: number of all layers.
         num_recurrent_layers: number of Gated DeltaNet layers.
@@ -116,7 +116,7 @@ class ModelCosts:
     """
 
     flops_per_token: int
-    flops_per_pair: int
+    flops_per_visible_pair: int
     flops_per_edge: int
     num_layers: int
     num_recurrent_layers: int
@@ -128,14 +128,14 @@ class ModelCosts:
         """Returns estimated seconds of the model on one H200."""
         return TreeCosts(
             token=self.flops_per_token / (MOE_FLOPS if self.has_experts else DENSE_FLOPS),
-            pair=self.flops_per_pair / PAIR_FLOPS,
+            visible_pair=self.flops_per_visible_pair / PAIR_FLOPS,
             edge=self.flops_per_edge / DENSE_FLOPS,
             chunk=self.num_recurrent_layers * CHUNK_SECONDS,
             forward=self.num_layers * LAUNCH_SECONDS,
         )
 
     def partition_seconds(
-        self, num_tokens: int, num_pairs: int, num_partitions: int, num_context: int
+        self, num_tokens: int, num_visible_pairs: int, num_partitions: int, num_context: int
     ) -> float:
         """Returns the estimated seconds of all forward and backward passes of a partitioned tree.
 
@@ -143,14 +143,14 @@ class ModelCosts:
 
         Args:
             num_tokens: number of executed tokens of all partitions.
-            num_pairs: number of pairs of an executed token and a token that it sees, itself included.
+            num_visible_pairs: number of pairs of an executed token and a token that it sees, itself included.
             num_partitions: number of partitions.
             num_context: number of tokens whose keys and values partitions read from the gateway cache.
         """
         costs = self.tree_costs()
         return (
             (costs.token + costs.chunk / CHUNK) * num_tokens
-            + costs.pair * num_pairs
+            + costs.visible_pair * num_visible_pairs
             + PARTITION_SECONDS * self.num_layers * num_partitions
             + self.key_bytes / CONTEXT_BANDWIDTH * num_context
         )
@@ -162,8 +162,9 @@ class ModelCosts:
         experts, only those that the token uses count. Each edge counts the same for the output projection.
         ``Mixer.flops`` adds what mixes tokens. The batch must be on the CPU.
         """
-        tokens, pairs, edges, _ = batch_sizes(batch)
-        return self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_edge * edges
+        tokens, visible_pairs, edges, _ = batch_sizes(batch)
+        layers = self.flops_per_token * tokens + self.flops_per_visible_pair * visible_pairs
+        return layers + self.flops_per_edge * edges
 
     def gateway_bytes(self, batch: TreeBatch) -> int:
         """Returns how many bytes the batch's partition reads from the partitions above it."""
@@ -178,7 +179,7 @@ class ModelCosts:
 # The costs of Qwen3-1.7B in bf16, for trees whose model is not known.
 QWEN3_1_7B = ModelCosts(
     flops_per_token=6 * 28 * (2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144),
-    flops_per_pair=12 * 28 * 16 * 128,
+    flops_per_visible_pair=12 * 28 * 16 * 128,
     flops_per_edge=6 * 2048 * 151_936,
     num_layers=28,
     num_recurrent_layers=0,
@@ -217,10 +218,10 @@ def row_bytes(streams: Iterable[str], rows: Iterable[Tensor]) -> dict[str, int]:
 def batch_sizes(batch: TreeBatch) -> tuple[int, int, int, int]:
     """Returns the ``SIZES`` of a batch. The batch must be on the CPU."""
     chunks = 0 if batch.layout.chunks is None else len(batch.layout.chunks.before)
-    return len(batch), num_pairs(batch), len(batch.edge_label), chunks
+    return len(batch), num_visible_pairs(batch), len(batch.edge_label), chunks
 
 
-def num_pairs(batch: TreeBatch) -> int:
+def num_visible_pairs(batch: TreeBatch) -> int:
     """Returns the number of pairs of a token and a token that it sees, itself included.
 
     The batch must be on the CPU.
@@ -244,8 +245,8 @@ def leaf_sizes(tree: TokenTree) -> np.ndarray:
 
     For each leaf in DFS order, entry 0 holds the sizes of the tokens that its path does not share with the
     paths of earlier leaves. Entry 1 holds those of the tokens that it shares: a piece that starts with this
-    leaf (balance/splitting.py) computes them again. The tokens and pairs of a piece are the sums of these
-    entries. Its edges and chunks are at most the sums.
+    leaf (balance/splitting.py) computes them again. The tokens and visible pairs of a piece are the sums of
+    these entries. Its edges and chunks are at most the sums.
     """
     nodes = _node_sizes(tree)
     down_to = np.zeros((len(nodes) + 1, len(SIZES)), np.int64)  # from the root; the last row is for no node
@@ -262,7 +263,7 @@ def _node_sizes(tree: TokenTree) -> np.ndarray:
     is_label = np.zeros(len(tree), bool)
     is_label[tree.path_index[is_scored]] = True
     starts, tokens = tree.node_offsets[:-1], tree.node_length
-    pairs = np.add.reduceat(tree.positions, starts, dtype=np.int64) + tokens
+    visible_pairs = np.add.reduceat(tree.positions, starts, dtype=np.int64) + tokens
     edges = np.add.reduceat(is_label, starts, dtype=np.int64)
     chunks = -(-tokens // CHUNK)  # a node without siblings may share a chunk with its parent
-    return np.stack([tokens, pairs, edges, chunks], axis=1).astype(np.int64)
+    return np.stack([tokens, visible_pairs, edges, chunks], axis=1).astype(np.int64)

@@ -1,7 +1,7 @@
 """The rows of the gateway cache that each partition reads and writes.
 
 Partitions pass two kinds of tensors to the partitions below them: the keys and values of tokens, and the
-states of recurrent layers after a token. The *gateway cache* (engine/gateway_cache.py) stores both, for one
+states of recurrent layers after a token. The *gateway cache* (engine/partitions.py) stores both, for one
 chain of partitions at a time. It has two *streams* of rows, "keys" and "states", and works like a stack: a
 partition writes its rows after those of the partitions above it, and its descendants read them there. The
 next partition with the same parent overwrites these rows. In each stream the first PAD rows are padding that
@@ -37,7 +37,7 @@ class GatewayAccess:
     """The rows of the gateway cache that one partition reads and writes.
 
     The partition reads rows below ``cache_offset``. It writes its exports to the rows from ``cache_offset``
-    on. Exports are own tokens, named by their place among the own tokens, and padded to at least PAD entries.
+    on. Exports are own tokens, named by their index among the own tokens, and padded to at least PAD entries.
 
     The tree of ``TokenTree``'s example, with tokens named by their index, in four partitions:
 
@@ -94,7 +94,7 @@ def plan_gateway_cache(tree: TokenTree, partitions: Sequence[Partition]) -> list
             keys, states = filled[partition.parent]
         else:
             keys = states = partition.context[:0]
-        exports, state_exports = (_padded_places(partition, tokens[i]) for tokens in (wanted, wanted_states))
+        exports, state_exports = (_padded_indices(partition, tokens[i]) for tokens in (wanted, wanted_states))
         accesses.append(
             GatewayAccess(
                 cache_offset=CacheRows(PAD + len(keys), PAD + len(states)),
@@ -119,8 +119,8 @@ def predecessors(tree: TokenTree, partition: Partition, states: np.ndarray | Non
     Args:
         states: tokens of the rows PAD, PAD + 1, ... of the cached states. None: the partition needs none.
     """
-    token_before, is_own, place = _tokens_before(tree, partition)
-    predecessor = np.where(is_own, place, -1).astype(np.int32)
+    token_before, is_own, own_index = _tokens_before(tree, partition)
+    predecessor = np.where(is_own, own_index, -1).astype(np.int32)
     is_cached = (token_before >= 0) & ~is_own
     if is_cached.any():
         assert states is not None
@@ -129,7 +129,7 @@ def predecessors(tree: TokenTree, partition: Partition, states: np.ndarray | Non
 
 
 def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the predecessor of each own token on its path, whether it is an own token, and its place if so.
+    """Returns the predecessor of each own token on its path, whether it is an own token, and its index if so.
 
     The strategy single_path may run several copies of a token, one path after another. The predecessor on a
     token's own path is therefore the nearest copy of the predecessor to the left of the token.
@@ -137,8 +137,10 @@ def _tokens_before(tree: TokenTree, partition: Partition) -> tuple[np.ndarray, n
     before, n = tree.predecessor[partition.own_tokens], len(partition)
     if np.array_equal(partition.own_tokens, np.arange(len(tree))):
         return before, before >= 0, before
-    places = np.sort(partition.own_tokens.astype(np.int64) * n + np.arange(n))  # (token, place) as one number
-    nearest = places[np.searchsorted(places, before.astype(np.int64) * n + np.arange(n)) - 1]
+    numbers = np.sort(
+        partition.own_tokens.astype(np.int64) * n + np.arange(n)
+    )  # (token, index) as one number
+    nearest = numbers[np.searchsorted(numbers, before.astype(np.int64) * n + np.arange(n)) - 1]
     return before, (before >= 0) & (nearest // n == before), nearest % n
 
 
@@ -156,11 +158,11 @@ def _wanted_states(tree: TokenTree, partitions: Sequence[Partition]) -> list[lis
     return wanted
 
 
-def _padded_places(partition: Partition, tokens: list[np.ndarray]) -> np.ndarray:
-    """Returns the places of ``tokens`` among the own tokens. The last own token pads them to PAD entries."""
+def _padded_indices(partition: Partition, tokens: list[np.ndarray]) -> np.ndarray:
+    """Returns the indices of ``tokens`` among the own tokens. The last own token pads them to PAD entries."""
     wanted = np.unique(np.concatenate(tokens)) if tokens else np.empty(0, np.int32)
-    places = np.flatnonzero(np.isin(partition.own_tokens, wanted))
-    return np.pad(places, (0, max(PAD - len(places), 0)), constant_values=len(partition) - 1)
+    own_indices = np.flatnonzero(np.isin(partition.own_tokens, wanted))
+    return np.pad(own_indices, (0, max(PAD - len(own_indices), 0)), constant_values=len(partition) - 1)
 
 
 def _rows_of(filled: np.ndarray, tokens: np.ndarray) -> np.ndarray:

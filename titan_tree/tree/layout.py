@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeLayout:
-    """The structure of N queries among M >= N keys of a packed forest, both in DFS order.
+    """The structure of N queries among M >= N keys of a forest, both in DFS order.
 
     In DFS order a subtree is a contiguous range. A query therefore sees a key if and only if the query lies
     in the key's subtree and does not precede it: ``k <= key_index[q] < subtree_end[k]``. This is the whole

@@ -125,7 +125,7 @@ def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
     return partner
 
 
-def edge_labels(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:
+def edge_tokens(tree: TokenTree, pairs: TreePairs, edges: Edges) -> np.ndarray:
     """Returns the indices of all tokens that edges predict, ascending."""
     if edges == "all":
         return np.flatnonzero(tree.predecessor >= 0)

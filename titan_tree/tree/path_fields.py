@@ -110,8 +110,8 @@ def logprob_array(name: str, values: object, shifted: object, loss_mask: np.ndar
     num_tokens = len(loss_mask)
     if array.shape != (num_tokens - missing,):
         which = "one per token after the first" if missing else "one per token"
-        place = "t" if missing else "t + 1"
-        hint = f"; if entry t belongs to tokens[{place}], name the field {other}"
+        index = "t" if missing else "t + 1"
+        hint = f"; if entry t belongs to tokens[{index}], name the field {other}"
         hint = hint if array.shape == (num_tokens - 1 + missing,) else ""
         raise wrong(field, f"{num_tokens - missing} entries, {which}", _size(array) + hint)
     array = np.concatenate([np.full(missing, np.nan, np.float32), array])

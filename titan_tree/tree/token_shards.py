@@ -1,8 +1,8 @@
-"""Shares of a batch: the tokens and edges that one rank of a sequence-parallel group computes.
+"""TokenShard: the tokens and edges of a batch that one rank of a sequence-parallel group computes.
 
 The P ranks of a group run the same trees. Everything that treats tokens one by one runs on an even split of
-the tokens in DFS order: rank r has the r-th share. Whatever mixes tokens runs on all tokens, for 1/P of the
-heads (distributed/sequence_parallel.py). The layout of a share therefore keeps the mask, chunks and exports
+the tokens in DFS order: rank r has the r-th shard. Whatever mixes tokens runs on all tokens, for 1/P of the
+heads (distributed/sequence_parallel.py). The layout of a shard therefore keeps the mask, chunks and exports
 of the whole batch; only positions and numbers of paths are those of its own tokens.
 
 An edge and its pairs belong to the rank that has the edge's source. The token to predict is stored with the
@@ -18,7 +18,7 @@ from titan_tree.tree.batch import TreeBatch
 
 
 class TokenShard(NamedTuple):
-    """Which of the shares of every batch a rank computes."""
+    """Which part of the tokens of every batch a rank computes: shard ``rank`` of ``num_ranks``."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -42,7 +42,7 @@ class TokenShard(NamedTuple):
         return slice(first, first + sizes[self.rank])
 
     def of(self, batch: TreeBatch) -> TreeBatch:
-        """Returns this rank's share of a batch. Edges keep their order and their ``edge_token``.
+        """Returns this rank's shard of a batch. Edges keep their order and their ``edge_token``.
 
         ``n_logical`` stays that of the whole batch.
         """
@@ -65,4 +65,4 @@ class TokenShard(NamedTuple):
         )
 
 
-WHOLE = TokenShard()  # of a rank that computes whole batches
+ALL_TOKENS = TokenShard()  # the shard of a rank that computes whole batches

@@ -20,8 +20,7 @@ from titan_tree.components.tree_gdn.buffers import empty_saved, empty_states
 from titan_tree.components.tree_gdn.hopper import inputs as inputs_pass
 from titan_tree.components.tree_gdn.hopper import passes
 from titan_tree.errors import UserError
-from titan_tree.tree.chains import make_chains
-from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.chunks import make_chains, make_chunks
 
 KERNELS = (passes, "_chain_kernel"), (passes, "_gradient_kernel"), (inputs_pass, "_inputs_kernel")
 CASES = {

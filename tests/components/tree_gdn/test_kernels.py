@@ -23,8 +23,7 @@ from tests.support.forests import (
 from titan_tree.components.tree_gdn import operator
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.errors import UserError
-from titan_tree.tree.chains import make_chains
-from titan_tree.tree.chunks import make_chunks
+from titan_tree.tree.chunks import make_chains, make_chunks
 
 CASES = {
     "chain": GdnForest(forest([-1], [150]), [], 0, 64, 1, 2, 32, 16),

@@ -148,7 +148,7 @@ class Timing:
         seconds: Seconds = {
             "projections": _both(matrices) * tokens * matrix_flops / rates.MATRIX_FLOPS,
             "attention": rates.attention_seconds(
-                run.pairs * costs.flops_per_pair / 3 / ranks, run.pairs / run.tokens, attention
+                run.pairs * costs.flops_per_visible_pair / 3 / ranks, run.pairs / run.tokens, attention
             ),
             "vocabulary": _both(self.forwards.others + is_scored_first) * vocabulary,
             "norms, RoPE, SwiGLU": _both(others) * elementwise,

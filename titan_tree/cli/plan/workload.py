@@ -21,7 +21,7 @@ from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.costs import TreeCosts, num_pairs, tree_sizes
+from titan_tree.tree.costs import TreeCosts, num_visible_pairs, tree_sizes
 from titan_tree.tree.gateway import NO_CACHE_ROWS, CacheRows
 from titan_tree.tree.token_shards import TokenShard
 
@@ -62,7 +62,7 @@ class Run:
         return cls(
             tokens=len(batch),
             keys=len(batch.layout.subtree_end),
-            pairs=num_pairs(batch),
+            pairs=num_visible_pairs(batch),
             edges=int(np.bincount(ranks, minlength=1).max()),
             cache=CacheRows(*map(sum, zip(batch.cache_offset, batch.cache_writes, strict=True))),
             is_suspended=is_suspended,

@@ -12,8 +12,7 @@ Read the files in this order. ``titan_tree/tree`` explains chunks (tokens that a
 chains (runs of chunks).
 
     __init__.py      the module TreeGDN
-    backend.py       the interface of a backend
-    operator.py      the operator that autograd and torch.compile see
+    operator.py      the interface of a backend, and the operator that autograd and torch.compile see
     reference.py     the rule and the convolution in plain PyTorch, to which everything else is compared
     buffers.py       tensors that one kernel writes and another one reads
     triton_kernels/  the rule for any GPU
@@ -28,13 +27,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from titan_tree.components.tree_gdn import operator
-from titan_tree.components.tree_gdn.backend import GdnBackend
 from titan_tree.components.tree_gdn.conv import prepare as prepare_conv
 from titan_tree.components.tree_gdn.conv import tree_causal_conv1d
+from titan_tree.components.tree_gdn.operator import GdnBackend
 from titan_tree.errors import UserError
 from titan_tree.registry import AUTO, GDN_BACKENDS
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 from titan_tree.tree.layout import TreeLayout
 
 __all__ = ["GdnBackend", "TreeGDN", "prepare_conv", "tree_causal_conv1d"]

@@ -1,7 +1,7 @@
 """Tensors that one kernel of the gated delta rule writes and another one reads.
 
 Letters: N tokens, G value heads, 64 tokens per chunk (CHUNK), L slots. A slot holds a state from which chains
-start, or which is exported (``tree/chains.py``).
+start, or which is exported (``tree/chunks.py``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import CHUNK
+from titan_tree.tree.chunks import CHUNK, Chains
 
 Run = Callable[[int, int], None]  # runs a serial pass over chains first .. end - 1
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from titan_tree.components.tree_gdn import buffers
 from titan_tree.components.tree_gdn.buffers import Saved
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 from titan_tree.tree.layout import TreeLayout
 
 EPSILON = 1e-6  # added to squared lengths, as Qwen's models do

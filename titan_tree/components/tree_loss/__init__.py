@@ -1,8 +1,7 @@
 """TreeLoss: any loss of single sequences, computed on a token tree.
 
 loss.py             TreeLoss, which reduces a loss over the paths of a global batch; register_loss
-spec.py             LossSpec: a loss function and what it needs
-call.py             calls a loss function and checks what it returns
+spec.py             LossSpec: a loss function and what it needs; call_loss checks what it returns
 token_losses.py     sft; losses with one ratio per token: ppo and its relatives; distillation
 sequence_ratios.py  losses with one ratio per path: gspo and its relatives
 preferences.py      losses of preference pairs: dpo and its relatives; kto

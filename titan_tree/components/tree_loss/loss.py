@@ -35,10 +35,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from titan_tree.components.tree_loss.call import call_loss
 from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
 from titan_tree.components.tree_loss.ratios import kl_estimate
-from titan_tree.components.tree_loss.spec import LossFunction, LossSpec, Measurement, Reduction
+from titan_tree.components.tree_loss.spec import LossFunction, LossSpec, Measurement, Reduction, call_loss
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch

@@ -6,8 +6,7 @@ encoders.py        encodes and decodes text with a vocabulary, by tiktoken or by
 messages.py        checks conversations and converts them into one form
 templates.py       renders conversations with Jinja chat templates; chatml.jinja and qwen3.jinja are built in
 sandbox.py         the Jinja environment in which templates run, and limits.py, its limits on time and memory
-prefix_encoder.py  encodes the prompts of a conversation, and reuses the ids of what they share
-samples.py         cuts rendered conversations into training samples
+samples.py         encodes the prompts of a conversation and cuts them into training samples
 """
 
 from titan_tree.components.tree_tokenizer.tokenizer import TreeTokenizer

@@ -59,7 +59,15 @@ class TextEncoder(ABC):
         return [ids for _, _, ids in self.encode_pieces(text, special)]
 
     def encode_after(self, before: str, text: str, special: bool = True) -> list[np.ndarray]:
-        """Returns the ids of ``text``, which follows ``before`` and begins at a token boundary."""
+        """Returns the ids of ``text``, which begins at a token boundary after the text ``before``.
+
+        Args:
+            before: what comes right before ``text``, already encoded. Its ids are not returned. It matters
+                only to pipelines that encode the first word of a text in another way than the same word
+                after other text (SentencePiece).
+            text: the text to encode.
+            special: see ``encode``.
+        """
         return self.encode(text, special)
 
     @abstractmethod
@@ -199,10 +207,9 @@ class LibraryEncoder(TextEncoder):
             yield piece, is_cut, self._piece_ids(piece, special)
 
     def encode_after(self, before: str, text: str, special: bool = True) -> list[np.ndarray]:
-        """Returns the ids that ``text`` has behind ``before``, if ``before`` ends at a token boundary there.
+        # Many pipelines mark the beginning of a text with a space, so the first word has another id alone.
+        # Both texts are therefore encoded together, if ``before`` then ends at a token boundary.
 
-        Many pipelines mark the beginning of a text with a space, so the first word has another id alone.
-        """
         if special and (pieces := list(self._split(before))):
             context = pieces[-1][0][-CONTEXT_CHARACTERS:]
             known = np.concatenate(self.encode(context))

@@ -7,10 +7,13 @@ The sample of assistant turn i is what the model read and wrote at that turn:
 
 Only the completion has loss. Some templates change the history: Qwen3's drops the reasoning of earlier
 turns. The samples of one conversation then diverge, exactly as the model's inputs did.
+
+Each prompt of a conversation repeats most of the one before. ``PrefixEncoder`` reuses the ids of this part.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -19,7 +22,6 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer.encoders import TextEncoder
 from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.prefix_encoder import PrefixEncoder
 from titan_tree.components.tree_tokenizer.sandbox import JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.errors import UserError
@@ -69,7 +71,8 @@ class ConversationSampler:
         """Renders the conversation up to and including an assistant message.
 
         The completion ends with the end-of-turn token, where the model stopped. The template adds white space
-        after it, which the model did not write.
+        after it. The model did not write it, so it has loss mask 0. It stays in the sample because the
+        prompts of later turns contain it: the tree then shares all tokens of the sample with them.
         """
         prompt = self._render(index, add_generation_prompt=True)
         text = self._render(index + 1)
@@ -105,7 +108,10 @@ class ConversationSampler:
         )
 
     def encode(self, sample: RenderedSample) -> TokenPath:
-        """Encodes each prompt and each completion separately, so both begin at a token boundary."""
+        """Encodes each prompt and each completion separately, so both begin at a token boundary.
+
+        The loss mask is 1 on completions and 0 elsewhere.
+        """
         (before, _), *others = _parts(sample)
         tokens = [self._prompts.encode(before)]
         mask = [np.zeros(len(tokens[0]), np.float32)]
@@ -135,3 +141,54 @@ def _first_difference(expected: str, got: str) -> str:
     """Describes where ``got`` first differs from ``expected``."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(got))
     return f"{expected[at : at + 30]!r} became {got[at : at + 30]!r} after {expected[max(at - 30, 0) : at]!r}"
+
+
+class _Cut(NamedTuple):
+    """A point in a text before a control token. The text before it does not change how the rest is encoded.
+
+    Let n be the length of the longest control token. Whether a control token starts at character s depends on
+    at most n characters from s on: "<a>" may become "<ab>" or "<a>b". If another text agrees with this one in
+    the first ``needed`` characters, it therefore has the same cut.
+    """
+
+    offset: int  # characters before the cut
+    needed: int  # characters in which another text must agree to have this cut
+    num_ids: int  # ids of the text before the cut
+
+
+class PrefixEncoder:
+    """Encodes rendered texts one after another, and reuses the ids of what a text shares with the one before.
+
+    Ids are equal to those of encoding each text alone, for every vocabulary and every template. Only control
+    tokens separate reusable parts. Elsewhere, the ids of a word can depend on the words behind it.
+    """
+
+    def __init__(self, encoder: TextEncoder, template: ChatTemplate) -> None:
+        self._encoder = encoder
+        self._template = template
+        self._longest = max(map(len, encoder.special_tokens), default=0)
+        self._text = ""
+        self._ids = np.empty(0, np.int32)
+        self._cuts = [_Cut(0, 0, 0)]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of a text with marked text spans, [n] int32. Do not change them."""
+        old = self._text
+
+        def differs(cut: _Cut) -> bool:
+            return cut.needed > len(old) or not text.startswith(old[: cut.needed])
+
+        cuts = self._cuts[: bisect_left(self._cuts, True, key=differs)]
+        offset, needed, num_ids = cuts[-1]
+        pieces = [self._ids[:num_ids]]
+        for span, special in self._template.spans(text[offset:]):
+            for piece, is_control, ids in self._encoder.encode_pieces(span, special):
+                if is_control:
+                    needed = max(needed, offset + self._longest)
+                    cuts.append(_Cut(offset, needed, num_ids))
+                pieces.append(ids)
+                num_ids += len(ids)
+                offset += len(piece)
+            offset += 1  # the mark behind the span
+        self._text, self._ids, self._cuts = text, np.concatenate(pieces), cuts
+        return self._ids

@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 EMBEDDING, COPY = "embed_tokens.weight", "lm_head.weight"  # of a tied model
 
-Place = tuple[slice, ...]
+Region = tuple[slice, ...]
 
 
 class WeightPart(NamedTuple):
     """Some values of a parameter, as one tensor of a snapshot holds them."""
 
     parameter: str
-    place: Place  # in this rank's shard of the parameter
+    region: Region  # in this rank's shard of the parameter
     values: Tensor  # on the CPU, in the stored dtype
     tensor: str  # the model's name of the snapshot's tensor
 
@@ -100,7 +100,7 @@ def read_weights(folder: str | Path, model: Decoder, shards: WeightShards) -> It
 def fill_shards(shards: WeightShards, parts: Iterable[WeightPart]) -> None:
     """Copies the result of ``read_weights`` into ``shards``."""
     for part in parts:
-        target = shards[part.parameter].values[part.place]
+        target = shards[part.parameter].values[part.region]
         target.copy_(part.values.to(target.device))  # cast on the device, after the transfer
 
 
@@ -203,23 +203,23 @@ def _parts(
                 for piece in rows_by_tensor.get(name := model_name(stored), ()):
                     shard = shards[piece.parameter]
                     if overlap := _overlap(piece, shard):
-                        rows, place = overlap
-                        values = opened.get_slice(stored)[rows].view(shard.values[place].shape)
-                        yield WeightPart(piece.parameter, place, values, name)
+                        rows, region = overlap
+                        values = opened.get_slice(stored)[rows].view(shard.values[region].shape)
+                        yield WeightPart(piece.parameter, region, values, name)
 
 
-def _overlap(piece: TensorRows, shard: WeightShard) -> tuple[Place, Place] | None:
+def _overlap(piece: TensorRows, shard: WeightShard) -> tuple[Region, Region] | None:
     """Returns where the snapshot's tensor and the shard hold the elements of both; None: there are none."""
     sizes = (1,) * (len(piece.start) - len(piece.shape)) + piece.shape
-    place, source = [], []
+    region, source = [], []
     for first, size, start, length in zip(piece.start, sizes, shard.start, shard.values.shape, strict=True):
         low, high = max(first, start), min(first + size, start + length)
         if low >= high:
             return None
-        place.append(slice(low - start, high - start))
+        region.append(slice(low - start, high - start))
         source.append(slice(low - first, high - first))
     rows, *others = source[-len(piece.shape) :]
-    return (slice(piece.row + rows.start, piece.row + rows.stop), *others), tuple(place)
+    return (slice(piece.row + rows.start, piece.row + rows.stop), *others), tuple(region)
 
 
 def _check(folder: Path, stored: dict[str, Shape], needed: list[Correspondence]) -> None:

@@ -32,9 +32,16 @@ from titan_tree.models.transformers.attention_function import (
     ProbedKeys,
     TreeInputs,
 )
-from titan_tree.models.transformers.blocks import CACHE, LayerSizes, Survey
-from titan_tree.models.transformers.model import TransformersModel
-from titan_tree.models.transformers.recurrent import RECURRENT_CACHE, on_trees, recurrent_mixer, row_shapes
+from titan_tree.models.transformers.blocks import (
+    CACHE,
+    RECURRENT_CACHE,
+    LayerSizes,
+    Survey,
+    on_trees,
+    recurrent_mixer,
+    row_shapes,
+)
+from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout

@@ -77,7 +77,7 @@ REASONS = {
     "zamba2": STATE_SPACE,
 }
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# They have recurrent layers, see recurrent.py.
+# They have recurrent layers, see blocks.py.
 GATED_DELTA_NET = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of the names of options that draw random numbers
 # How logits follow from hidden states and the output projection. Other architectures ignore these fields.

@@ -44,8 +44,7 @@ from titan_tree.components.tree_gdn.hopper.tiles import (
     work_of,
 )
 from titan_tree.errors import UserError
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import CHUNK, Chunks
+from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 
 
 @gluon.jit

@@ -42,8 +42,7 @@ from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import (
     load_hidden,
     stages,
 )
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 
 # 1. Device code.
 

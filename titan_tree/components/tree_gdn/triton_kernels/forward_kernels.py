@@ -19,7 +19,7 @@ The kernels run in this order:
     _state_kernel     chain after chain: S at the start of each chunk, and n
     _output_kernel    all chunks at once: o
 
-A program of ``_state_kernel`` runs one chain of chunks (``tree/chains.py``) for one head and up to 64 columns
+A program of ``_state_kernel`` runs one chain of chunks (``tree/chunks.py``) for one head and up to 64 columns
 of V. It is serial, so its loop is pipelined: tiles of later chunks are loaded while a chunk is computed.
 
 States are stored transposed: S^T [V, K] and n^T [V, 64]. On Hopper, the state and all that the serial kernel
@@ -53,8 +53,7 @@ from titan_tree.components.tree_gdn.buffers import (
     sizes,
 )
 from titan_tree.components.tree_gdn.reference import EPSILON
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import CHUNK, Chunks
+from titan_tree.tree.chunks import CHUNK, Chains, Chunks
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_EPSILON = tl.constexpr(EPSILON)

@@ -2,7 +2,7 @@
 
 Both prepare chunks with the same Triton kernels. They differ in four functions, ``Passes``.
 
-A round (``tree/chains.py``) is all chains that can run at once. The forward pass runs rounds in order: a
+A round (``tree/chunks.py``) is all chains that can run at once. The forward pass runs rounds in order: a
 chain starts from a slot that an earlier round filled. The backward pass runs them in reverse.
 """
 
@@ -20,8 +20,7 @@ from titan_tree.components.tree_gdn.buffers import Run, Saved, empty_saved, empt
 from titan_tree.components.tree_gdn.triton_kernels.backward_kernels import sum_children
 from titan_tree.components.tree_gdn.triton_kernels.forward_kernels import make_scores, prepare_chunks
 from titan_tree.errors import UserError
-from titan_tree.tree.chains import Chains
-from titan_tree.tree.chunks import Chunks
+from titan_tree.tree.chunks import Chains, Chunks
 
 
 class Passes(NamedTuple):

@@ -39,6 +39,11 @@ class TransformersConfig:
     num_hidden_layers: int
     max_position_embeddings: int
 
+    @property
+    def title(self) -> str:
+        """Name of the architecture in messages."""
+        return self.family
+
 
 class TransformersModel(TreeModel):
     """A causal language model of transformers that runs on a ``TreeBatch``.
@@ -141,7 +146,7 @@ class TransformersModel(TreeModel):
                 q, v = (x.new_empty(1, 1, dim) for dim in layer.call.head_dims)
                 yield q, v, layer.call.scoring
 
-    def layer_flops(self, num_tokens: int, num_pairs: int) -> int:
+    def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         for name, experts in self.layers.named_parameters():
@@ -153,7 +158,7 @@ class TransformersModel(TreeModel):
         # A key and a query read a state, and one update writes it, as in ``GatedDeltaNet.flops``.
         flops += sum(18 * math.prod(layer.rows[0]) for layer in self.sizes if layer.call is None)
         calls = [layer.call for layer in self.sizes if layer.call is not None]
-        return flops * num_tokens + num_pairs * sum(
+        return flops * num_tokens + num_visible_pairs * sum(
             6 * call.num_heads * sum(call.head_dims) for call in calls
         )
 

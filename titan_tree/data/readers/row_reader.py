@@ -30,7 +30,7 @@ class RowReader(Reader):
     reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
 
     @abstractmethod
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         """Returns whether a row is of this format. Long rows may lack their last members."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class RowReader(Reader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether the first row is of this format."""
-        return any(self.claims(row) for row in first_rows(source)[:1])
+        return any(self.recognizes_row(row) for row in first_rows(source)[:1])
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         self.path = source.path
@@ -56,21 +56,6 @@ class RowReader(Reader):
     def warn(self, message: str) -> None:
         """Logs a warning about the file once."""
         warn_once(self.path, message)
-
-
-class OwnSchemaReader(Reader):
-    """Reads records of titan_tree's own schema (data/schema.py) as they are: ``data.format = "jsonl"``.
-
-    It is the format of a file that no other reader recognizes. A file with ``messages`` in its first rows is
-    read by ``OpenAIChatReader``, which accepts the fields of this schema, too.
-    """
-
-    def recognizes(self, source: Source) -> bool:
-        """Returns True: this is the default format, and the errors of its records say what is wrong."""
-        return True
-
-    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
-        yield from rows(source)
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Explicit trees: nodes with a parent, as search and sampling engines have them."""
+"""Reads explicit trees of messages or tokens: nodes with a parent, as search and sampling engines write them.
+
+These are input data. titan_tree's own trees are made later, from the paths (tree/token_tree.py).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, without
 from titan_tree.data.readers.openai_chat import converted_messages
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 Node = dict[str, Any]
@@ -17,7 +20,7 @@ PER_TOKEN = ("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "p
 OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id")  # of the node at which a sample ends
 
 
-class TreeReader(RowReader):
+class ExplicitTreeReader(RowReader):
     """Reads trees, one per row. Fields marked ? are optional:
 
         {"id"?, "group_id"?, "tools"?, "prompt"?, "nodes": [
@@ -37,7 +40,7 @@ class TreeReader(RowReader):
       sample that ends at the node. Other nodes must not have them.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         return isinstance(nodes := row.get("nodes"), list) and any(
             isinstance(node, dict) and set(KINDS) & node.keys() for node in nodes
         )
@@ -96,16 +99,16 @@ def _parents(nodes: list[Node]) -> list[int]:
 def _check_acyclic(parents: list[int]) -> None:
     rooted = [False] * len(parents)
     for start in range(len(parents)):
-        chain: list[int] = []
+        walked: list[int] = []
         seen: set[int] = set()
         node = start
         while node != -1 and not rooted[node]:
             if node in seen:
                 raise UserError(f"nodes[{node}].parent: the node is its own ancestor; roots have no parent")
-            chain.append(node)
+            walked.append(node)
             seen.add(node)
             node = parents[node]
-        for node in chain:
+        for node in walked:
             rooted[node] = True
 
 

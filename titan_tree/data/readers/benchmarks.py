@@ -1,0 +1,206 @@
+"""Result files of benchmarks: tau-bench (one JSON array of runs), tau2-bench and SWE-agent (JSON objects)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from titan_tree.data.readers import Place, Reader, Record, Source
+from titan_tree.data.readers.chat import Message, call, text_of
+from titan_tree.data.readers.containers import first_rows, load_document
+from titan_tree.data.readers.openai_chat import converted_messages
+from titan_tree.data.readers.row_reader import expect, warn_once
+from titan_tree.errors import UserError, errors_at, shorten
+
+NO_TOOLS = "the file has no schemas of the tools; the samples are rendered without them"
+
+
+class TauBenchReader(Reader):
+    """Reads [{"task_id", "trial"?, "reward", "traj": [messages], "info"}]; the trials of a task form a group.
+
+    ``info`` describes the task and its score, and is left out. The tools' schemas are not in the file.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        return any("task_id" in row and ("traj" in row or "info" in row) for row in first_rows(source))
+
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        document = load_document(source)
+        with errors_at(source.path):
+            results = expect(document, list, "document", "a list of results")
+        warn_once(source.path, NO_TOOLS)
+        yield from by_task(
+            [(f"{source.path}:[{index}]", result, _record) for index, result in enumerate(results)]
+        )
+
+
+def by_task(
+    results: Iterable[tuple[Place, object, Callable[[Record], Record]]],
+) -> Iterator[tuple[Place, Record]]:
+    """Yields the record of each (place, result, conversion), results of one task next to each other."""
+    tasks: dict[str, list[tuple[Place, Record, Callable[[Record], Record]]]] = {}
+    for place, item, convert in results:
+        with errors_at(place):
+            result = expect(item, dict, "result", "an object with task_id")
+            task = result.get("task_id")
+            if isinstance(task, bool) or not isinstance(task, str | int):
+                raise UserError(f"task_id: expected a string or an integer, got {shorten(task)}")
+        tasks.setdefault(str(task), []).append((place, result, convert))
+    for task, members in tasks.items():
+        for place, result, convert in members:
+            with errors_at(place):
+                trial = {} if result.get("trial") is None else {"id": f"trial{result['trial']}"}
+                record = {"group_id": task, **trial, **convert(result)}
+            yield place, record
+
+
+def _record(result: Record) -> Record:
+    messages = expect(result.get("traj"), list, "traj", "a list of messages")
+    return {"reward": result.get("reward"), "messages": converted_messages(messages, "traj")}
+
+
+class Tau2BenchReader(Reader):
+    """Reads {"info", "tasks", "simulations": [{"task_id", "trial"?, "messages", "reward_info"}]}.
+
+    The trials of a task form a group. Without a system message, the policy in ``info.environment_info``
+    becomes one; the agent's own instructions are not in the file. ``tool_defs`` beside it become the tools.
+    The user's own tool calls and their results are left out, because the agent did not see them. Costs, times
+    and indices of turns are left out, too. Raw responses are read for their reasoning only.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        return any(
+            isinstance(info := row.get("info"), dict) and {"environment_info", "agent_info"} & info.keys()
+            for row in first_rows(source)
+        )
+
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        document = load_document(source)
+        with errors_at(source.path):
+            run = expect(document, dict, "document", "an object with simulations")
+            simulations = expect(run.get("simulations"), list, "simulations", "a list")
+            info = expect(run.get("info") or {}, dict, "info", "an object")
+            environment = expect(
+                info.get("environment_info") or {}, dict, "info.environment_info", "an object"
+            )
+
+        def convert(simulation: Record) -> Record:
+            return _simulation(simulation, environment)
+
+        yield from by_task(
+            [
+                (f"{source.path}:simulations[{i}]", simulation, convert)
+                for i, simulation in enumerate(simulations)
+            ]
+        )
+
+
+def _simulation(simulation: Record, environment: Record) -> Record:
+    recorded = expect(simulation.get("messages"), list, "messages", "a list of messages")
+    messages: list[Message] = []
+    policy = environment.get("policy")
+    if policy and not any(
+        isinstance(message, dict) and message.get("role") == "system" for message in recorded
+    ):
+        messages.append({"role": "system", "content": policy})
+    for index, message in enumerate(recorded):
+        messages += _seen_by_agent(message, f"messages[{index}]")
+    reward_info = expect(simulation.get("reward_info") or {}, dict, "reward_info", "an object")
+    tools = environment.get("tool_defs")
+    return {
+        "reward": reward_info.get("reward"),
+        "messages": messages,
+        **({"tools": tools} if isinstance(tools, list) else {}),
+    }
+
+
+def _seen_by_agent(message: object, where: str) -> list[Message]:
+    """Returns the message as the agent saw it, or nothing if it did not."""
+    message = expect(message, dict, where, "an object with role and content")
+    role = message.get("role")
+    if message.get("requestor") == "user" or (role == "user" and message.get("tool_calls")):
+        return []
+    content = text_of(message.get("content"), f"{where}.content")
+    if role == "tool":
+        return [{"role": role, "content": content, "tool_call_id": message.get("id")}]
+    result: Message = {"role": role, "content": content}
+    if role == "assistant":
+        if calls := expect(message.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"):
+            result["tool_calls"] = [
+                call(item.get("name"), item.get("arguments"), item.get("id"))
+                for item in calls
+                if expect(item, dict, f"{where}.tool_calls", "objects") is item
+            ]
+        raw = message.get("raw_data")
+        answer = raw.get("message") if isinstance(raw, dict) else None
+        if isinstance(answer, dict) and isinstance(thought := answer.get("reasoning_content"), str):
+            result["reasoning_content"] = thought
+    return [result]
+
+
+# What SWE-agent parsed from a message, and how it treats the message.
+BOOKKEEPING = (
+    "agent",
+    "message_type",
+    "thought",
+    "action",
+    "is_demo",
+    "tags",
+    "cache_control",
+    "tool_call_ids",
+)
+
+
+class SweAgentReader(Reader):
+    """Reads {"trajectory": [steps], "history": [messages], "info", ...}; the file's name is the task.
+
+    The samples are the messages of ``history``, one trajectory per agent. ``trajectory``, ``info`` and
+    ``environment`` repeat them or describe the run. History processors, which shorten old observations in
+    prompts, are not applied. The tools' schemas and the outcome are not in the file.
+    """
+
+    def recognizes(self, source: Source) -> bool:
+        return any(_is_run(row) for row in first_rows(source))
+
+    def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
+        document = load_document(source)
+        with errors_at(source.path):
+            run = expect(document, dict, "document", "an object with trajectory and history")
+            history = expect(run.get("history"), list, "history", "a list of messages")
+            agents: dict[str, list[Message]] = {}
+            for index, message in enumerate(history):
+                where = f"history[{index}]"
+                agent = str(expect(message, dict, where, "an object").get("agent"))
+                agents.setdefault(agent, []).append(_message(message, where))
+            trajectories = [{"id": agent, "messages": messages} for agent, messages in agents.items()]
+        if any(message.get("tool_calls") for messages in agents.values() for message in messages):
+            warn_once(source.path, NO_TOOLS)
+        name = Path(source.path).name.split(".traj")[0]
+        yield source.path, {"id": name, "trajectories": trajectories}
+
+
+def _is_run(row: Record) -> bool:
+    steps = row.get("trajectory")
+    return isinstance(steps, list) and all(
+        isinstance(step, dict) and {"action", "observation"} & step.keys() for step in steps[:1]
+    )
+
+
+def _message(message: Message, where: str) -> Message:
+    if message.get("is_demo") and message.get("role") == "assistant":
+        raise UserError(
+            f"{where}.is_demo: a demonstration is not the agent's own turn; remove the demonstration"
+        )
+    kept: dict[str, object] = {name: message[name] for name in message if name not in BOOKKEEPING}
+    if thoughts := kept.pop("thinking_blocks", None):
+        texts = [
+            block.get("thinking") for block in expect(thoughts, list, f"{where}.thinking_blocks", "a list")
+        ]
+        kept["reasoning_content"] = "\n".join(
+            expect(text, str, f"{where}.thinking_blocks", "blocks with a thinking text") for text in texts
+        )
+    kept["content"] = text_of(kept.get("content"), f"{where}.content")
+    if identifiers := message.get("tool_call_ids"):
+        kept["tool_call_id"] = expect(identifiers, list, f"{where}.tool_call_ids", "a list of one id")[0]
+    (converted,) = converted_messages([kept], where)
+    return converted

@@ -1,0 +1,225 @@
+"""The loggers of titan_tree: log lines, metrics.csv, TensorBoard, and Weights & Biases (W&B)."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from titan_tree.errors import UserError, shorten
+from titan_tree.metrics.loggers import Logger
+
+logger = logging.getLogger(__name__)
+
+# The values that the line shows, in this order, and those that it omits. Any other value, such as one of your
+# own loss or metric, follows the loss and the reward.
+FORMATS = {
+    "bad_steps": "{:.0f} bad steps so far",
+    "loss": "loss {:.4f}",
+    "reward": "reward {:.3f}",
+    "grad_norm": "grad {:.3f}",
+    "lr": "lr {:.2e}",
+    "por": "POR {:.1%}",
+    "logical_tokens_per_s": "{:,.0f} logical tok/s",
+    "executed_tokens_per_s": "{:,.0f} executed tok/s",
+    "step_s": "{:.2f} s",
+    "mfu": "MFU {:.1%}",
+    "peak_memory_gib": "{:.1f} GiB",
+}
+OMITTED = {
+    "epoch",
+    "err",
+    "logical_tokens",
+    "executed_tokens",
+    "scored_edges",
+    "forwards",
+    "chain_peak_tokens",
+    "gateway_gib",
+    "extra_forward_tokens",
+    "dummy_forwards",
+    "replayed_rows",
+    "replay_disagreement",
+    "rollouts",
+    "sampled_tokens",
+    "sampling_s",
+    "scoring_s",
+}
+
+
+class ConsoleLogger(Logger):
+    """Writes log lines through ``logging`` and shows a progress bar if stdout is a terminal."""
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        console = Console()
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.bar = self.progress.add_task("training", total=total_steps, completed=start_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        logger.info("step %*d/%d  %s", len(str(self.total_steps)), step, self.total_steps, _line(values))
+
+    def advance(self, step: int) -> None:
+        self.progress.start()  # does nothing if the bar is already visible
+        self.progress.update(self.bar, completed=step)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def _line(values: Mapping[str, float]) -> str:
+    parts = [text.format(values[name]) for name, text in FORMATS.items() if name in values]
+    others = [
+        f"{name} {value:.4f}"
+        for name, value in values.items()
+        if name not in FORMATS and name not in OMITTED and not _repeats_loss(name, values)
+    ]
+    after_loss = sum(name in values for name in ("loss", "reward"))
+    parts[after_loss:after_loss] = others
+    return "  ".join(parts)
+
+
+def _repeats_loss(name: str, values: Mapping[str, float]) -> bool:
+    """Returns whether the value is the loss itself: ``nll`` is the loss of sft with token_mean."""
+    return name == "nll" and "loss" in values and math.isclose(values["nll"], values["loss"], rel_tol=1e-3)
+
+
+class CsvLogger(Logger):
+    """Appends a row to metrics.csv per logged step and flushes it immediately.
+
+    The columns are those of the first row. A value with a new name adds a column, empty in earlier rows.
+    A resumed run removes the rows of the steps that it repeats.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        self.path = folder / "metrics.csv"
+        self.columns: list[str] = []
+        if self.path.exists():
+            with self.path.open(newline="", errors="backslashreplace") as file:
+                rows = self._rows_up_to(start_step, csv.DictReader(file))
+            self._rewrite(rows)
+
+    def _rows_up_to(self, step: int, reader: csv.DictReader) -> list[dict[str, str]]:
+        """Returns the rows of steps up to ``step``, and sets the columns.
+
+        A crash can truncate the last row, even inside its step number. This row is left out.
+
+        Raises:
+            UserError: a row is not one that this class writes.
+        """
+        try:
+            rows = [(reader.line_num, row) for row in reader]
+        except csv.Error as error:
+            raise UserError(f"{self.path}:{reader.line_num}: {error}; rename the file") from None
+        self.columns = list(reader.fieldnames or [])
+        if rows and None in rows[-1][1].values():
+            del rows[-1]
+        for line, row in rows:
+            step_text = row.get("step", "")
+            if None in row or None in row.values() or not (step_text.isdecimal() and len(step_text) < 16):
+                raise UserError(
+                    f"{self.path}:{line}: expected a step and one value per column, got "
+                    f"{shorten(step_text)}; correct or remove the line, or rename the file"
+                )
+        return [row for _, row in rows if int(row["step"]) <= step]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        row = {"step": step, **values}
+        if not row.keys() <= set(self.columns):
+            rows = []
+            if self.path.exists():
+                with self.path.open(newline="") as file:
+                    rows = list(csv.DictReader(file))
+            self.columns += [name for name in row if name not in self.columns]
+            self._rewrite(rows)
+        with self.path.open("a", newline="") as file:
+            self._writer(file).writerow(row)
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        part = self.path.with_suffix(".csv.part")
+        with part.open("w", newline="") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows(rows)
+        part.replace(self.path)
+
+    def _writer(self, file: TextIO) -> csv.DictWriter:
+        return csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
+
+
+class TensorBoardLogger(Logger):
+    """Writes every value as a scalar into the run's folder ``tensorboard/``.
+
+    A resumed run hides the steps that it repeats.
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbLogger(Logger):
+    """Logs to the W&B run whose id is in the folder's file wandb_run_id; a resumed run continues it.
+
+    W&B ignores steps that it already has. A resumed run repeats steps exactly, so no value is lost. W&B's own
+    environment variables configure it: WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, WANDB_MODE=offline, ...
+    """
+
+    def __init__(self, folder: Path, start_step: int, total_steps: int) -> None:
+        super().__init__(folder, start_step, total_steps)
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"metrics.loggers: 'wandb' needs the package wandb ({error}): run `pip install wandb`, "
+                "or remove 'wandb' from metrics.loggers"
+            ) from None
+        id_file, config = folder / "wandb_run_id", folder / "config.toml"
+        resumed = start_step > 0 and id_file.exists()
+        try:
+            self.run = wandb.init(
+                id=id_file.read_text() if resumed else None,
+                resume="allow",
+                dir=folder,
+                project=os.environ.get("WANDB_PROJECT", "titan_tree"),
+                name=os.environ.get("WANDB_NAME", folder.name),
+                config=tomllib.loads(config.read_text()) if config.exists() else {},
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"metrics.loggers: 'wandb': {' '.join(str(error).split())}; run `wandb login`, "
+                "or set the environment variable WANDB_MODE=offline"
+            ) from None
+        id_file.write_text(self.run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        # W&B shows a run as failed if an exception closes it.
+        self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
