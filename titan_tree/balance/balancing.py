@@ -130,7 +130,7 @@ class Balancing:
             return self.fitted
         return self.estimated
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the costs and the measurements as JSON values."""
         costs = [list(costs) for costs in (self.estimated, self.fitted) if costs is not None]
         return {"costs": costs, "fit_step": self.fit_step, "fit": self.fit.state_dict()}
@@ -154,8 +154,8 @@ class Balancing:
         """
         is_free = sizes.is_partitioned and not self.expert_parallel
         work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
-        for i, costs in enumerate(step_input.micro_batch_costs):
-            work[0 if is_free else i, 1:] += torch.tensor(costs)
+        for i, sizes_of_batch in enumerate(step_input.micro_batch_sizes):
+            work[0 if is_free else i, 1:] += torch.tensor(sizes_of_batch)
         # The count passes of all micro-batches may come before the train passes.
         for i, seconds in enumerate(self.timer.seconds() if self.timer else []):
             work[i % len(work), 0] += seconds

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from titan_tree.data.data_files import DataSizes
-from titan_tree.data.groups import Group
+from titan_tree.data.data_files import DataSizes, Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError, printable
@@ -151,7 +150,7 @@ class TreeDataset:
         """Returns the position after the last item: epochs done, and groups of the current epoch."""
         return {"epoch": self.epoch, "group": self.group}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position, the settings that decide the order of groups, and checksums of the files.
 
         It is the same on every rank and valid for any number of ranks.

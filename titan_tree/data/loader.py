@@ -85,7 +85,10 @@ class StepLoader(Generic[T]):
         return self._one_ahead(items, thread, thread.submit(next, items, None))
 
     def _one_ahead(
-        self, items: Iterator[tuple[T, Position]], thread: ThreadPoolExecutor, upcoming: Future[Any]
+        self,
+        items: Iterator[tuple[T, Position]],
+        thread: ThreadPoolExecutor,
+        upcoming: Future[tuple[T, Position] | None],
     ) -> Iterator[tuple[T, Position]]:
         """Yields the items, of which ``upcoming`` is the first. The thread makes each one item ahead."""
         with thread:
@@ -267,7 +270,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors = tensors
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if not isinstance(value, Tensor):
             return None
         return self.tensors.add(value), tuple(value.shape), value.dtype

@@ -86,8 +86,10 @@ class AllToAllExchange:
         Args:
             num_local_tokens: n.
         """
-        (own,) = to_tokens([x], num_local_tokens, [x.shape[1] * self.token_shard.num_ranks], self.group)
-        return own
+        (of_local_tokens,) = to_tokens(
+            [x], num_local_tokens, [x.shape[1] * self.token_shard.num_ranks], self.group
+        )
+        return of_local_tokens
 
 
 @torch.library.custom_op("titan_tree::to_heads", mutates_args=())
@@ -114,8 +116,8 @@ def to_tokens(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int]
         by_rank = x.new_empty(size * num_local_tokens, *x.shape[1:])
         sent = TokenShard(num_ranks=size).sizes(len(x))
         dist.all_to_all_single(by_rank, x.contiguous(), [num_local_tokens] * size, sent, group=ranks)
-        own = by_rank.unflatten(0, (size, num_local_tokens)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
-        result.append(own.unflatten(1, (heads, -1)).sum(2) if heads < size else own.contiguous())
+        local = by_rank.unflatten(0, (size, num_local_tokens)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
+        result.append(local.unflatten(1, (heads, -1)).sum(2) if heads < size else local.contiguous())
     return result
 
 
@@ -131,21 +133,23 @@ def _(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int], group:
     return [x.new_empty(num_local_tokens, heads, x.shape[2]) for x, heads in sizes]
 
 
-def _setup_to_heads(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_to_heads(ctx: Any, inputs: tuple[list[Tensor], int, str], output: list[Tensor]) -> None:
     tensors, _, ctx.group = inputs
     ctx.num_local_tokens, ctx.num_heads = tensors[0].shape[0], [x.shape[1] for x in tensors]
 
 
-def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_to_tokens(
+    ctx: Any, inputs: tuple[list[Tensor], int, list[int], str], output: list[Tensor]
+) -> None:
     tensors, _, _, ctx.group = inputs
     ctx.num_tokens = tensors[0].shape[0]
 
 
-def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None, None]:
     return to_tokens(gradients, ctx.num_local_tokens, ctx.num_heads, ctx.group), None, None
 
 
-def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None, None, None]:
     return to_heads(gradients, ctx.num_tokens, ctx.group), None, None, None
 
 

@@ -121,8 +121,7 @@ class Decoder(TreeModel):
     @property
     def family(self) -> str:
         """The registered name of the model's class, or of its first base class that is registered."""
-        names = {MODELS[name]: name for name in MODELS}
-        return next(names[base] for base in type(self).__mro__ if base in names)
+        return next(name for base in type(self).__mro__ if (name := MODELS.name_of(base)))
 
     @property
     def last_norm(self) -> nn.Module:
