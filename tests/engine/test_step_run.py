@@ -3,6 +3,7 @@
 import pytest
 
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.step_run import plan_passes
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
@@ -45,3 +46,16 @@ def test_a_step_is_prepared_from_lists_of_lists_of_trees():
             step.prepare(wrong)
     with pytest.raises(UserError, match=r"^TreeStep.run: expected a StepInput, got list; pass what prepare"):
         step.run([[tree]])
+
+
+def test_scores_have_names():
+    step = TreeStep(
+        build_model("qwen3", "debug", vocab_size=16),
+        TreeLoss("gspo"),
+        partitioner=TreePartitioner("redundancy_free", 2),
+    )
+    fields = {"advantage": 1.0, "old_logprobs": [0, -1, -1]}
+    tree = TokenTree.from_paths([TokenPath([1, 2, 3], **fields), TokenPath([1, 2, 4], **fields)])
+    ((batch, scores),) = step.score(step.prepare([[tree]]))
+    assert list(scores) == ["logprobs"]
+    assert scores["logprobs"].shape == batch.edge_label.shape == (3,)
