@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.sample_reader import NO_LIMITS, SampleReader, SampleTokenizer
+from titan_tree.data.sample_reader import NO_LIMITS, SampleReader
 from titan_tree.tree.paths import ModelLimits
 
 # Real rollouts beside the repository. Tests that need them are skipped if the folder is missing.
@@ -16,7 +17,7 @@ Files = str | Path | list[str]
 
 def sample_reader(
     files: Files,
-    tokenizer: SampleTokenizer | None = None,
+    tokenizer: TreeTokenizer | None = None,
     limits: ModelLimits = NO_LIMITS,
     **settings: Any,
 ) -> SampleReader:
@@ -26,7 +27,7 @@ def sample_reader(
 
 def tree_dataset(
     files: Files,
-    tokenizer: SampleTokenizer | None = None,
+    tokenizer: TreeTokenizer | None = None,
     limits: ModelLimits = NO_LIMITS,
     *,
     allow_larger: bool = False,

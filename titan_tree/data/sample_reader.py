@@ -9,7 +9,7 @@ import math
 import tokenize
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,18 +44,6 @@ if TYPE_CHECKING:
 NO_LIMITS = ModelLimits()
 
 
-class SampleTokenizer(Protocol):
-    """What SampleReader needs from a tokenizer. ``TreeTokenizer`` is one."""
-
-    template_fields: frozenset[str]  # fields of messages that the chat template reads
-
-    def fingerprint(self) -> str:
-        """Returns a hash of everything that decides the token ids of a sample."""
-
-    def samples(self, messages: Any, *args: Any, **kwargs: Any) -> list[TokenPath]:
-        """Returns one path per training sample of a conversation."""
-
-
 class SampleReader(DataFiles):
     """Reads the groups of the configured files, and turns a group into training samples.
 
@@ -71,7 +59,7 @@ class SampleReader(DataFiles):
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: SampleTokenizer | None = None, limits: ModelLimits = NO_LIMITS
+        self, config: DataConfig, tokenizer: TreeTokenizer | None = None, limits: ModelLimits = NO_LIMITS
     ) -> None:
         super().__init__(config)
         self.tokenizer = tokenizer
