@@ -80,6 +80,7 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "config.rl_tables": "config.rl",
     "config.run_tables": "config.training",
     "config.tables": "config",
+    "data.readers.rows": "data.readers.row_reader",
     "engine.gateway_cache": "engine.partitions",
     "engine.scoring": "scoring.score_trees",
     "folder": "run.folder",

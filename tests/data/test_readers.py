@@ -9,7 +9,7 @@ import pytest
 from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import find_files, read_records
-from titan_tree.data.readers.rows import RowReader
+from titan_tree.data.readers.row_reader import RowReader
 from titan_tree.errors import UserError
 from titan_tree.registry import READERS
 
@@ -63,7 +63,7 @@ def test_files_are_opened_through_the_callback(tmp_path):
 class DialogueReader(RowReader):
     """Turns of two speakers, who alternate."""
 
-    def claims(self, row):
+    def recognizes_row(self, row):
         return "dialogue" in row
 
     def convert(self, row):

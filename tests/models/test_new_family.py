@@ -19,13 +19,13 @@ from titan_tree.registry import MODELS
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    family = "Mistral"
+    title = "Mistral"
 
     intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf, where):
-        return cls._read(hf, where, rope_theta=cls._read_rope(hf, where).get("rope_theta"))
+        return cls.from_fields(hf, where, rope_theta=cls.rope_fields(hf, where).get("rope_theta"))
 
     def to_hf(self):
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **vars(self)}

@@ -61,7 +61,7 @@ class Decoder(TreeModel):
         self.cache_streams = [stream for block in blocks for stream in block.mixer.cache_streams]
         if gdn != "auto" and "states" not in self.cache_streams:
             raise UserError(
-                f"gdn: expected backend 'auto' for a {config.family} model, which has no Gated DeltaNet "
+                f"gdn: expected backend 'auto' for a {config.title} model, which has no Gated DeltaNet "
                 f"layers, got {gdn!r}"
             )
         self.num_recurrent_layers = sum("states" in block.mixer.cache_streams for block in blocks)

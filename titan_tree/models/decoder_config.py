@@ -35,7 +35,7 @@ class DecoderConfig(Checked, ABC):
     impossible sizes.
     """
 
-    family: ClassVar[str]  # name of the published models, for error messages
+    title: ClassVar[str]  # name of the models in messages, such as "Qwen3"
     # Fields that a config.json may omit, because transformers has the same defaults.
     hf_optional: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "tie_word_embeddings")
 
@@ -87,30 +87,30 @@ class DecoderConfig(Checked, ABC):
         """Returns the ``config.json`` that transformers loads as the same model."""
 
     @classmethod
-    def _expect(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
+    def check_field(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:
         """Raises UserError unless ``ok``."""
         if not ok:
             raise UserError(
-                f"{where}: {field}: titan_tree's {cls.family} supports {expected} only, got {hf.get(field)}"
+                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, got {hf.get(field)}"
             )
 
     @classmethod
-    def _read(cls, hf: ConfigJson, where: str, **given: float | None) -> Self:
-        """Makes a config of the fields in ``hf``. Values in ``given`` take precedence, except None."""
+    def from_fields(cls, hf: ConfigJson, where: str, **overrides: float | None) -> Self:
+        """Makes a config of the fields in ``hf``. ``overrides`` take precedence, except None."""
         for field, ok, expected in (
             ("attention_bias", not hf.get("attention_bias"), "false"),
             ("attention_dropout", not hf.get("attention_dropout"), "0"),
             ("hidden_act", hf.get("hidden_act", "silu") == "silu", "silu"),
             ("quantization_config", not hf.get("quantization_config"), "unquantized weights"),
         ):
-            cls._expect(hf, where, field, ok, expected)
+            cls.check_field(hf, where, field, ok, expected)
         fields = [field.name for field in dataclasses.fields(cls)]
         values = {name: hf[name] for name in fields if hf.get(name) is not None}
-        values |= {name: value for name, value in given.items() if value is not None}
+        values |= {name: value for name, value in overrides.items() if value is not None}
         missing = [name for name in fields if name not in (*values, *cls.hf_optional)]
         if missing:
             raise UserError(
-                f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.family} model"
+                f"{where}: missing {', '.join(missing)}; expected the config.json of a {cls.title} model"
             )
         try:
             return cls(**values)
@@ -118,7 +118,7 @@ class DecoderConfig(Checked, ABC):
             raise UserError(f"{where}: {error}") from None
 
     @classmethod
-    def _read_rope(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
+    def rope_fields(cls, hf: ConfigJson, where: str, types: tuple[str, ...] = ("default",)) -> ConfigJson:
         """Returns RoPE's fields, and refuses all types but ``types``.
 
         transformers writes them to "rope_parameters" since version 5. Older versions wrote them to the top
@@ -128,10 +128,10 @@ class DecoderConfig(Checked, ABC):
         rope = hf.get("rope_parameters") or top_level
         scaling = hf.get("rope_scaling") or {}
         for field, spelling in (("rope_parameters", rope), ("rope_scaling", scaling)):
-            cls._expect(hf, where, field, isinstance(spelling, dict), "a table")
+            cls.check_field(hf, where, field, isinstance(spelling, dict), "a table")
             if spelling.get("rope_type", spelling.get("type", "default")) not in types:
                 raise UserError(
-                    f"{where}: titan_tree's {cls.family} supports RoPE of type {' and '.join(types)} only, "
+                    f"{where}: titan_tree's {cls.title} supports RoPE of type {' and '.join(types)} only, "
                     f"got {dict(spelling)}"
                 )
         return {**scaling, **rope}
@@ -140,7 +140,7 @@ class DecoderConfig(Checked, ABC):
 C = TypeVar("C", bound=DecoderConfig)
 
 
-def published(
+def flavor_table(
     config: type[C], columns: str, table: Mapping[str, Sequence[float | bool]], **common: float
 ) -> dict[str, C]:
     """Returns the published sizes of a family by flavor.

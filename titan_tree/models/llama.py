@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, flavor_table
 from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -26,7 +26,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 class LlamaConfig(DecoderConfig):
     """Sizes of a Llama, by Hugging Face's names. The last four describe the scaling of RoPE."""
 
-    family = "Llama"
+    title = "Llama"
 
     intermediate_size: int = required(positive_int)
     rms_norm_eps: float = setting(1e-5, positive_number)
@@ -40,12 +40,12 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        rope = cls._read_rope(hf, where, ("default", "llama3"))
-        cls._expect(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
+        rope = cls.rope_fields(hf, where, ("default", "llama3"))
+        cls.check_field(hf, where, "mlp_bias", not hf.get("mlp_bias"), "false")
         is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
         missing = [name for name in SCALING if name not in rope]
         complete = f"llama3 with {', '.join(SCALING)}"
-        cls._expect(hf, where, "rope_parameters", not is_scaled or not missing, complete)
+        cls.check_field(hf, where, "rope_parameters", not is_scaled or not missing, complete)
         overrides = {name: rope[name] for name in SCALING if is_scaled}
         # transformers' defaults for fields that older snapshots leave out.
         heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
@@ -53,7 +53,7 @@ class LlamaConfig(DecoderConfig):
             overrides["head_dim"] = hidden // heads
         if hf.get("num_key_value_heads") is None:
             overrides["num_key_value_heads"] = heads
-        return cls._read(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
+        return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
     def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers."""
@@ -86,7 +86,7 @@ class LlamaConfig(DecoderConfig):
         return torch.lerp(frequencies / self.factor, frequencies, unscaled_weight.clamp(0, 1))
 
 
-FLAVORS = {"debug": LlamaConfig(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+FLAVORS = {"debug": LlamaConfig(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | flavor_table(
     LlamaConfig,
     "hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim factor tie_word_embeddings",
     {

@@ -15,7 +15,7 @@ from titan_tree.config.checks import boolean, list_of, natural_int, positive_int
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, flavor_table
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -23,26 +23,26 @@ from titan_tree.models.layers import MLP, RMSNorm
 class Qwen3Config(DecoderConfig):
     """Sizes of a Qwen3 model, by Hugging Face's names."""
 
-    family = "Qwen3"
+    title = "Qwen3"
 
     intermediate_size: int = required(positive_int)
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
-        rope = cls._read_rope(hf, where)
+        rope = cls.rope_fields(hf, where)
         if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
             raise UserError(
-                f"{where}: titan_tree's {cls.family} supports RoPE only on all dims of a head, got {rope}"
+                f"{where}: titan_tree's {cls.title} supports RoPE only on all dims of a head, got {rope}"
             )
         types = hf.get("layer_types")
         full = isinstance(types or [], list) and all(kind == "full_attention" for kind in types or ())
-        cls._expect(hf, where, "layer_types", full, "full_attention")
-        config = cls._read(hf, where, rope_theta=rope.get("rope_theta"))
+        cls.check_field(hf, where, "layer_types", full, "full_attention")
+        config = cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"))
         # Without "layer_types", layers from max_window_layers on have a sliding window if it is switched on.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
         unused = hf.get("max_window_layers", 28) >= config.num_hidden_layers
         expected = "full attention (use_sliding_window false)"
-        cls._expect(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
+        cls.check_field(hf, where, "max_window_layers", types is not None or not windowed or unused, expected)
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -64,7 +64,7 @@ class Qwen3Config(DecoderConfig):
         }
 
 
-FLAVORS = {"debug": Qwen3Config(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | published(
+FLAVORS = {"debug": Qwen3Config(**DEBUG, num_hidden_layers=2, intermediate_size=384)} | flavor_table(
     Qwen3Config,
     "hidden_size intermediate_size num_hidden_layers num_attention_heads tie_word_embeddings",
     {
@@ -106,7 +106,7 @@ class Qwen3MoeConfig(Qwen3Config):
     ``intermediate_size`` is that of layers without experts.
     """
 
-    family = "Qwen3-MoE"
+    title = "Qwen3-MoE"
     hf_optional = (*Qwen3Config.hf_optional, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
     moe_intermediate_size: int = required(positive_int)
@@ -125,7 +125,7 @@ class Qwen3MoeConfig(Qwen3Config):
         hf = one_spelling_of_experts(hf, where)
         # In this family the sliding window applies to all layers.
         windowed = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
-        cls._expect(hf, where, "use_sliding_window", not windowed, "false")
+        cls.check_field(hf, where, "use_sliding_window", not windowed, "false")
         return super().from_hf({name: value for name, value in hf.items() if value is not None}, where)
 
     def to_hf(self) -> ConfigJson:
@@ -168,7 +168,7 @@ MOE_FLAVORS = {
         moe_intermediate_size=96,
         norm_topk_prob=True,
     )
-} | published(
+} | flavor_table(
     Qwen3MoeConfig,
     "hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads",
     {"30B-A3B": (2048, 6144, 768, 48, 32), "235B-A22B": (4096, 12_288, 1536, 94, 64)},

@@ -24,7 +24,7 @@ from titan_tree.config.checks import positive_int, positive_number, required, se
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, published
+from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, flavor_table
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
 from titan_tree.models.weights import ElementDraws, log
@@ -37,7 +37,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 class HybridConfig(GatedDeltaNetConfig):
     """Sizes of a Qwen3.5 model without those of its MLPs, by Hugging Face's names."""
 
-    family = "Qwen3.5"
+    title = "Qwen3.5"
     hf_optional = (*GatedDeltaNetConfig.hf_optional, "partial_rotary_factor", "full_attention_interval")
 
     head_dim: int = setting(256, positive_int)
@@ -68,16 +68,16 @@ class HybridConfig(GatedDeltaNetConfig):
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json``. For a model with vision, it reads the text model's part."""
         text = hf.get("text_config", hf)
-        cls._expect(hf, where, "text_config", isinstance(text, dict), "a table")
+        cls.check_field(hf, where, "text_config", isinstance(text, dict), "a table")
         for field in ("quantization_config", "tie_word_embeddings"):  # the file's top level sets these
             text = {**text, field: hf.get(field)}
-        cls._expect(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
-        rope = cls._read_rope(text, where)
+        cls.check_field(text, where, "layer_types", isinstance(text.get("layer_types") or [], list), "a list")
+        rope = cls.rope_fields(text, where)
         types = text.get("layer_types")
         every = text.get("full_attention_interval")
         if types:
             every = types.index(FULL) + 1 if FULL in types else len(types) + 1
-        config = cls._read(
+        config = cls.from_fields(
             text,
             where,
             rope_theta=rope.get("rope_theta"),
@@ -85,11 +85,11 @@ class HybridConfig(GatedDeltaNetConfig):
             full_attention_interval=every,
         )
         pattern = f"{FULL} in every n-th layer and {LINEAR} in all others"
-        cls._expect(text, where, "layer_types", not types or types == config.layer_types, pattern)
+        cls.check_field(text, where, "layer_types", not types or types == config.layer_types, pattern)
         gate = text.get("output_gate_type")
-        cls._expect(text, where, "output_gate_type", gate in (None, "swish", "silu"), "swish")
+        cls.check_field(text, where, "output_gate_type", gate in (None, "swish", "silu"), "swish")
         gated = text.get("attn_output_gate", True)
-        cls._expect(text, where, "attn_output_gate", bool(gated), "true")
+        cls.check_field(text, where, "attn_output_gate", bool(gated), "true")
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -120,7 +120,7 @@ class Qwen35Config(HybridConfig):
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         text = hf.get("text_config", hf)
-        cls._expect(text, where, "num_experts", not text.get("num_experts"), "dense models")
+        cls.check_field(text, where, "num_experts", not text.get("num_experts"), "dense models")
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -185,7 +185,7 @@ DEBUG_HYBRID = DEBUG | {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-FLAVORS = {"debug": Qwen35Config(**DEBUG_HYBRID, intermediate_size=384)} | published(
+FLAVORS = {"debug": Qwen35Config(**DEBUG_HYBRID, intermediate_size=384)} | flavor_table(
     Qwen35Config,
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "linear_num_value_heads tie_word_embeddings",

@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from titan_tree.components.moe import MoE
 from titan_tree.config.checks import positive_int, required
-from titan_tree.models.decoder_config import ConfigJson, published
+from titan_tree.models.decoder_config import ConfigJson, flavor_table
 from titan_tree.models.layers import MLP
 from titan_tree.models.qwen3 import DEBUG_EXPERTS, check_experts, one_spelling_of_experts
 from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
@@ -25,7 +25,7 @@ from titan_tree.models.qwen3_5 import DEBUG_HYBRID, Hybrid, HybridConfig
 class Qwen35MoeConfig(HybridConfig):
     """Sizes of a Qwen3.5-MoE model, by Hugging Face's names."""
 
-    family = "Qwen3.5-MoE"
+    title = "Qwen3.5-MoE"
 
     moe_intermediate_size: int = required(positive_int)
     shared_expert_intermediate_size: int = required(positive_int)
@@ -54,7 +54,7 @@ COLUMNS = (
     "hidden_size moe_intermediate_size shared_expert_intermediate_size num_hidden_layers num_attention_heads "
     "linear_num_value_heads num_experts num_experts_per_tok"
 )
-FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+FLAVORS = {"debug": Qwen35MoeConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
     Qwen35MoeConfig,
     COLUMNS,
     {
@@ -95,14 +95,14 @@ class Qwen35Moe(Hybrid):
 class Qwen3NextConfig(Qwen35MoeConfig):
     """Sizes of a Qwen3-Next model, by Hugging Face's names."""
 
-    family = "Qwen3-Next"
+    title = "Qwen3-Next"
 
     @classmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         config = super().from_hf(hf, where)
         every = hf.get("decoder_sparse_step", 1) == 1 and not hf.get("mlp_only_layers")
-        cls._expect(hf, where, "mlp_only_layers", every, "experts in every layer")
-        cls._expect(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
+        cls.check_field(hf, where, "mlp_only_layers", every, "experts in every layer")
+        cls.check_field(hf, where, "norm_topk_prob", hf.get("norm_topk_prob", True) is True, "true")
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -115,7 +115,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
         }
 
 
-NEXT_FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | published(
+NEXT_FLAVORS = {"debug": Qwen3NextConfig(**DEBUG_HYBRID_EXPERTS)} | flavor_table(
     Qwen3NextConfig,
     COLUMNS,
     {"80B-A3B": (2048, 512, 512, 48, 16, 32, 512, 10)},

@@ -74,7 +74,7 @@ class _Run:
         if folder and isinstance(model, Decoder):
             # This compares all names, shapes and dtypes before the first tensor.
             next(read_weights(folder, model, whole_weights(model)))
-        yield Finding("model", f"{model.config.family}, {model.num_parameters():,} parameters, {weights}")
+        yield Finding("model", f"{model.config.title}, {model.num_parameters():,} parameters, {weights}")
 
     def tokenizer(self) -> Iterator[Finding]:
         """Loads the tokenizer."""

@@ -85,7 +85,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
     parallel = planner.best_parallel() if planner.gpus > 1 else {}
     savings = [] if estimate.fits else planner.savings()
     return {
-        "model": planner.model.config.family,
+        "model": planner.model.config.title,
         "parameters": planner.model.num_parameters(),
         "gpus": planner.gpus,
         "gpu": planner.gpu.name,

@@ -17,7 +17,7 @@ from titan_tree.data.readers.chat import (
     without,
 )
 from titan_tree.data.readers.containers import first_rows
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these
@@ -25,7 +25,7 @@ ENCRYPTED = "some thoughts are encrypted and have no text; their turns are train
 RESPONSE_FIELDS = ("thinking", "context_management", "container", "mcp_servers")  # more bookkeeping
 
 
-def claims(row: Record) -> bool:
+def is_anthropic_row(row: Record) -> bool:
     """Returns whether a row has messages, and something that only Anthropic's API has."""
     if isinstance(row.get("request"), dict):
         response = row.get("response")
@@ -54,10 +54,10 @@ class AnthropicReader(RowReader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are Anthropic's. Others may look like OpenAI's."""
-        return any(map(claims, first_rows(source)))
+        return any(map(is_anthropic_row, first_rows(source)))
 
-    def claims(self, row: Record) -> bool:
-        return claims(row)
+    def recognizes_row(self, row: Record) -> bool:
+        return is_anthropic_row(row)
 
     def convert(self, row: Record) -> Record:
         if "request" not in row:

@@ -9,7 +9,7 @@ from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.readers.chat import Message, call, text_of
 from titan_tree.data.readers.containers import first_rows, load_document
 from titan_tree.data.readers.openai_chat import converted_messages
-from titan_tree.data.readers.rows import expect, warn_once
+from titan_tree.data.readers.row_reader import expect, warn_once
 from titan_tree.errors import UserError, errors_at, shorten
 
 NO_TOOLS = "the file has no schemas of the tools; the samples are rendered without them"

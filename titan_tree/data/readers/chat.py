@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from titan_tree.data.readers.rows import expect
+from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, shorten
 
 Message = dict[str, Any]

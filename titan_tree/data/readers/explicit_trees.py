@@ -10,7 +10,7 @@ from typing import Any
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, without
 from titan_tree.data.readers.openai_chat import converted_messages
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 Node = dict[str, Any]
@@ -40,7 +40,7 @@ class ExplicitTreeReader(RowReader):
       sample that ends at the node. Other nodes must not have them.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         return isinstance(nodes := row.get("nodes"), list) and any(
             isinstance(node, dict) and set(KINDS) & node.keys() for node in nodes
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import Message, call, without
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.data.readers.strict_json import parse_text
 from titan_tree.errors import UserError, shorten
 
@@ -18,7 +18,7 @@ class AlpacaReader(RowReader):
     history become samples, too. ``text`` repeats the row inside of a prompt template and is left out.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
 
     def convert(self, row: Record) -> Record:
@@ -58,7 +58,7 @@ class ShareGptReader(RowReader):
     "observation" hold a tool's result. ``tools`` may be JSON text. Other members of a turn are refused.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         turns = row.get("conversations")
         if isinstance(turns, str):
             return turns.lstrip().startswith("[")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from titan_tree.data.readers import Record, Source, anthropic
+from titan_tree.data.readers import Record, Source
+from titan_tree.data.readers.anthropic import is_anthropic_row
 from titan_tree.data.readers.chat import (
     EARLIER_TURNS,
     REQUEST_FIELDS,
@@ -15,7 +16,7 @@ from titan_tree.data.readers.chat import (
     without,
 )
 from titan_tree.data.readers.containers import first_rows
-from titan_tree.data.readers.rows import PAIR_COLUMNS, RowReader, expect
+from titan_tree.data.readers.row_reader import PAIR_COLUMNS, RowReader, expect
 from titan_tree.errors import UserError
 
 
@@ -40,9 +41,9 @@ class OpenAIChatReader(RowReader):
     def recognizes(self, source: Source) -> bool:
         """Returns whether some of the first rows are conversations, and none is Anthropic's."""
         first = first_rows(source)
-        return any(map(self.claims, first)) and not any(map(anthropic.claims, first))
+        return any(map(self.recognizes_row, first)) and not any(map(is_anthropic_row, first))
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         if isinstance(row.get("messages"), list | str):
             return True
         if isinstance(request := row.get("request"), dict):

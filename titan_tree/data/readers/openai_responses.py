@@ -13,7 +13,7 @@ from titan_tree.data.readers.chat import (
     text_of,
     without,
 )
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 ENCRYPTED = (
@@ -38,7 +38,7 @@ class OpenAIResponsesReader(RowReader):
     items are not in the file.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         if isinstance(request := row.get("request"), dict):
             return "input" in request
         return _are_items(row.get("input")) or (

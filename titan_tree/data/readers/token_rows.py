@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import without
-from titan_tree.data.readers.rows import RowReader, expect
+from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.errors import UserError, shorten
 
 PROMPTS = ("prompt_ids", "prompt_token_ids", "prompts", "input_tokens")
@@ -66,7 +66,7 @@ class TokenRowReader(RowReader):
     - Several temperatures in a row are refused. ``BOOKKEEPING`` is left out.
     """
 
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         if any(_are_ids(row.get(name)) for name in PROMPTS) and any(
             _are_ids(row.get(name)) for name in RESPONSES
         ):

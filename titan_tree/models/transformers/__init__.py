@@ -1,12 +1,12 @@
 """Models of the library transformers on token trees, without code for single families.
 
-    support.py     which architectures are exact on trees, and why others are not
-    attention.py   the attention function that transformers' layers call, and the cache of a partition
-    blocks.py      one layer as a function of its inputs, also the recurrent layers of Qwen3.5 and Qwen3-Next
-    model.py       TransformersModel, which takes the layers of a model
-    in_place.py    InPlaceModel, which leaves a model as it is
-    snapshot.py    snapshots
-    generation.py  models whose ``generate`` samples from a trained model
+    support.py             which architectures are exact on trees, and why others are not
+    attention_function.py  the attention function that transformers' layers call, and the cache of a partition
+    blocks.py              one layer as a function of its inputs, and the recurrent layers
+    transformers_model.py  TransformersModel, which takes the layers of a model
+    in_place.py            InPlaceModel, which leaves a model as it is
+    snapshot.py            snapshots
+    generation.py          models whose ``generate`` samples from a trained model
 
 The layers of transformers look up their attention function by name and pass it every keyword that they do
 not know themselves (https://huggingface.co/docs/transformers/attention_interface). titan_tree registers
@@ -15,6 +15,6 @@ a layer treats tokens one by one.
 """
 
 from titan_tree.models.transformers.attention_function import TreeInputs
-from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.transformers_model import TransformersModel
 
 __all__ = ["TransformersModel", "TreeInputs"]

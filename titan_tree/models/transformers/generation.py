@@ -24,7 +24,7 @@ from titan_tree.models.decoder import Decoder
 from titan_tree.models.gated_delta_net import GatedDeltaNet
 from titan_tree.models.layers import at_least_fp32
 from titan_tree.models.transformers.attention_function import NAMES
-from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import TreeModel
 
 

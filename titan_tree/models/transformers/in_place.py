@@ -41,7 +41,7 @@ from titan_tree.models.transformers.blocks import (
     recurrent_mixer,
     row_shapes,
 )
-from titan_tree.models.transformers.model import TransformersModel
+from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.tree_model import ModelOutput
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout

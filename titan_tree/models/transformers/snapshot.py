@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from titan_tree.components.lora import is_factor
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json, weight_files
-from titan_tree.models.transformers.model import TransformersModel
 from titan_tree.models.transformers.support import check_supported
+from titan_tree.models.transformers.transformers_model import TransformersModel
 from titan_tree.models.weights import WeightShards
 
 CHECKPOINTED = "_checkpoint_wrapped_module."  # torch adds it to the names of checkpointed layers

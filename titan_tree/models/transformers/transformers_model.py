@@ -39,6 +39,11 @@ class TransformersConfig:
     num_hidden_layers: int
     max_position_embeddings: int
 
+    @property
+    def title(self) -> str:
+        """Name of the architecture in messages."""
+        return self.family
+
 
 class TransformersModel(TreeModel):
     """A causal language model of transformers that runs on a ``TreeBatch``.

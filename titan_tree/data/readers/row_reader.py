@@ -30,7 +30,7 @@ class RowReader(Reader):
     reads_pairs = False  # whether ``convert`` reads the columns chosen and rejected
 
     @abstractmethod
-    def claims(self, row: Record) -> bool:
+    def recognizes_row(self, row: Record) -> bool:
         """Returns whether a row is of this format. Long rows may lack their last members."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class RowReader(Reader):
 
     def recognizes(self, source: Source) -> bool:
         """Returns whether the first row is of this format."""
-        return any(self.claims(row) for row in first_rows(source)[:1])
+        return any(self.recognizes_row(row) for row in first_rows(source)[:1])
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:
         self.path = source.path
