@@ -16,7 +16,7 @@ from titan_tree.errors import UserError
 if TYPE_CHECKING:  # at run time, nothing is imported before it is used
     import torch
 
-    from titan_tree.components.tree_attention.backend import AttentionBackend
+    from titan_tree.components.tree_attention.operator import AttentionBackend
     from titan_tree.components.tree_gdn.operator import GdnBackend
     from titan_tree.components.tree_loss.spec import LossFunction
     from titan_tree.data.advantages import Estimator

@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
-from titan_tree.components.moe import MoE, Routing
+from titan_tree.components.moe import ExpertInfo, MoE, Routing
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights

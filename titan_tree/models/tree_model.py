@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 from titan_tree.components.edge_statistics import Statistic, edge_statistics
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.lora import LoRA
-from titan_tree.components.moe import Routing
+from titan_tree.components.moe import ExpertInfo, Routing
 from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
-from titan_tree.components.tree_attention.backend import PLAIN, Scoring
+from titan_tree.components.tree_attention.operator import PLAIN, Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.components.tree_gdn.operator import gated_delta_rule
 from titan_tree.config import ParallelConfig

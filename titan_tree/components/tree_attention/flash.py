@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
-from titan_tree.components.tree_attention.backend import Scoring, plain_only
+from titan_tree.components.tree_attention.operator import Scoring, plain_only
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
