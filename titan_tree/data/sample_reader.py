@@ -217,7 +217,6 @@ class SampleReader(DataFiles):
         return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
 
     def _options(self, record: Record) -> dict[str, Any]:
-        """Returns the options of ``TreeTokenizer.samples`` for a conversation."""
         return self.config.sample | present_fields(record, ("turns",))
 
 

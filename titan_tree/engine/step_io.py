@@ -67,7 +67,6 @@ class StepCounts:
         return cls(**{field.name: types[str(field.type)](value) for field, value in named})
 
     def values(self) -> tuple[float, ...]:
-        """Returns the counts in the order of the fields."""
         return dataclasses.astuple(self)
 
     @property

@@ -141,7 +141,6 @@ class StepRun:
         self._measured = torch.zeros(2, dtype=torch.float64)
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Runs ``passes`` in order."""
         for kind, i, is_last in passes:
             if kind == "count":
                 self.count(i, is_last)

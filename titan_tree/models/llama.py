@@ -56,7 +56,6 @@ class LlamaConfig(DecoderConfig):
         return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
     def to_hf(self) -> ConfigJson:
-        """Returns the ``config.json`` for transformers."""
         sizes = {name: value for name, value in vars(self).items() if name not in SCALING}
         rope: ConfigJson = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.factor != 1:

@@ -261,7 +261,6 @@ class TreeModel(nn.Module, ABC):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_trained(self) -> int:
-        """Returns the number of parameters that are not frozen."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def cast_ends(self) -> tuple[Tensor, Tensor]:

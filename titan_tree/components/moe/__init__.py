@@ -28,7 +28,7 @@ from titan_tree.components.moe.routing import RouterBias, RouterLoss, Routing, r
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ExpertSizes
 
-__all__ = ["BIAS", "ExpertInfo", "Experts", "MoE", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
+__all__ = ["ExpertInfo", "Experts", "MoE", "RouterBias", "RouterLoss", "Routing", "router_metrics"]
 
 BIAS = "e_score_correction_bias"
 

@@ -65,7 +65,6 @@ class LimitedContext(Context):
         return value
 
     def text(self, value: Any) -> str:
-        """Returns ``value`` as text."""
         if isinstance(value, _SHORT):
             return str(value)
         measure(value)

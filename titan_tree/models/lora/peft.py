@@ -144,7 +144,6 @@ def save_adapter(
 
 
 def _config(lora: LoRA, source: str | Path | None) -> dict[str, Any]:
-    """Returns the content of adapter_config.json."""
     experts = [target for target in lora.targets if is_expert(f".{target}")]
     return {
         "peft_type": "LORA",
@@ -219,7 +218,6 @@ def _expert_b(stored: Tensor, num_experts: int) -> Tensor:
 
 
 def _to_peft(factor: Tensor, letter: str) -> Tensor:
-    """Returns a factor as PEFT's matrix."""
     if factor.ndim == 2:
         return factor
     return factor.flatten(0, 1) if letter == "A" else factor.permute(1, 2, 0).flatten(1)

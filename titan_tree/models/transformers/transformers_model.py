@@ -114,7 +114,6 @@ class TransformersModel(TreeModel):
         base.layers = LayerCalls(self.layers)
 
     def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
-        """Returns the sizes of all layers."""
         survey = survey or Survey()
         with torch.no_grad():
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
