@@ -267,7 +267,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "console": "titan_tree.metrics.builtin_loggers:ConsoleLogger",
         "csv": "titan_tree.metrics.builtin_loggers:CsvLogger",
         "tensorboard": "titan_tree.metrics.builtin_loggers:TensorBoardLogger",
-        "wandb": "titan_tree.metrics.builtin_loggers:WandbLogger",
+        "wandb": "titan_tree.metrics.wandb:WandbLogger",
     },
 )
 
