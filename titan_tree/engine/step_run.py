@@ -32,8 +32,6 @@ from titan_tree.tree.batch import TreeBatch
 
 BatchLoss = Callable[[TreeBatch, ModelOutput], Tensor]  # the loss of a batch, from its log-probs
 
-BatchLoss = Callable[[TreeBatch, ModelOutput], Tensor]  # the loss of a batch, from its log-probs
-
 
 class Pass(NamedTuple):
     """One sweep over the partitions of one micro-batch."""
