@@ -93,24 +93,6 @@ class StepCounts:
 NO_COUNTS = StepCounts.of([0] * len(dataclasses.fields(StepCounts)))
 
 
-class MicroBatchCosts(NamedTuple):
-    """Sizes of one micro-batch that decide how long it takes, see ``TreeCosts``."""
-
-    tokens: int
-    visible_pairs: int  # pairs of a token and a token that it sees, itself included
-    edges: int
-    chunks: int  # chunks of the recurrence
-    forwards: int
-
-    @staticmethod
-    def of(batches: Sequence[TreeBatch]) -> MicroBatchCosts:
-        """Returns the sizes of all partitions together."""
-        tokens, visible_pairs, edges, chunks = (
-            sum(sizes) for sizes in zip(*map(batch_sizes, batches), strict=True)
-        )
-        return MicroBatchCosts(tokens, visible_pairs, edges, chunks, len(batches))
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
     """One rank's share of an optimizer step, on the host and ready to run.
@@ -125,7 +107,7 @@ class StepInput:
         newest_version: the newest policy that sampled a token (``TokenPath.policy_version``); -1: unknown.
         path_ids: the ids of each micro-batch's paths; "?" for a path without an id.
         tree_ids: the id of each tree's first path.
-        micro_batch_costs: the sizes of each micro-batch.
+        micro_batch_sizes: each micro-batch's ``SIZES`` (tree/costs.py) and number of forward passes.
     """
 
     micro_batches: list[list[TreeBatch]]
@@ -135,7 +117,7 @@ class StepInput:
     newest_version: int = -1
     path_ids: tuple[tuple[str, ...], ...] = ()
     tree_ids: tuple[str, ...] = ()
-    micro_batch_costs: tuple[MicroBatchCosts, ...] = ()
+    micro_batch_sizes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def nothing(cls) -> StepInput:
@@ -279,7 +261,10 @@ class StepPreparer:
             newest_version=int(max(versions, default=-1)),
             path_ids=tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans),
             tree_ids=tree_ids,
-            micro_batch_costs=tuple(map(MicroBatchCosts.of, batches)),
+            micro_batch_sizes=tuple(
+                (*map(sum, zip(*map(batch_sizes, partitions), strict=True)), len(partitions))
+                for partitions in batches
+            ),
         )
 
 
