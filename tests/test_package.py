@@ -14,10 +14,15 @@ import pytest
 
 import titan_tree
 from tests.support.cases import for_each
+from tests.support.markdown import blocks
 
 ROOT = Path(titan_tree.__file__).parent
 REPOSITORY = ROOT.parent
-README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+README_BLOCKS, EXTENDING_BLOCKS = (
+    [block.code for block in blocks(REPOSITORY / page) if block.language == "python"]
+    for page in ("README.md", "docs/extending.md")
+)
+EXTENSIONS = "\n\n".join(block.strip() for block in EXTENDING_BLOCKS) + "\n"
 FILES = [file for file in sorted(ROOT.rglob("*.py")) if file != ROOT / "__init__.py"]
 
 
@@ -161,10 +166,20 @@ def test_registering_extensions_does_not_import_torch() -> None:
 
 
 @pytest.mark.slow
+def test_ruff_accepts_the_examples_of_the_page_on_extensions() -> None:
+    pytest.importorskip("ruff")
+    # The blocks share a namespace, so each one may have imports.
+    command = [sys.executable, "-m", "ruff", "check", "--ignore=E402,F811", "--stdin-filename=page.py", "-"]
+    run = subprocess.run(command, cwd=REPOSITORY, input=EXTENSIONS, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # without a cache mypy reads all of torch
-def test_mypy_accepts_the_code_in_the_readme_and_knows_every_public_name(tmp_path: Path) -> None:
+def test_mypy_accepts_the_code_in_the_docs_and_knows_every_public_name(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     files = {f"readme_{number}.py": code for number, code in enumerate(README_BLOCKS)}
+    files["extending.py"] = EXTENSIONS
     names = [name for name in titan_tree.__all__ if name != "__version__"]
     files["names.py"] = f"from titan_tree import __version__, {', '.join(names)}\n"
     files["wrong.py"] = "from titan_tree import TokenTree\n\nTokenTree.from_path(1)\n"

@@ -1,54 +1,37 @@
-"""A new family takes one class made of existing parts, and one registry entry."""
+"""The model family of docs/extending.md: one class made of existing parts, and one registry entry."""
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 import transformers
 
+from tests.support.markdown import blocks
 from tests.support.oracle import assert_same, flat, in_one_pass, per_path, random_groups, tree_model
-from titan_tree.config.checks import positive_int, required
+from tests.support.page_runner import ROOT
 from titan_tree.errors import UserError
-from titan_tree.models.block import Attention, Block
-from titan_tree.models.decoder import Decoder, build_model
-from titan_tree.models.decoder_config import DecoderConfig
-from titan_tree.models.layers import MLP, RMSNorm
-from titan_tree.models.pretrained import load_pretrained
+from titan_tree.models.decoder import build_model
+from titan_tree.models.hf import model_from_config
+from titan_tree.models.pretrained import load_pretrained, save_pretrained
 from titan_tree.registry import MODELS
 
 
-@dataclass(frozen=True, kw_only=True)
-class MistralConfig(DecoderConfig):
-    title = "Mistral"
-
-    intermediate_size: int = required(positive_int)
-
-    @classmethod
-    def from_hf(cls, hf, where):
-        return cls.from_fields(hf, where, rope_theta=cls.rope_fields(hf, where).get("rope_theta"))
-
-    def to_hf(self):
-        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **vars(self)}
-
-
-class Mistral(Decoder):
-    """Mistral: no norm on queries and keys."""
-
-    Config = MistralConfig
-    hf_architectures = {"mistral": "MistralForCausalLM"}  # noqa: RUF012
-    flavors = {}  # noqa: RUF012
-    norm_class = RMSNorm
-
-    def make_block(self, index):
-        c = self.config
-        mlp = MLP(c.hidden_size, c.intermediate_size)
-        return Block(c, RMSNorm, "self_attn", Attention(c, self.attention), mlp)
+@pytest.fixture
+def page() -> Iterator[ModuleType]:
+    """Provides the definitions of the page's example. The page registers the family as "mistral"."""
+    code = next(block.code for block in blocks(ROOT / "docs/extending.md") if "class Mistral(" in block.code)
+    definitions, _, _ = code.partition("trainer = train(")
+    module = sys.modules["page"] = ModuleType("page")  # dataclasses look up their module
+    exec(definitions, vars(module))
+    yield module
+    del sys.modules["page"]
 
 
 @pytest.fixture
-def hf() -> transformers.MistralForCausalLM:
-    """Returns a small random Mistral of transformers, with the family above registered for the test."""
-    MODELS.register("mistral", Mistral)
+def hf(page: ModuleType) -> transformers.MistralForCausalLM:
+    """Returns a small random Mistral of transformers."""
     config = transformers.MistralConfig(
         vocab_size=61,
         hidden_size=32,
@@ -70,16 +53,29 @@ def test_a_family_of_parts_equals_transformers_on_every_path(hf, seed):
     assert_same(in_one_pass(tree_model(hf), groups), per_path(hf, flat(groups)))
 
 
-def test_snapshots_of_a_new_family_load(hf, tmp_path):
-    hf.save_pretrained(tmp_path)
-    model = load_pretrained(tmp_path, dtype=torch.float32)
-    assert isinstance(model, Mistral)
+def test_snapshots_of_a_new_family_are_read_and_written(hf, tmp_path, page):
+    hf.save_pretrained(tmp_path / "theirs")
+    model = load_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    assert isinstance(model, page.Mistral)
     assert torch.equal(model.embed_tokens.weight, hf.model.embed_tokens.weight)
+    save_pretrained(model, tmp_path / "ours")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for name in ("rope_parameters", "sliding_window", "head_dim", "rms_norm_eps", "max_position_embeddings"):
+        assert getattr(saved.config, name) == getattr(hf.config, name), name
+    for name, weight in hf.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], weight), name
 
 
-def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path):
+def test_a_new_family_refuses_what_it_does_not_compute(hf, tmp_path):
+    hf.config.sliding_window = 4096
     hf.config.save_pretrained(tmp_path)
-    MODELS.register("mine", Mistral)
+    with pytest.raises(UserError, match="sliding_window: titan_tree's Mistral supports null only, got 4096"):
+        model_from_config(tmp_path)
+
+
+def test_two_families_for_one_type_of_snapshot_are_refused(hf, tmp_path, page):
+    hf.config.save_pretrained(tmp_path)
+    MODELS.register("mine", page.Mistral)
     with pytest.raises(
         UserError, match=r"config.json: model_type: expected one .* 'mistral', got mistral and mine; "
     ):

@@ -71,9 +71,10 @@ class DecoderConfig(Checked, ABC):
         return self.head_dim
 
     @classmethod
-    @abstractmethod
     def from_hf(cls, hf: ConfigJson, where: str) -> Self:
         """Reads a ``config.json`` with the old or the new spelling of RoPE's fields.
+
+        Families override it to refuse what their model does not compute.
 
         Args:
             hf: content of the file.
@@ -81,10 +82,34 @@ class DecoderConfig(Checked, ABC):
         Raises:
             UserError: a size is missing, or the config asks for something that this model does not compute.
         """
+        rope = cls.rope_fields(hf, where)
+        return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta"), **cls.default_heads(hf))
 
     @abstractmethod
     def to_hf(self) -> ConfigJson:
-        """Returns the ``config.json`` that transformers loads as the same model."""
+        """Returns the ``config.json`` that transformers loads as the same model.
+
+        This method returns what most families have in common. Families add "architectures", "model_type" and
+        other fields.
+        """
+        return {
+            **vars(self),
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": INIT_STD,
+            "use_cache": True,
+        }
+
+    @staticmethod
+    def default_heads(hf: ConfigJson) -> dict[str, int]:
+        """Returns what most models of transformers use for sizes of heads that older snapshots leave out."""
+        heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+        if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0):
+            return {}
+        defaults = {"head_dim": hidden // heads, "num_key_value_heads": heads}
+        return {name: size for name, size in defaults.items() if hf.get(name) is None}
 
     @classmethod
     def check_field(cls, hf: ConfigJson, where: str, field: str, ok: bool, expected: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_tree.config.checks import positive_int, positive_number, required, setting
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, flavor_table
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, DecoderConfig, flavor_table
 from titan_tree.models.layers import MLP, RMSNorm, Rope
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -47,32 +47,16 @@ class LlamaConfig(DecoderConfig):
         complete = f"llama3 with {', '.join(SCALING)}"
         cls.check_field(hf, where, "rope_parameters", not is_scaled or not missing, complete)
         overrides = {name: rope[name] for name in SCALING if is_scaled}
-        # transformers' defaults for fields that older snapshots leave out.
-        heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
-        if hf.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-            overrides["head_dim"] = hidden // heads
-        if hf.get("num_key_value_heads") is None:
-            overrides["num_key_value_heads"] = heads
+        overrides |= cls.default_heads(hf)
         return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
     def to_hf(self) -> ConfigJson:
-        sizes = {name: value for name, value in vars(self).items() if name not in SCALING}
-        rope: ConfigJson = {"rope_type": "default", "rope_theta": self.rope_theta}
+        fields = super().to_hf() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        scaling = {name: fields.pop(name) for name in SCALING}
         if self.factor != 1:
-            rope |= {"rope_type": "llama3", **{name: getattr(self, name) for name in SCALING}}
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes,
-            "rope_parameters": rope,
-            "rope_scaling": None if self.factor == 1 else rope,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": INIT_STD,
-            "mlp_bias": False,
-            "use_cache": True,
-        }
+            fields["rope_parameters"] |= {"rope_type": "llama3", **scaling}
+        rope_scaling = None if self.factor == 1 else fields["rope_parameters"]
+        return fields | {"rope_scaling": rope_scaling, "mlp_bias": False}
 
     def scale(self, frequencies: Tensor) -> Tensor:
         """Returns the frequencies of RoPE for long paths.

@@ -15,7 +15,7 @@ from titan_tree.config.checks import boolean, list_of, natural_int, positive_int
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, DecoderConfig, flavor_table
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, DecoderConfig, flavor_table
 from titan_tree.models.layers import MLP, RMSNorm
 
 
@@ -47,20 +47,13 @@ class Qwen3Config(DecoderConfig):
 
     def to_hf(self) -> ConfigJson:
         """Returns the ``config.json`` for transformers, with both spellings of RoPE."""
-        return {
+        return super().to_hf() | {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            **vars(self),
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rope_scaling": None,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": INIT_STD,
             "use_sliding_window": False,
             "sliding_window": None,
             "max_window_layers": self.num_hidden_layers,
-            "use_cache": True,
         }
 
 

@@ -24,7 +24,7 @@ from titan_tree.config.checks import positive_int, positive_number, required, se
 from titan_tree.errors import UserError
 from titan_tree.models.block import Attention, Block
 from titan_tree.models.decoder import Decoder
-from titan_tree.models.decoder_config import DEBUG, INIT_STD, ConfigJson, flavor_table
+from titan_tree.models.decoder_config import DEBUG, ConfigJson, flavor_table
 from titan_tree.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from titan_tree.models.layers import MLP, ZeroCentredRMSNorm
 from titan_tree.models.weights import ElementDraws, log
@@ -93,21 +93,10 @@ class HybridConfig(GatedDeltaNetConfig):
         return config
 
     def to_hf(self) -> ConfigJson:
-        fields = {name: value for name, value in vars(self).items() if name != "full_attention_interval"}
-        return {
-            **fields,
-            "layer_types": self.layer_types,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                "partial_rotary_factor": self.partial_rotary_factor,
-            },
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": INIT_STD,
-            "use_cache": True,
-        }
+        fields = super().to_hf() | {"layer_types": self.layer_types}
+        fields["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary_factor
+        del fields["full_attention_interval"]
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
