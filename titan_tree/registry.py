@@ -63,6 +63,14 @@ class Registry(Generic[T]):
             entry = self._entries[name] = getattr(loaded, attribute) if attribute else loaded
         return entry
 
+    def name_of(self, implementation: type) -> str | None:
+        """Returns the last name with which a class is registered, or None. Imports nothing."""
+        imported_as = f"{implementation.__module__}:{implementation.__qualname__}"
+        for name, entry in reversed(self._entries.items()):
+            if entry is implementation or entry == imported_as:
+                return name
+        return None
+
     def __iter__(self) -> Iterator[str]:
         """Iterates over the names in the order of registration."""
         return iter(self._entries)

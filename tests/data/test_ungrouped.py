@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titan_tree.data import packing
-from titan_tree.data.groups import Group
+from titan_tree.data.data_files import Group
 from titan_tree.data.packing import UngroupedLines
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree

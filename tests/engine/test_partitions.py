@@ -18,7 +18,7 @@ from titan_tree.components.tree_loss.sequence_ratios import gspo
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.forward import forward_passes
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.tree.batch import TreeBatch
@@ -198,7 +198,7 @@ def test_only_the_graphs_of_one_chain_are_live():
         return out.logprobs.sum()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        PartitionRunner(model, TreeBatch.from_plan(plan), CPU).train(compute_loss)
+        train_micro_batch(model, TreeBatch.from_plan(plan), compute_loss, CPU)
     assert len(done) == len(plan) > 5
     assert not any(kept() is not None for kept, _ in saved)
 

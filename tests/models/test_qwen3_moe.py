@@ -24,7 +24,7 @@ from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.models.decoder import build_model
@@ -152,7 +152,7 @@ def test_partitions_do_not_differentiate_routing_without_a_router_loss():
         return out.logprobs.sum()
 
     batches = TreeBatch.from_plan(TreePartitioner("redundancy_free", 4).plan(tree))
-    PartitionRunner(model, batches, torch.device("cpu")).train(compute_loss)
+    train_micro_batch(model, batches, compute_loss, torch.device("cpu"))
     assert seen == ["hidden"] * len(batches)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from tests.support.datasets import REAL_DATA, sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data import demo
-from titan_tree.data.groups import group_records
+from titan_tree.data.data_files import group_records
 from titan_tree.data.readers.containers import json_objects
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath

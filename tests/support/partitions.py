@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from titan_tree.components.tree_loss import TreeLoss
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, in_tree_order
 from titan_tree.tree.token_tree import TokenTree
@@ -72,5 +72,5 @@ def in_partitions(model, plan, reduction="path_mean"):
         return loss
 
     model.zero_grad(set_to_none=True)
-    PartitionRunner(model, TreeBatch.from_plan(plan), next(model.parameters()).device).train(compute_loss)
+    train_micro_batch(model, TreeBatch.from_plan(plan), compute_loss, next(model.parameters()).device)
     return sum(total), {name: p.grad for name, p in model.named_parameters()}

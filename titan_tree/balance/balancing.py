@@ -153,8 +153,8 @@ class Balancing:
         """
         is_free = sizes.is_partitioned and not self.expert_parallel
         work = torch.zeros(1 if is_free else sizes.max_micro_batches, 6, dtype=torch.float64)
-        for i, micro_batch_sizes in enumerate(step_input.micro_batch_sizes):
-            work[0 if is_free else i, 1:] += torch.tensor(micro_batch_sizes)
+        for i, sizes_of_batch in enumerate(step_input.micro_batch_sizes):
+            work[0 if is_free else i, 1:] += torch.tensor(sizes_of_batch)
         # The count passes of all micro-batches may come before the train passes.
         for i, seconds in enumerate(self.timer.seconds() if self.timer else []):
             work[i % len(work), 0] += seconds

@@ -15,7 +15,7 @@ from pathlib import Path
 from titan_tree.cli.data_arguments import add_data_arguments, add_settings, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
-from titan_tree.data.groups import holds_conversations
+from titan_tree.data.data_files import holds_conversations
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import is_store, write_store
 from titan_tree.errors import UserError, printable

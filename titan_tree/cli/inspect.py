@@ -26,8 +26,8 @@ from rich.text import Text
 from titan_tree.cli.data_arguments import add_data_arguments, data_config, progress_bar
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
+from titan_tree.data.data_files import Group, holds_conversations
 from titan_tree.data.divergence import render_picture, render_report
-from titan_tree.data.groups import Group, holds_conversations
 from titan_tree.data.packing import UngroupedLines, merged_trees
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample

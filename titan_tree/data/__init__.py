@@ -1,10 +1,9 @@
-"""Data files -> groups of samples -> token trees -> micro-batches, one list per optimizer step.
+"""Data files -> groups of trajectories -> token trees -> micro-batches, one list per optimizer step.
 
 readers/          readers of data formats: file -> records
 schema.py         the fields of a record, and their checks
-groups.py         records -> groups -> samples
-data_files.py     the files of a run: readers, weights, sizes, checksums
-sample_reader.py  samples -> TokenPaths, by way of the tokenizer
+data_files.py     the files of a run: records -> groups -> trajectories; weights, sizes, checksums
+sample_reader.py  trajectories -> training samples (TokenPaths), by way of the tokenizer
 turns.py          the turns of a group, as nodes of a tree
 advantages.py     rewards of a group -> advantages
 packing.py        shuffles groups, merges paths into trees, packs trees into micro-batches; finds lines that
@@ -15,8 +14,7 @@ tree_bytes.py     a tree as bytes, in token stores and between ranks
 token_store.py    files of tokenized trees
 divergence.py     where and why the paths of a tree diverge, for `titan-tree inspect --report`
 show.py           a sample as text, with its trained tokens marked
-demo.py           the embedded sample
+demo.py           the embedded demo data
 
-This package works with files and NumPy. Only loader.py imports torch. No file imports
-omegaconf.
+This package works with files and NumPy. Only loader.py imports torch. No file imports omegaconf.
 """

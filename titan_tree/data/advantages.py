@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_tree.data.groups import Trajectory
+from titan_tree.data.data_files import Trajectory
 from titan_tree.data.schema import record_name
 from titan_tree.data.turns import Turn, Turns
 from titan_tree.errors import UserError, shorten

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from titan_tree.data.data_files import DataSizes
-from titan_tree.data.groups import Group
+from titan_tree.data.data_files import DataSizes, Group
 from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError, printable

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from titan_tree.data.groups import Group
+from titan_tree.data.data_files import Group
 from titan_tree.data.token_store import STORED
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts, split_keys

@@ -15,8 +15,7 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
-from titan_tree.data.data_files import DataFiles
-from titan_tree.data.groups import Group, Trajectory, group_trajectories
+from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_trajectories
 from titan_tree.data.readers import Record
 from titan_tree.data.schema import (
     KNOWN,

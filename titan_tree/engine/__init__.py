@@ -3,7 +3,7 @@
 tree_step.py       TreeStep: the forward and backward passes of one step
 step_io.py         the input and the result of a step; StepPreparer makes inputs from trees on the host
 step_run.py        the passes of a step: count, measure, score and train
-partitions.py      nested passes over the partitions of a tree; the gateway cache, which passes them context
+partitions.py      the passes of a micro-batch, nested if it has partitions; the gateway cache
 forward.py         all forward passes without gradients
 activations.py     where the activations of suspended partitions are stored
 router_loss.py     losses of routers over several forward passes

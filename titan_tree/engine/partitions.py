@@ -1,4 +1,4 @@
-"""Nested forward and backward passes over the partitions of a tree.
+"""The forward and backward passes of one micro-batch, nested if it has several partitions.
 
     F(parent)  F(child 1) B(child 1)  F(child 2) B(child 2)  B(parent)
 
@@ -111,47 +111,56 @@ class _Partition:
     export_edges: list[tuple[GradientEdge, int]] = field(default_factory=list)
 
 
-class PartitionRunner:
-    """Runs the nested forward and backward passes of one plan.
+def train_micro_batch(
+    model: TreeModel,
+    batches: Sequence[TreeBatch],
+    compute_loss: ComputeLoss,
+    device: torch.device,
+    *,
+    entropy: bool = False,
+    activations: Activations | None = None,
+    before_last_backward: Callable[[], None] | None = None,
+) -> int:
+    """Runs every forward and every backward pass of a micro-batch once, with or without partitions.
+
+    Gradients accumulate in ``parameter.grad``.
 
     Args:
         model: the model to train.
         batches: one per partition, in the plan's order (``TreeBatch.from_plan``), on the host or on
             ``device``.
+        compute_loss: maps a partition's batch on the device and its model output to its part of the loss.
+            None means that there is nothing to differentiate. A recomputed partition calls it only after its
+            second forward pass.
         device: the device of the model.
         entropy: whether the model also returns entropies.
         activations: stores the activations of suspended partitions. None keeps them on the device.
-    Attributes:
-        recomputed_tokens: tokens whose forward pass ran twice, because ``activations`` dropped their
-            activations.
+        before_last_backward: called right before the last backward pass.
+    Returns:
+        The number of tokens whose forward pass ran twice, because ``activations`` dropped their activations.
     """
+    runner = _Runner(model, batches, device, entropy, activations or Activations(device))
+    runner.run(compute_loss, before_last_backward)
+    return runner.recomputed_tokens
+
+
+class _Runner:
+    """Runs the nested passes of ``train_micro_batch``, and counts recomputed tokens."""
 
     def __init__(
         self,
         model: TreeModel,
         batches: Sequence[TreeBatch],
         device: torch.device,
-        *,
-        entropy: bool = False,
-        activations: Activations | None = None,
+        entropy: bool,
+        activations: Activations,
     ) -> None:
         self.model, self.batches, self.device = model, batches, device
-        self.entropy = entropy
-        self.activations = activations or Activations(device)
+        self.entropy, self.activations = entropy, activations
         self.cache = GatewayCache(model.cache_streams, batches)
         self.recomputed_tokens = 0
 
-    def train(
-        self, compute_loss: ComputeLoss, before_last_backward: Callable[[], None] | None = None
-    ) -> None:
-        """Runs every forward and every backward pass once. Gradients accumulate in ``parameter.grad``.
-
-        Args:
-            compute_loss: maps a partition's batch on the device and its model output to its share of the
-                loss. None means that there is nothing to differentiate. A recomputed partition calls it only
-                after its second forward pass.
-            before_last_backward: called right before the last backward pass.
-        """
+    def run(self, compute_loss: ComputeLoss, before_last_backward: Callable[[], None] | None) -> None:
         suspended: list[_Partition] = []  # one chain: each is the parent of the next
         try:
             for number, batch in enumerate(self.batches):

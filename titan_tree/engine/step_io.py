@@ -107,7 +107,8 @@ class StepInput:
         newest_version: the newest policy that sampled a token (``TokenPath.policy_version``); -1: unknown.
         path_ids: the ids of each micro-batch's paths; "?" for a path without an id.
         tree_ids: the id of each tree's first path.
-        micro_batch_sizes: each micro-batch's ``SIZES`` (tree/costs.py) and number of forward passes.
+        micro_batch_sizes: the ``SIZES`` of each micro-batch (tree/costs.py) and its number of forward passes,
+            from which ``TreeCosts.seconds`` estimates how long it takes.
     """
 
     micro_batches: list[list[TreeBatch]]
@@ -151,7 +152,6 @@ class StepResult:
     extra_forward_tokens: Tensor
     dummy_forwards: Tensor  # forward passes without trees, run because other ranks had more
     chain_peak: int  # maximum over ranks
-    num_micro_batches: int  # maximum over ranks
     statistics: GlobalStatistics | None = None  # what the loss depended on, for ``TreeStep.find_cause``
 
 
@@ -261,11 +261,14 @@ class StepPreparer:
             newest_version=int(max(versions, default=-1)),
             path_ids=tuple(tuple(path.id or "?" for path in plan.tree.paths) for plan in plans),
             tree_ids=tree_ids,
-            micro_batch_sizes=tuple(
-                (*map(sum, zip(*map(batch_sizes, partitions), strict=True)), len(partitions))
-                for partitions in batches
-            ),
+            micro_batch_sizes=tuple(map(_micro_batch_sizes, batches)),
         )
+
+
+def _micro_batch_sizes(partitions: Sequence[TreeBatch]) -> tuple[int, ...]:
+    """Returns the ``SIZES`` of all partitions together, and their number."""
+    by_size = zip(*map(batch_sizes, partitions), strict=True)
+    return (*map(sum, by_size), len(partitions))
 
 
 def _weighted_sum(path: TokenPath, power: int) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,21 +24,15 @@ from titan_tree.distributed.collectives import all_reduce_named, all_reduce_sum
 from titan_tree.distributed.gradient_sync import GradientSync
 from titan_tree.engine.activations import Activations
 from titan_tree.engine.forward import Outputs, batches_for_loss, forward_passes, join_outputs
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.router_loss import StepRouting
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
 BatchLoss = Callable[[TreeBatch, ModelOutput], Tensor]  # the loss of a batch, from its log-probs
-
-
-class Pass(NamedTuple):
-    """One sweep over the partitions of one micro-batch."""
-
-    kind: Literal["count", "measure", "score", "train"]
-    micro_batch: int
-    is_last: bool  # whether ``micro_batch`` is the last one
+# A sweep over the partitions of a micro-batch: what it does, and the micro-batch's number.
+Pass = tuple[Literal["count", "measure", "score", "train"], int]
 
 
 def plan_passes(
@@ -53,13 +47,13 @@ def plan_passes(
         measure: whether the loss depends on a mean over several micro-batches.
         score: whether the loss needs whole paths, and so a score pass for every partitioned micro-batch.
     """
-    last = len(micro_batches) - 1
-    passes = [Pass("count", i, i == last) for i in range(len(micro_batches)) if count]
-    passes += [Pass("measure", i, i == last) for i in range(len(micro_batches)) if measure]
-    for i, batches in enumerate(micro_batches):
-        if score and len(batches) > 1:
-            passes.append(Pass("score", i, i == last))
-        passes.append(Pass("train", i, i == last))
+    numbers = range(len(micro_batches))
+    passes: list[Pass] = [("count", i) for i in numbers if count]
+    passes += [("measure", i) for i in numbers if measure]
+    for i in numbers:
+        if score and len(micro_batches[i]) > 1:
+            passes.append(("score", i))
+        passes.append(("train", i))
     return passes
 
 
@@ -139,7 +133,9 @@ class StepRun:
         self._measured = torch.zeros(2, dtype=torch.float64)
 
     def run(self, passes: Sequence[Pass]) -> None:
-        for kind, i, is_last in passes:
+        """Runs ``passes`` in order."""
+        for kind, i in passes:
+            is_last = i == len(self.micro_batches) - 1
             if kind == "count":
                 self.count(i, is_last)
             elif kind == "measure":
@@ -185,16 +181,17 @@ class StepRun:
         """Runs forward and backward passes of micro-batch ``i``."""
         if not self.sizes.is_partitioned:
             self.gradient_sync.sum_in_backward(is_last or self.sums_every_backward)
-        runner = PartitionRunner(
+        self.extra_forward_tokens += train_micro_batch(
             self.model,
             self.micro_batches[i],
+            lambda batch, out: self._partition_loss(i, batch, out),
             self._device,
             entropy=self.loss_function.needs_entropy,
             activations=self.activations,
+            before_last_backward=(
+                self.gradient_sync.release if self.sizes.is_partitioned and is_last else None
+            ),
         )
-        release = self.gradient_sync.release if self.sizes.is_partitioned and is_last else None
-        runner.train(lambda batch, out: self._partition_loss(i, batch, out), before_last_backward=release)
-        self.extra_forward_tokens += runner.recomputed_tokens
         self._whole_path_losses.pop(i, None)
 
     def result(self) -> StepResult:
@@ -218,7 +215,6 @@ class StepRun:
             extra_forward_tokens=extra,
             dummy_forwards=dummies,
             chain_peak=sizes.chain_peak,
-            num_micro_batches=sizes.max_micro_batches,
         )
 
     def _partition_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:

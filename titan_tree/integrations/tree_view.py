@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from titan_tree.components.edge_statistics import Statistic
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.forward import forward_passes, join_outputs
-from titan_tree.engine.partitions import PartitionRunner
+from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
 from titan_tree.models.transformers.attention_function import NAMES
@@ -119,10 +119,9 @@ class _Partitions(torch.autograd.Function):
             return torch.stack([(g[edges] * getattr(out, name)).sum() for name, g in wanted.items()]).sum()
 
         with torch.enable_grad(), _leaves(ctx.view) as leaves:
-            runner = PartitionRunner(
-                ctx.view, ctx.partitions, ctx.edge_token.device, entropy="entropy" in wanted
+            train_micro_batch(
+                ctx.view, ctx.partitions, loss, ctx.edge_token.device, entropy="entropy" in wanted
             )
-            runner.train(loss)
         return (None,) * 5 + tuple(leaves[id(parameter)].grad for parameter in ctx.parameters)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import ExpertInfo, MoE, Routing
-from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
@@ -105,10 +104,6 @@ class Decoder(TreeModel):
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows for layer in self.blocks for rows in layer.mixer.empty_rows(x)]
 
-    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
-        head = x.new_empty(1, 1, self.config.head_dim)
-        return [(head, head, Scoring())]
-
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)
         if self.experts is not None:
@@ -120,8 +115,7 @@ class Decoder(TreeModel):
     @property
     def family(self) -> str:
         """The registered name of the model's class, or of its first base class that is registered."""
-        names = {MODELS[name]: name for name in MODELS}
-        return next(names[base] for base in type(self).__mro__ if base in names)
+        return next(name for base in type(self).__mro__ if (name := MODELS.name_of(base)))
 
     @property
     def last_norm(self) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_tree.checkpoint import FolderLock
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import Config
-from titan_tree.data.groups import Group
+from titan_tree.data.data_files import Group
 from titan_tree.data.readers import OpenFile, open_binary
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed.collectives import call_on_all_ranks, call_on_rank_0, rank, world_size

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from titan_tree.data.groups import Group, Trajectory
+from titan_tree.data.data_files import Group, Trajectory
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.schema import record_name
 from titan_tree.data.token_store import STORED

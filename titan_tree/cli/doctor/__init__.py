@@ -7,7 +7,7 @@ titan-tree doctor --json                               the same findings, for pr
 The exit status is 0 without problems, 1 with problems, and 2 for wrong usage. Doctor writes nothing into the
 run's folder and needs no network. It does not import your own script, so it knows only built-in components.
 
-A check is a function that yields findings. machine.py checks versions, the host and its GPUs; numerics.py
+A check is a generator of findings. machine.py checks versions, the host and its GPUs; numerics.py
 compares training on a tree with training path by path; configuration.py checks what a run reads before its
 first step.
 """
@@ -18,10 +18,12 @@ import argparse
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from textwrap import fill
+from typing import TypeVar
 
 from titan_tree.config import Config
 from titan_tree.errors import UserError, printable
@@ -35,7 +37,7 @@ CHECKS = {
     "self-test": "numerics:self_test",
     "configuration": "configuration:configuration",
 }
-MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("-", "dim")}
+MARKS = {True: "✓", False: "✗", None: "-"}
 
 
 @dataclass
@@ -49,6 +51,10 @@ class Finding:
 
     def __post_init__(self) -> None:
         self.name, self.value, self.fix = map(printable, (self.name, self.value, self.fix))
+
+
+T = TypeVar("T")
+Checked = Generator[Finding, None, T]  # a check: it yields findings, and returns what later checks need
 
 
 def problem(name: str, value: str, fix: str) -> Finding:
@@ -67,9 +73,7 @@ class Subject:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree doctor``."""
     add = parser.add_argument
-    add(
-        "--config", metavar="FILE.toml", help="also check that a run with this configuration could start here"
-    )
+    add("--config", metavar="FILE.toml", help="also check whether a run with this configuration could start")
     add("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     add("--json", action="store_true", help="print the findings as JSON")
 
@@ -83,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     findings: dict[str, list[Finding]] = {}
     logging.disable(logging.WARNING)  # findings report what matters
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             subject = _subject(args)
             for section in CHECKS:
                 if section == "configuration" and args.config is None:
@@ -105,25 +108,23 @@ def run(args: argparse.Namespace) -> int:
     return int(problems > 0)
 
 
-def attempt(name: str, check: Callable[..., Iterator[Finding]], *arguments: object) -> Iterator[Finding]:
-    """Yields the findings of ``check(*arguments)``. If the check raises an error, the error is a problem."""
+def attempt(name: str, check: Callable[..., Checked[T]], *arguments: object) -> Checked[T | None]:
+    """Yields the findings of ``check(*arguments)`` and returns its result.
+
+    If the check raises an error, the error is a problem, and the result None.
+    """
     try:
-        yield from check(*arguments)
+        return (yield from check(*arguments))
     except UserError as error:  # its message says how to fix it
         yield Finding(name, str(error), ok=False)
-    except ImportError as error:
-        yield problem(name, f"cannot be checked: {_first_line(error)}", "python -m pip install -e .")
     except Exception as error:
-        yield problem(
-            name,
-            f"failed with {type(error).__name__}: {_first_line(error)}",
-            "fix other problems first; if this one remains, report the output of titan-tree doctor --json",
-        )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0][:200]
+        line = next(iter(str(error).strip().splitlines()), "no message")[:200]
+        if isinstance(error, ImportError):
+            yield problem(name, f"cannot be checked: {line}", "python -m pip install -e .")
+            return None
+        fix = "fix other problems first; if this one remains, report the output of titan-tree doctor --json"
+        yield problem(name, f"failed with {type(error).__name__}: {line}", fix)
+    return None
 
 
 def _subject(args: argparse.Namespace) -> Subject:
@@ -136,26 +137,18 @@ def _subject(args: argparse.Namespace) -> Subject:
     return Subject(args.config, args.overrides, config)
 
 
-def _check(section: str, subject: Subject) -> Iterator[Finding]:
+def _check(section: str, subject: Subject) -> Checked[None]:
     module, _, function = CHECKS[section].partition(":")
     yield from getattr(import_module(f"{__name__}.{module}"), function)(subject)
 
 
 def _print(findings: list[Finding]) -> None:
-    """Prints a section. Without the package rich, it has neither columns nor colors."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        for finding in findings:
-            print(" ", MARKS[finding.ok][0], finding.name, finding.value)
-            print(f"    fix: {finding.fix}\n" * bool(finding.fix), end="")
-        return
-    table = Table.grid(padding=(0, 1))
+    """Prints a section in 80 columns: a mark, a name, and a value above its fix."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (width + 5)
     for finding in findings:
-        value = Text(finding.value)
+        line = f"  {MARKS[finding.ok]} {finding.name:<{width}} {finding.value}"
+        print(fill(line, 80, subsequent_indent=indent, break_on_hyphens=False))
         if finding.fix:
-            value.append(f"\nfix: {finding.fix}", "yellow")
-        table.add_row(" ", Text(*MARKS[finding.ok]), Text(finding.name, no_wrap=True), value)
-    Console(soft_wrap=False).print(table)
+            fix = f"fix: {finding.fix}"
+            print(fill(fix, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))

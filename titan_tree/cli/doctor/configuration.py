@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from titan_tree.cli.doctor import Finding, Subject, attempt, problem
+from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
 from titan_tree.cli.doctor.machine import existing, size_text
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import Config
@@ -37,102 +37,93 @@ def configuration(subject: Subject) -> Iterator[Finding]:
     assert subject.file is not None
     config = load_config(subject.file, subject.overrides)
     yield Finding("file", f"{subject.file} is valid")
-    run = _Run(config)
-    for name in ("components", "model", "tokenizer", "data", "checkpoints"):
-        yield from attempt(name, getattr(run, name))
+    yield from attempt("components", _components, config)
+    model = yield from attempt("model", _model, config)
+    tokenizer = yield from attempt("tokenizer", _tokenizer, config)
+    if model is not None and tokenizer is not None:
+        yield from attempt("data", _data, config, model, *tokenizer)
+    yield from attempt("checkpoints", _checkpoints, config, model)
 
 
-class _Run:
-    """The checks of one configuration. Those that need a result which failed before yield nothing."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self._model: TreeModel | None = None  # without weights
-        self._tokenizer: TreeTokenizer | None = None
-        self._has_tokenizer = False  # True also if the data need none
-
-    def components(self) -> Iterator[Finding]:
-        """Imports the loss, the optimizer and the loggers."""
-        config = self.config
-        build.build_loss(config.loss)
-        optimizer_class(config.optimizer)
-        for name in config.metrics.loggers:
-            LOGGERS[name]
-        yield Finding(
-            "components", ", ".join((config.loss.name, config.optimizer.name, *config.metrics.loggers))
-        )
-
-    def model(self) -> Iterator[Finding]:
-        """Builds the model without weights, and compares the snapshot's tensors with it."""
-        folder = self.config.model.hf_path
-        with torch.device("meta"):
-            model = self._model = build_model_without_weights(self.config.model)
-            lora, _ = build_lora(self.config.lora, model)
-            if lora is not None:
-                add_lora(model, lora)
-        weights = f"weights of {folder}" if folder else "random weights"
-        if folder and isinstance(model, Decoder):
-            # This compares all names, shapes and dtypes before the first tensor.
-            next(read_weights(folder, model, whole_weights(model)))
-        yield Finding("model", f"{model.config.title}, {model.num_parameters():,} parameters, {weights}")
-
-    def tokenizer(self) -> Iterator[Finding]:
-        """Loads the tokenizer."""
-        self._tokenizer = build.build_tokenizer(self.config.data, self.config.model.hf_path)
-        self._has_tokenizer = True
-        text = "none; the data must be token ids"
-        if self._tokenizer is not None:
-            name = self.config.data.tokenizer or self.config.model.hf_path
-            text = f"{name}, {self._tokenizer.vocab_size:,} tokens"
-        yield Finding("tokenizer", text)
-
-    def data(self) -> Iterator[Finding]:
-        """Reads, renders and tokenizes the first group of each data file."""
-        if self._model is None or not self._has_tokenizer:
-            return
-        for table, files in (("data", self.config.data.files), ("validation", self.config.validation.files)):
-            if files is not None:
-                settings = replace(self.config.data, files=files, weights=None)
-                reader = build.build_reader(settings, self._tokenizer, self._model)
-                problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files)))
-                yield from problems
-                readable = len(reader.files) - len(problems)
-                size = size_text(reader.num_bytes())
-                if readable:
-                    text = f"first group readable in {readable} of {len(reader.files)} files; {size}"
-                    yield Finding(table, text)
-
-    def checkpoints(self) -> Iterator[Finding]:
-        """Compares the size of checkpoints with the free space of the disk."""
-        config, folder = self.config.checkpoint, Path(self.config.folder)
-        for parent in dict.fromkeys(map(existing, (folder, folder / config.folder))):
-            if not (parent.is_dir() and os.access(parent, os.W_OK)):
-                yield problem("folder", f"{parent} is not a writable folder", "set folder to another path")
-        if not config.interval or self._model is None:
-            return
-        spec = OPTIMIZERS[self.config.optimizer.name]
-        shards = [p.numel() for p in self._model.parameters() if p.requires_grad]
-        size = sum(WEIGHT_BYTES * shard + spec.state_bytes(shard) for shard in shards)
-        free = shutil.disk_usage(existing(folder / config.folder)).free
-        fit = math.floor(free / size)
-        needed = config.keep + 1  # a checkpoint is complete before an older one is deleted
-        if self.config.training.steps is not None:
-            written = math.ceil(self.config.training.steps / config.interval)
-            needed = min(needed, written) if config.keep else written
-        names = [path.name.removeprefix("step-") for path in (folder / config.folder).glob("step-*")]
-        needed = max(needed - sum(name.isdecimal() for name in names), 1)
-        text = (
-            f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {config.keep}"
-        )
-        if fit >= needed:
-            yield Finding("checkpoints", text)
-        else:
-            fix = "free some space, set folder to a path on another disk, or set checkpoint.keep=2"
-            yield problem("checkpoints", f"{text} needs {needed}", fix)
+def _components(config: Config) -> Checked[None]:
+    """Imports the loss, the optimizer and the loggers."""
+    build.build_loss(config.loss)
+    optimizer_class(config.optimizer)
+    for name in config.metrics.loggers:
+        LOGGERS[name]
+    names = config.loss.name, config.optimizer.name, *config.metrics.loggers
+    yield Finding("components", ", ".join(names))
 
 
-def _first_group(reader: SampleReader, file: str) -> Iterator[Finding]:
+def _model(config: Config) -> Checked[TreeModel]:
+    """Builds the model without weights, and compares the snapshot's tensors with it."""
+    folder = config.model.hf_path
+    with torch.device("meta"):
+        model = build_model_without_weights(config.model)
+        lora, _ = build_lora(config.lora, model)
+        if lora is not None:
+            add_lora(model, lora)
+    if folder and isinstance(model, Decoder):
+        # This compares all names, shapes and dtypes before the first tensor.
+        next(read_weights(folder, model, whole_weights(model)))
+    weights = f"weights of {folder}" if folder else "random weights"
+    yield Finding("model", f"{model.config.title}, {model.num_parameters():,} parameters, {weights}")
+    return model
+
+
+def _tokenizer(config: Config) -> Checked[tuple[TreeTokenizer | None]]:
+    """Loads the tokenizer. There is none if the data must be token ids."""
+    tokenizer = build.build_tokenizer(config.data, config.model.hf_path)
+    text = "none; the data must be token ids"
+    if tokenizer is not None:
+        text = f"{config.data.tokenizer or config.model.hf_path}, {tokenizer.vocab_size:,} tokens"
+    yield Finding("tokenizer", text)
+    return (tokenizer,)
+
+
+def _data(config: Config, model: TreeModel, tokenizer: TreeTokenizer | None) -> Checked[None]:
+    """Reads, renders and tokenizes the first group of each data file."""
+    for table, files in (("data", config.data.files), ("validation", config.validation.files)):
+        if files is None:
+            continue
+        reader = build.build_reader(replace(config.data, files=files, weights=None), tokenizer, model)
+        problems = list(chain(*(attempt(table, _first_group, reader, file) for file in reader.files)))
+        yield from problems
+        if readable := len(reader.files) - len(problems):
+            size = size_text(reader.num_bytes())
+            yield Finding(table, f"first group readable in {readable} of {len(reader.files)} files; {size}")
+
+
+def _first_group(reader: SampleReader, file: str) -> Checked[None]:
     """Reads the first group of a file. Yields nothing; what is wrong raises UserError."""
     group = next(DataFiles(replace(reader.config, files=[file], weights=None)).groups())
     reader.paths(group)
-    return iter(())
+    yield from ()
+
+
+def _checkpoints(config: Config, model: TreeModel | None) -> Checked[None]:
+    """Compares the size of checkpoints with the free space of the disk."""
+    folder, keep, interval = Path(config.folder), config.checkpoint.keep, config.checkpoint.interval
+    checkpoints = folder / config.checkpoint.folder
+    for parent in dict.fromkeys(map(existing, (folder, checkpoints))):
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            yield problem("folder", f"{parent} is not a writable folder", "set folder to another path")
+    if not interval or model is None:
+        return
+    state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    size = sum(WEIGHT_BYTES * n + state_bytes(n) for n in sizes)
+    free = shutil.disk_usage(existing(checkpoints)).free
+    fit = math.floor(free / size)
+    needed = keep + 1  # a checkpoint is complete before an older one is deleted
+    if config.training.steps is not None:
+        written = math.ceil(config.training.steps / interval)
+        needed = min(needed, written) if keep else written
+    names = [path.name.removeprefix("step-") for path in checkpoints.glob("step-*")]
+    needed = max(needed - sum(name.isdecimal() for name in names), 1)
+    text = f"{size_text(size)} each; {fit:,} more fit in {size_text(free)}; checkpoint.keep = {keep}"
+    if fit >= needed:
+        yield Finding("checkpoints", text)
+    else:
+        fix = "free some space, set folder to a path on another disk, or set checkpoint.keep=2"
+        yield problem("checkpoints", f"{text} needs {needed}", fix)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_tree.cli.doctor import Finding, Subject, attempt, problem
+from titan_tree.cli.doctor import Checked, Finding, Subject, attempt, problem
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.engine.tree_step import TreeStep
@@ -65,7 +65,7 @@ def self_test(subject: Subject) -> Iterator[Finding]:
     torch.set_num_threads(threads)
 
 
-def _test(family: str, device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
+def _test(family: str, device: torch.device, dtype: torch.dtype) -> Checked[None]:
     loss_error, error, noise = errors(family, device, dtype)
     limit = MAX_NOISE_RATIO * noise
     name = f"{str(dtype).removeprefix('torch.')} on {device.type}"

@@ -21,18 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Iterable
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.text import Text
 
 from titan_tree.errors import UserError
 
 if TYPE_CHECKING:  # --help must not import torch
     from titan_tree.cli.plan.planner import Planner
-
-WIDTH, NAME_WIDTH = 80, 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="override a key of the configuration")
     add("--gpus", required=True, metavar="N", help="number of GPUs")
     add("--gpu", default="h200", metavar="NAME", help="h200 (default), h100, or the GPU's memory in GiB")
-    add(
-        "--groups",
-        metavar="N",
-        help="groups to sample from the data (default: data.global_batch_groups, which make one step)",
-    )
+    add("--groups", metavar="N", help="groups to sample from the data (default: data.global_batch_groups)")
     add("--json", action="store_true", help="print the numbers as JSON")
 
 
@@ -62,14 +54,10 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     logging.disable(logging.WARNING)  # training shows those that matter
     try:
-        planner = Planner(config, gpus, gpu, groups)
-        plan = as_json(planner)
-        if args.json:
-            print(json.dumps(plan))
-        else:
-            _print(Console(width=WIDTH, highlight=False), plan)
+        plan = as_json(Planner(config, gpus, gpu, groups))
     finally:
         logging.disable(logging.NOTSET)
+    print(json.dumps(plan)) if args.json else _print(plan)
 
 
 def _positive(option: str, text: str) -> int:
@@ -83,7 +71,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
     estimate, steps = planner.estimate, len(planner.estimate.steps)
     owners = [owner for step in estimate.steps for owner in step]
     parallel = planner.best_parallel() if planner.gpus > 1 else {}
-    savings = [] if estimate.fits else planner.savings()
+    tokens = ("logical_tokens", "distinct_tokens", "executed_tokens")
     return {
         "model": planner.model.config.title,
         "parameters": planner.model.num_parameters(),
@@ -91,9 +79,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "gpu": planner.gpu.name,
         "groups": planner.groups,
         "steps": steps,
-        "logical_tokens": estimate.counts.logical_tokens / steps,
-        "distinct_tokens": estimate.counts.distinct_tokens / steps,
-        "executed_tokens": estimate.counts.executed_tokens / steps,
+        **{name: getattr(estimate.counts, name) / steps for name in tokens},
         "por": estimate.counts.por,
         "micro_batches": max(len(owner.micro_batches) for owner in owners),
         "forward_passes": max(len(owner.runs) for owner in owners),
@@ -111,24 +97,24 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "parallel": {key.removeprefix("parallel."): value for key, value in parallel.items()},
         "savings": [
             {"settings": changes, "memory": e.bytes, "seconds": sum(e.seconds.values()), "fits": e.fits}
-            for changes, e in savings
+            for changes, e in ([] if estimate.fits else planner.savings())
         ],
         "notes": planner.notes(),
     }
 
 
-def _print(console: Console, plan: dict[str, Any]) -> None:
+def _print(plan: dict[str, Any]) -> None:
     """Prints the plan as text, one section after another."""
     from titan_tree.cli.plan.planner import MARGIN
 
     executed, logical, seconds = (plan[key] for key in ("executed_tokens", "logical_tokens", "seconds_sum"))
-    sums = {"sum": plan["memory_sum"]}
+    sizes = plan["memory"] | {"sum": plan["memory_sum"]}
     if plan["memory_random_router"] > plan["memory_sum"]:
-        sums["sum, random router"] = plan["memory_random_router"]
-    sizes = {name: size for name, size in (plan["memory"] | sums).items() if size}
-    times = sorted((item for item in plan["seconds"].items() if item[1]), key=lambda item: -item[1])
-    sections = {
-        "run": [
+        sizes["sum, random router"] = plan["memory_random_router"]
+    times = sorted(plan["seconds"].items(), key=lambda item: -item[1])
+    _section(
+        "run",
+        [
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters"),
             ("GPUs", f"{plan['gpus']} x {plan['gpu']}"),
             ("sample", f"{plan['groups']:,} groups in {plan['steps']:,} optimizer step(s)"),
@@ -138,48 +124,40 @@ def _print(console: Console, plan: dict[str, Any]) -> None:
             ("forward passes of a GPU", f"at most {plan['forward_passes']:,}"),
             ("live tokens of a GPU", f"at most {plan['chain_tokens']:,}"),
         ],
-        "GiB on the fullest GPU": [
-            *((name, f"{size / 2**30:7.2f}") for name, size in sizes.items()),
-            (
-                "memory of the GPU",
-                f"{plan['memory_of_gpu'] / 2**30:7.2f}, less {MARGIN:.0%} as a margin: {_fits(plan)}",
-            ),
-            ("largest at", plan["memory_moment"]),
-        ],
-        "seconds of a step": [
-            *((name, f"{part:9.4f} {part / seconds:6.1%}") for name, part in times),
+    )
+    of_gpu = f"{plan['memory_of_gpu'] / 2**30:7.2f}, less {MARGIN:.0%} as a margin: {_fits(plan)}"
+    rows = [(name, f"{size / 2**30:7.2f}") for name, size in sizes.items() if size]
+    rows += [("memory of the GPU", of_gpu), ("largest at", plan["memory_moment"])]
+    _section("GiB on the fullest GPU", rows)
+    _section(
+        "seconds of a step",
+        [
+            *((name, f"{part:9.4f} {part / seconds:6.1%}") for name, part in times if part),
             ("sum", f"{seconds:9.4f}"),
             ("tokens per second", f"{executed / seconds:,.0f} executed, {logical / seconds:,.0f} logical"),
             ("MFU", f"{plan['mfu']:.1%}"),
             ("idle share", f"{plan['idle_share']:.1%}: of the GPUs' time, waiting for others"),
         ],
-        "suggested [parallel]": [(key, _toml(value)) for key, value in plan["parallel"].items()],
-        "to need less memory": [
-            (
-                f"{saving['memory'] / 2**30:7.1f} GiB, {_fits(saving)}",
-                " ".join(f"{key}={_toml(value)}" for key, value in saving["settings"].items())
-                + f" ({saving['seconds']:.3g} s)",
-            )
-            for saving in plan["savings"]
-        ],
-    }
-    for title, rows in sections.items():
-        if rows:
-            console.print(Text(title, style="bold"))
-        for name, value in rows:
-            indent = " " * (NAME_WIDTH + 3)
-            text = fill(value, WIDTH - len(indent), break_on_hyphens=False, drop_whitespace=False)
-            console.print(Text(f"  {name:<{NAME_WIDTH}} " + text.replace("\n", f"\n{indent}")))
-        if rows:
-            console.print()
-    console.print(Text("notes", style="bold"))
+    )
+    _section("suggested [parallel]", ((key, str(value).lower()) for key, value in plan["parallel"].items()))
+    rows = []
+    for saving in plan["savings"]:
+        settings = " ".join(f"{key}={value}".lower() for key, value in saving["settings"].items())
+        title = f"{saving['memory'] / 2**30:7.1f} GiB, {_fits(saving)}"
+        rows.append((title, f"{settings} ({saving['seconds']:.3g} s)"))
+    _section("to need less memory", rows)
+    print("notes")
     for note in plan["notes"]:
-        console.print(Text(fill(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")))
+        print(fill(note, 80, initial_indent="  - ", subsequent_indent="    "))
+
+
+def _section(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    lines = [f"  {name:<26} {value}" for name, value in rows]
+    if lines:
+        indent = " " * 29
+        wrapped = [fill(line, 80, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
+        print(title, *wrapped, sep="\n", end="\n\n")
 
 
 def _fits(plan: dict[str, Any]) -> str:
     return "fits" if plan["fits"] else "does not fit"
-
-
-def _toml(value: str | int) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,24 +28,32 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_tree.components.moe import Experts
 from titan_tree.components.tree_attention import TreeAttention, operator, plan
-from titan_tree.components.tree_attention.operator import PLAIN, Scoring
 from titan_tree.components.tree_gdn import TreeGDN
-from titan_tree.components.tree_gdn.operator import gated_delta_rule
+from titan_tree.components.tree_gdn.buffers import empty_saved
 from titan_tree.config import ParallelConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 from titan_tree.distributed.sequence_parallel import AllToAllExchange
 from titan_tree.models.block import Block, Mixer
 from titan_tree.models.decoder import Decoder
+from titan_tree.registry import ATTENTION_BACKENDS, GDN_BACKENDS
 from titan_tree.tree.batch import TreeBatch
-from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_shards import TokenShard
 from titan_tree.tree.token_tree import TokenTree
 
 POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.FullAC}
 TRACED_TOKENS = 1024
-BACKEND = "triton"  # it keeps the same tensors as "hopper"
+# A backend of TreeAttention and of TreeGDN for the meta device, which no other one accepts. It keeps the same
+# tensors as "hopper" and "triton", and computes nothing.
+SHAPES = {
+    "shapes": SimpleNamespace(
+        refusal=lambda *inputs: None,
+        prepare=plan.prepare,
+        attention=partial(operator.attention, "shapes"),
+        empty_saved=empty_saved,
+    )
+}
 
 
 class Kept(NamedTuple):
@@ -66,11 +76,9 @@ class LayerTrace:
 
     def __init__(self, model: Decoder) -> None:
         self.model = copy.deepcopy(model)
-        for module in self.model.modules():  # no backend accepts the meta device, so they only see shapes
-            if isinstance(module, TreeAttention):
-                module.prepare, module.forward = _prepare, _attention  # type: ignore[method-assign]
-            elif isinstance(module, TreeGDN):
-                module.forward = _delta_rule  # type: ignore[method-assign]
+        for module in self.model.modules():
+            if isinstance(module, TreeAttention | TreeGDN):
+                module.backend = "shapes"
         self._traced: dict[tuple[object, ...], Kept] = {}
 
     def kept(self, policy: str, parallel: ParallelConfig) -> Kept:
@@ -94,39 +102,8 @@ class LayerTrace:
         shared = sequence_parallel if sequence_parallel > fewest else min(sequence_parallel, 2)
         key = type(block.mixer), type(block.mlp), policy, shared, expert_parallel > 1
         if key not in self._traced:
-            with _compiler_settings(self.model):
-                self._traced[key] = _trace(self.model, block, policy, sequence_parallel, expert_parallel)
+            self._traced[key] = _trace(self.model, block, policy, sequence_parallel, expert_parallel)
         return self._traced[key]
-
-
-def _prepare(layout: TreeLayout, windows: Collection[int | None] = (None,)) -> TreeLayout:
-    """``TreeAttention.prepare`` on shapes."""
-    return layout.with_plan({window: plan.prepare(layout, window) for window in windows})
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: TreeLayout,
-    context: Tensor | None = None,
-    scale: float | None = None,
-    scoring: Scoring = PLAIN,
-) -> Tensor:
-    """``TreeAttention.forward`` on shapes."""
-    assert layout.attention_plan is not None
-    return operator.attention(
-        BACKEND, q, k, v, context, layout, layout.attention_plan[scoring.window], 1.0, scoring, False
-    )
-
-
-def _delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: TreeLayout, states: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """``TreeGDN.forward`` on shapes."""
-    assert layout.chunks is not None
-    assert layout.chains is not None
-    return gated_delta_rule(BACKEND, q, k, v, g, beta, states, layout.chunks, layout.chains)[0], None
 
 
 class _TracedError(Exception):
@@ -141,26 +118,21 @@ def _trace(model: Decoder, block: Block, policy: str, sequence_parallel: int, ex
         graphs.append(graph)
         return _stop
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
-        """Chooses what the forward pass keeps, as Inductor does."""
-        with torch._functorch.config.patch(unlift_effect_tokens=True):
-            partition = partial(min_cut_rematerialization_partition, compiler="inductor")
-            return aot_autograd(
-                fw_compiler=compiler,
-                bw_compiler=compiler,
-                decompositions=select_decomp_table,
-                partition_fn=partition,
-            )(graph, inputs)
-
+    backend = aot_autograd(  # chooses what the forward pass keeps, as Inductor does
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        decompositions=select_decomp_table,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
     holder = nn.Module()
     holder.layers = nn.ModuleList([copy.deepcopy(block).to(model.compute_dtype)])
     share = TokenShard(num_ranks=sequence_parallel)
     path = TokenPath([1] * (TRACED_TOKENS * sequence_parallel))
     batch = share.of(TreeBatch.from_trees([TokenTree.from_paths([path])]))
-    layout = model.prepare(batch.to("meta").layout)
     sizes = TRACED_TOKENS, model.config.hidden_size
     x = torch.empty(sizes, dtype=model.compute_dtype, device="meta", requires_grad=True)
-    with _exchanges(holder, sequence_parallel, expert_parallel):
+    with _compiler_settings(model), _exchanges(holder, sequence_parallel, expert_parallel):
+        layout = model.prepare(batch.to("meta").layout)
         if policy_class := POLICIES[policy]:
             policy_class(policy_class.Config(preserve_rng_state=False)).apply(holder)
         compiled = torch.compile(holder.layers[0], backend=backend, fullgraph=True, dynamic=True)
@@ -199,16 +171,14 @@ def _outputs(graph: torch.fx.GraphModule) -> Kept:
 @contextmanager
 def _exchanges(holder: nn.Module, sequence_parallel: int, expert_parallel: int) -> Iterator[None]:
     """Makes mixers exchange tokens for heads, and experts exchange tokens, with ranks that do not exist."""
-    if (size := max(sequence_parallel, expert_parallel)) == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    world_size = max(sequence_parallel, expert_parallel)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         heads, experts = (dist.new_group(list(range(n))) for n in (sequence_parallel, expert_parallel))
         for module in holder.modules():
-            if isinstance(module, Mixer) and heads.size() > 1:
-                module.exchange = AllToAllExchange(heads.group_name, TokenShard(0, heads.size()))
-            elif isinstance(module, Experts) and experts.size() > 1:
+            if isinstance(module, Mixer) and sequence_parallel > 1:
+                module.exchange = AllToAllExchange(heads.group_name, TokenShard(0, sequence_parallel))
+            elif isinstance(module, Experts) and expert_parallel > 1:
                 module.dispatcher = ShardedExperts(experts)
         yield
     finally:
@@ -217,11 +187,14 @@ def _exchanges(holder: nn.Module, sequence_parallel: int, expert_parallel: int) 
 
 @contextmanager
 def _compiler_settings(model: Decoder) -> Iterator[None]:
-    """Sets what ``parallelize`` sets for the compiler."""
+    """Registers ``SHAPES``, and sets what ``parallelize`` and Inductor set for the compiler."""
     torch._dynamo.reset()
     duck_shape = torch.fx.experimental._config.use_duck_shape and "states" not in model.cache_streams
     with (
         warnings.catch_warnings(action="ignore"),
+        patch.dict(ATTENTION_BACKENDS._entries, SHAPES),
+        patch.dict(GDN_BACKENDS._entries, SHAPES),
+        torch._functorch.config.patch(unlift_effect_tokens=True),
         torch._dynamo.config.patch(specialize_float=True, do_not_emit_runtime_asserts=True),
         torch.fx.experimental._config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]
     ):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_tree.cli.plan.layer_trace import LayerTrace
-from titan_tree.cli.plan.workload import Step
+from titan_tree.cli.plan.workload import Step, is_partitioned
 from titan_tree.components.logprobs import BLOCK_ELEMENTS
 from titan_tree.components.tree_attention.plan import table_bytes
 from titan_tree.config import Config
@@ -40,7 +40,6 @@ NCCL = 1.5 * GIB  # buffers of the communicators
 # Token copies of the busiest rank, relative to the mean: Qwen3-30B-A3B with random weights, experts over 4
 # ranks. A balanced router sends equal numbers to all ranks.
 RANDOM_ROUTER = 1.22
-CACHE_BYTES = {"keys": 3.0, "states": 2.0}  # of rows with their fp32 gradients, relative to the rows alone
 
 
 class Memory:
@@ -63,7 +62,7 @@ class Memory:
         owners = [owner for step in steps for owner in step]
         runs = [run for owner in owners for run in owner.runs]
         ranks = config.parallel.sequence_parallel
-        self.is_partitioned = any(len(runs) > 1 for owner in owners for runs in owner.micro_batches)
+        self.is_partitioned = any(map(is_partitioned, steps))
         self.chain_tokens = -(-max(owner.chain_tokens for owner in owners) // ranks)  # live at once
         self.tokens = -(-max(run.tokens for run in runs) // ranks)  # of a forward pass
         self.edges = max(run.edges for run in runs)  # of a forward pass
@@ -79,29 +78,30 @@ class Memory:
         self.size = gathered_size(model, expert_parallel)
 
     def peak(self, imbalance: float = 1.0) -> tuple[str, Parts]:
-        """Returns when memory is largest, and its parts.
+        """Returns when memory is largest, and its parts. See ``moments``."""
+        return max(self.moments(imbalance).items(), key=lambda moment: sum(moment[1].values()))
+
+    def moments(self, imbalance: float = 1.0) -> dict[str, Parts]:
+        """Returns the parts of memory at each moment at which it may be largest.
 
         Args:
             imbalance: token copies that arrive at the busiest rank for its experts, relative to the mean.
         """
-        moments = self.moments(imbalance)
-        name = max(moments, key=lambda moment: sum(moments[moment].values()))
-        return name, moments[name]
-
-    def moments(self, imbalance: float = 1.0) -> dict[str, Parts]:
-        """Returns the parts of memory at each moment at which it may be largest."""
-        fixed, backward, gradients = self._fixed(), self._backward(imbalance), self._gradients()
+        fixed, gradients, parallel = self._fixed(), float(4 * sum(self.shards)), self.config.parallel
+        sums_later = self.passes > 1 and parallel.reduce_gradients == "last"
+        if self.gpus == 1 or self.is_partitioned or sums_later:
+            gradients = 4.0 * self.size  # not sharded
         layer, root = max(self.layer_sizes), self.size - sum(self.layer_sizes)
         before = fixed | {
             "gradients": gradients if self.passes > 1 else 0.0,  # of earlier forward and backward passes
             "activations": self._activations(imbalance),
         }
         after = fixed | {"gradients": gradients}
-        summed = self._summed(layer)
+        backward = self._summed(layer) | self._backward(imbalance)
         return {
             "the loss": before | {"log-probs": self._logprobs()},
-            "the backward pass of the last layer": before | summed | backward,
-            "the backward pass of the first layer": after | summed | backward,
+            "the backward pass of the last layer": before | backward,
+            "the backward pass of the first layer": after | backward,
             "the end of the backward pass": after | self._summed(root),
         }
 
@@ -122,9 +122,10 @@ class Memory:
             for mixer in (copy.copy(block.mixer) for block in self.model.blocks):
                 mixer.exchange = AllToAllExchange("", share) if share.num_ranks > 1 else None
                 rows += mixer.empty_rows(like)
+            # Rows of keys have fp32 gradients, two times as large as the rows; states are in fp32 themselves.
             sizes = row_bytes(self.model.cache_streams, rows)
-            keys, states = (sizes[name] * factor for name, factor in CACHE_BYTES.items())
-            parts["gateway cache"] = self.cached_keys * keys + self.cached_states * states
+            keys, states = self.cached_keys * sizes["keys"], self.cached_states * sizes["states"]
+            parts["gateway cache"] = 3.0 * keys + 2.0 * states
         return parts
 
     def cast_weights(self) -> int:
@@ -137,12 +138,6 @@ class Memory:
             in_experts = sum(sizes)
             layers = [layer - size for layer, size in zip(layers, sizes, strict=True)]
         return self.size - sum(self.layer_sizes) + in_experts + 2 * max(layers)
-
-    def _gradients(self) -> float:
-        """Returns the bytes of gradients in fp32 after a backward pass."""
-        sums_later = self.passes > 1 and self.config.parallel.reduce_gradients == "last"
-        is_whole = self.gpus == 1 or self.is_partitioned or sums_later
-        return 4.0 * (self.size if is_whole else sum(self.shards))
 
     def _summed(self, parameters: int) -> Parts:
         """Returns the gradients that ranks are summing.

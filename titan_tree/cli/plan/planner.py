@@ -23,8 +23,7 @@ from titan_tree.run import build
 from titan_tree.run.model_setup import build_model_without_weights
 from titan_tree.tree.costs import NODE_GPUS, PEAK_FLOPS
 
-Setting = str | int | bool
-Settings = Mapping[str, Setting]  # values by key of the configuration, such as "data.max_tokens"
+Settings = Mapping[str, str | int | bool]  # values by key of the configuration, such as "data.max_tokens"
 
 PARALLEL = (
     "parallel.replicate",
@@ -39,28 +38,25 @@ CHECKPOINTS = ("none", "selective", "full")  # each needs less memory than the o
 
 
 class Estimate:
-    """What a run needs.
+    """What a run needs in sampled steps. Times are means over the steps, with a balanced router.
 
     Attributes:
         sizes: the sizes of the fullest GPU.
         moment: when memory is largest.
         memory: bytes on the fullest GPU at that moment, by part, with a balanced router.
         random_router: sum of memory with a random router; that of ``memory`` without expert parallelism.
-        seconds: seconds of a step, by part; the mean of ``steps``, with a balanced router.
-        idle_share: share of the GPUs' time in which they wait for others; the mean of ``steps``.
+        seconds: seconds of a step, by part.
+        idle_share: share of the GPUs' time in which they wait for others.
         counts: the sums over all steps and GPUs.
     """
 
-    def __init__(
-        self, model: Decoder, config: Config, gpus: int, gpu: Gpu, layers: LayerTrace, steps: list[Step]
-    ) -> None:
-        self.config, self.gpus, self.gpu, self.steps = config, gpus, gpu, steps
-        self.sizes = Memory(model, config, gpus, layers, steps)
+    def __init__(self, planner: Planner, config: Config, steps: list[Step]) -> None:
+        self.config, self.gpus, self.gpu, self.steps = config, planner.gpus, planner.gpu, steps
+        self.sizes = Memory(planner.model, config, self.gpus, planner.layers, steps)
         self.moment, self.memory = self.sizes.peak()
         self.random_router = sum(self.sizes.peak(RANDOM_ROUTER)[1].values())
-        timing = Timing(model, config, gpus, gpu)
-        sums = add([timing.step(step) for step in steps])
-        self.seconds = {name: value / len(steps) for name, value in sums.items()}
+        timing = Timing(planner.model, config, self.gpus, self.gpu)
+        self.seconds = {k: v / len(steps) for k, v in add([timing.step(step) for step in steps]).items()}
         self.idle_share = sum(map(timing.idle_share, steps)) / len(steps)
         self.counts = reduce(operator.add, (owner.counts for step in steps for owner in step))
 
@@ -115,7 +111,7 @@ class Planner:
         tokenizer = build.build_tokenizer(config.data, config.model.hf_path)
         self.reader = build.build_reader(config.data, tokenizer, self.model)
         batch = config.data.global_batch_groups
-        self.groups = len(take_sample(self.reader, num_groups or batch))
+        self.groups = take_sample(self.reader, num_groups or batch)
         self.num_steps = math.ceil(self.groups / batch)
         self._steps: dict[tuple[object, ...], list[Step]] = {}
 
@@ -131,7 +127,7 @@ class Planner:
             UserError: a tree is too large, or the loss or the router loss does not fit the model.
         """
         config = changed(self.config, settings)
-        return Estimate(self.model, config, self.gpus, self.gpu, self.layers, self.steps(config))
+        return Estimate(self, config, self.steps(config))
 
     def steps(self, config: Config) -> list[Step]:
         """Returns the sampled steps under a change of the configuration."""
@@ -161,10 +157,10 @@ class Planner:
     def _best(self, sequence_parallel: Set[int]) -> Settings:
         """Returns the best settings with one of these numbers of ranks that share tokens."""
         pairs = [(settings, self.of(settings)) for settings in self.parallel_settings(sequence_parallel)]
-        valid = [(settings, estimate) for settings, estimate in pairs if not estimate.is_refused]
-        fitting = [(settings, total(estimate.seconds)) for settings, estimate in valid if estimate.fits]
+        pairs = [(settings, estimate) for settings, estimate in pairs if not estimate.is_refused]
+        fitting = [(settings, total(estimate.seconds)) for settings, estimate in pairs if estimate.fits]
         if not fitting:
-            return min(valid, key=lambda pair: pair[1].bytes)[0]
+            return min(pairs, key=lambda pair: pair[1].bytes)[0]
         fastest = min(seconds for _, seconds in fitting)
         return next(settings for settings, seconds in fitting if seconds <= 1.01 * fastest)
 
@@ -190,7 +186,7 @@ class Planner:
 
     def savings(self) -> Iterator[tuple[Settings, Estimate]]:
         """Yields changes that need less memory than the configuration, and at last all of them together."""
-        found: list[Settings] = []
+        together: list[Settings] = []
         for settings in self._changes():
             try:
                 estimate = self.of(settings)
@@ -200,11 +196,11 @@ class Planner:
             except UserError:  # trees may not be partitioned
                 continue
             if estimate.bytes < self.estimate.bytes:
-                found.append(settings)
+                together.append(settings)
                 yield settings, estimate
-        if len(found) > 1:
-            together = {key: value for settings in found for key, value in settings.items()}
-            yield together, self.of(together)
+        if len(together) > 1:
+            settings = {key: value for change in together for key, value in change.items()}
+            yield settings, self.of(settings)
 
     def _changes(self) -> Iterator[Settings]:
         config = self.config

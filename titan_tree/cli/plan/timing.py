@@ -16,7 +16,7 @@ from torch import nn
 
 from titan_tree.balance.assignment import idle_share
 from titan_tree.cli.plan.memory import GIB, exchanged, ranks_of_token
-from titan_tree.cli.plan.workload import Run, Step
+from titan_tree.cli.plan.workload import Run, Step, is_partitioned
 from titan_tree.config import Config
 from titan_tree.distributed.parallelize import gathered_size, shard_sizes
 from titan_tree.errors import UserError
@@ -57,17 +57,10 @@ def find_gpu(text: str) -> Gpu:
     return GPUS["h200"]._replace(name=f"GPU of {size:g} GiB", memory=size * GIB)
 
 
-class Forwards(NamedTuple):
-    """How often a pass runs each part forward: more than once if the backward pass recomputes it."""
-
-    matrices: float
-    attention: float
-    others: float
-    exchanges: float  # of a layer, there and back: two in a forward pass and two in a backward pass
-
-
-# By activation checkpointing. "selective" keeps attention, exchanges and every second matrix product.
-FORWARDS = {"none": Forwards(1, 1, 1, 4), "selective": Forwards(1.5, 1, 2, 4), "full": Forwards(2, 2, 2, 6)}
+# How often a pass runs matrix products, attention and all other kernels forward, and how many exchanges of a
+# layer there are, there and back: two in a forward and two in a backward pass. By activation checkpointing:
+# "selective" keeps attention, exchanges and every second matrix product.
+FORWARDS = {"none": (1.0, 1, 1, 4), "selective": (1.5, 1, 2, 4), "full": (2.0, 2, 2, 6)}
 
 
 class Timing:
@@ -83,7 +76,6 @@ class Timing:
     def __init__(self, model: Decoder, config: Config, gpus: int, gpu: Gpu) -> None:
         self.model, self.config, self.gpus, self.gpu, self.costs = model, config, gpus, gpu, model.costs()
         self.item = 4 if config.training.dtype == "float32" else 2  # bytes of a number in the computation
-        self.forwards = FORWARDS[config.training.activation_checkpoint]
         self.loss = build_loss(config.loss)
         self.slower = GPUS["h200"].bandwidth / gpu.bandwidth  # of kernels that only read and write
 
@@ -94,11 +86,9 @@ class Timing:
             kernels = max(map(add, owners), key=total)
         else:
             kernels = add([max(passes, key=total) for passes in zip_longest(*owners, fillvalue={})])
-        gathers = 1 if _is_partitioned(step) else max(len(owner.micro_batches) for owner in step)
-        return kernels | {
-            "FSDP2, not hidden": self.fsdp(total(kernels), gathers),
-            "optimizer, casts": self.optimizer(gathers),
-        }
+        gathers = 1 if is_partitioned(step) else max(len(owner.micro_batches) for owner in step)
+        hidden = self.fsdp(total(kernels), gathers)
+        return kernels | {"FSDP2, not hidden": hidden, "optimizer, casts": self.optimizer(gathers)}
 
     def idle_share(self, step: Step) -> float:
         """Returns the share of the GPUs' time in which they wait for others, see balance/assignment.py."""
@@ -112,13 +102,13 @@ class Timing:
 
     def _run_freely(self, step: Step) -> bool:
         """Returns whether no owner waits before the end of the step."""
-        return _is_partitioned(step) and self.config.parallel.expert_parallel == 1
+        return is_partitioned(step) and self.config.parallel.expert_parallel == 1
 
     def _micro_batch(self, runs: Sequence[Run]) -> Seconds:
         # engine/step_run.py; a micro-batch that is measured and also scored counts once
         scores_whole_paths = self.loss.spec.needs_whole_paths and len(runs) > 1
         is_scored_first = self.loss.measurement is not None or scores_whole_paths
-        seconds = add([self.of_run(run, is_scored_first) for run in runs])
+        seconds = add(self.of_run(run, is_scored_first) for run in runs)
         layer_passes = len(self.model.layers) * len(runs)
         if len(runs) > 1:
             seconds["partitions"] = rates.PARTITION_SECONDS * layer_passes
@@ -135,22 +125,21 @@ class Timing:
         model, costs, ranks = self.model, self.costs, self.config.parallel.sequence_parallel
         is_recomputed = run.is_suspended and self.config.partition.activations == "recompute"
         repeats = is_recomputed + is_scored_first
-        matrices, attention, others = (number + repeats for number in self.forwards[:3])
-        exchanges = self.forwards.exchanges + 2 * repeats
-        tokens = -(-run.tokens // ranks)  # of this GPU
+        matrices, attention, others, exchanges = FORWARDS[self.config.training.activation_checkpoint]
+        scored, exchanges = others + is_scored_first, exchanges + 2 * repeats
+        matrices, attention, others = matrices + repeats, attention + repeats, others + repeats
+        tokens, layers = -(-run.tokens // ranks), len(model.layers)  # tokens of this GPU
         expert_flops = 6 * model.experts.active_parameters if model.experts else 0
         delta_nets = [block.mixer for block in model.blocks if isinstance(block.mixer, GatedDeltaNet)]
         matrix_flops = costs.flops_per_token - expert_flops - sum(mixer.flops(1, 0) for mixer in delta_nets)
-        logits = run.edges * model.config.vocab_size
+        attention_flops, keys = run.pairs * costs.flops_per_visible_pair / 3 / ranks, run.pairs / run.tokens
         vocabulary = run.edges * costs.flops_per_edge / rates.MATRIX_FLOPS
-        vocabulary += rates.VOCABULARY_BYTES * logits / self.gpu.bandwidth
-        elementwise = rates.ELEMENTWISE_SECONDS * self.slower * tokens * len(model.layers)
-        seconds: Seconds = {
+        vocabulary += rates.VOCABULARY_BYTES * run.edges * model.config.vocab_size / self.gpu.bandwidth
+        elementwise = rates.ELEMENTWISE_SECONDS * self.slower * tokens * layers
+        seconds = {
             "projections": _both(matrices) * tokens * matrix_flops / rates.MATRIX_FLOPS,
-            "attention": rates.attention_seconds(
-                run.pairs * costs.flops_per_visible_pair / 3 / ranks, run.pairs / run.tokens, attention
-            ),
-            "vocabulary": _both(self.forwards.others + is_scored_first) * vocabulary,
+            "attention": rates.attention_seconds(attention_flops, keys, attention),
+            "vocabulary": _both(scored) * vocabulary,
             "norms, RoPE, SwiGLU": _both(others) * elementwise,
         }
         if delta_nets:
@@ -165,21 +154,14 @@ class Timing:
             layer_bytes = self.item * sent * model.config.hidden_size
             all_to_all = bandwidth(rates.ALL_TO_ALL, holders)
             seconds["exchange for experts"] = exchanges * sizes.num_layers * layer_bytes / all_to_all
-        if ranks > 1:
-            seconds["exchange for heads"] = exchanges / 2 * self._exchange_heads(tokens)
+        if ranks > 1:  # exchanges around all mixers, each with one copy that sorts the numbers
+            tensors = [[*sent, out] for sent, out in (exchanged(b.mixer, ranks) for b in model.blocks)]
+            size = self.item * tokens * sum(map(sum, tensors))
+            all_to_all = size * (ranks - 1) / ranks / bandwidth(rates.ALL_TO_ALL, ranks)
+            calls = rates.ALL_TO_ALL_SECONDS * sum(map(len, tensors))
+            copies = 2 * size / self.gpu.bandwidth
+            seconds["exchange for heads"] = exchanges / 2 * (all_to_all + calls + copies)
         return seconds
-
-    def _exchange_heads(self, tokens: int) -> float:
-        """Returns the seconds of the exchanges around all mixers, each with one copy that sorts the numbers.
-
-        Args:
-            tokens: number of tokens of this GPU.
-        """
-        ranks = self.config.parallel.sequence_parallel
-        tensors = [[*sent, out] for sent, out in (exchanged(b.mixer, ranks) for b in self.model.blocks)]
-        size = self.item * tokens * sum(map(sum, tensors))
-        sent = size * (ranks - 1) / ranks / bandwidth(rates.ALL_TO_ALL, ranks)
-        return sent + rates.ALL_TO_ALL_SECONDS * sum(map(len, tensors)) + 2 * size / self.gpu.bandwidth
 
     def fsdp(self, compute: float, micro_batches: int) -> float:
         """Returns the seconds in which FSDP2 communicates and no kernel runs.
@@ -232,10 +214,6 @@ class Timing:
 def bandwidth(rate: float, ranks: int) -> float:
     """Returns the bytes per second of a collective over ``ranks`` adjacent GPUs."""
     return rate if ranks <= rates.NODE_GPUS else rates.NETWORK
-
-
-def _is_partitioned(step: Step) -> bool:
-    return any(len(runs) > 1 for owner in step for runs in owner.micro_batches)
 
 
 def _both(forwards: float) -> float:

@@ -6,17 +6,15 @@ An owner is a GPU, or the GPUs that share the tokens of each tree.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TypeVar
 
 import numpy as np
 
 from titan_tree.balance.splitting import StepBalancer
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
-from titan_tree.data.groups import Group
 from titan_tree.data.packing import MicroBatches, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.engine.step_io import StepCounts, StepInput, StepPreparer
@@ -24,8 +22,6 @@ from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import TreeCosts, num_visible_pairs, tree_sizes
 from titan_tree.tree.gateway import NO_CACHE_ROWS, CacheRows
 from titan_tree.tree.token_shards import TokenShard
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,28 +92,22 @@ class OwnerStep:
 Step = list[OwnerStep]  # one entry per owner
 
 
-def take_sample(reader: SampleReader, number: int) -> list[Group]:
-    """Makes a reader return the first groups that training would take, and returns them.
+def is_partitioned(step: Step) -> bool:
+    """Returns whether a tree of the step runs in several passes."""
+    return any(len(runs) > 1 for owner in step for runs in owner.micro_batches)
 
-    The reader then tokenizes each group once, however often it is asked.
+
+def take_sample(reader: SampleReader, number: int) -> int:
+    """Makes a reader return the first groups that training would take, each tokenized once.
+
+    Returns the number of groups: ``number``, or fewer if the data have fewer.
     """
     order = random.Random(f"{reader.config.seed}/0")
     groups = list(islice(shuffled(reader.groups(epoch=0), reader.config.shuffle_buffer, order), number))
+    paths = {id(group): reader.paths(group) for group in groups}
     reader.groups = lambda *_, **__: iter(groups)  # type: ignore[method-assign]
-    reader.tree = _kept(reader.tree)  # type: ignore[method-assign,assignment]
-    reader.paths = _kept(reader.paths)  # type: ignore[method-assign,assignment]
-    return groups
-
-
-def _kept(function: Callable[[Group], T]) -> Callable[[Group], T]:
-    results: dict[int, T] = {}
-
-    def kept(group: Group) -> T:
-        if id(group) not in results:
-            results[id(group)] = function(group)
-        return results[id(group)]
-
-    return kept
+    reader.paths = lambda group: paths[id(group)]  # type: ignore[method-assign]
+    return len(groups)
 
 
 def sample_steps(
@@ -132,8 +122,8 @@ def sample_steps(
     Raises:
         UserError: malformed data, or a tree that is too large.
     """
-    num_ranks = config.parallel.sequence_parallel
-    num_owners = gpus // num_ranks
+    parallel, max_tokens = config.parallel, config.data.max_tokens
+    num_owners = gpus // parallel.sequence_parallel
     data, allow_larger = replace(config.data, shuffle_buffer=0), config.partition.strategy != "none"
 
     def steps(rank: int, size: int) -> Iterator[MicroBatches]:
@@ -141,12 +131,13 @@ def sample_steps(
         return dataset.steps(num_steps)
 
     by_step: Iterable[Sequence[MicroBatches]]
-    by_step = zip(*(steps(owner, num_owners) for owner in range(num_owners)), strict=True)
-    if config.parallel.balance and gpus > 1:
-        in_step = True if config.parallel.expert_parallel > 1 else None
-        balancer = StepBalancer(costs, num_owners, config.data.max_tokens, in_step)
+    if parallel.balance and gpus > 1:
+        in_step = True if parallel.expert_parallel > 1 else None
+        balancer = StepBalancer(costs, num_owners, max_tokens, in_step)
         by_step = (_balanced(balancer, step) for step in steps(0, 1))
-    return [[OwnerStep.of(preparer(trees), num_ranks) for trees in step] for step in by_step]
+    else:
+        by_step = zip(*(steps(owner, num_owners) for owner in range(num_owners)), strict=True)
+    return [[OwnerStep.of(preparer(trees), parallel.sequence_parallel) for trees in step] for step in by_step]
 
 
 def _balanced(balancer: StepBalancer, micro_batches: MicroBatches) -> list[MicroBatches]:

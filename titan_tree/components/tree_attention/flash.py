@@ -35,11 +35,6 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
     return plain_only(q, v, scoring)
 
 
-def available(device: torch.device) -> bool:
-    """Returns whether flash-attn-4 is installed and ``device`` is a Hopper GPU."""
-    return _is_installed() and is_hopper(device)
-
-
 def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:
     """Returns the mask in blocks of 128 x 128.
 

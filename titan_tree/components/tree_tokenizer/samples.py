@@ -38,8 +38,8 @@ class RenderedSample(NamedTuple):
 
 
 @dataclass
-class ConversationSampler:
-    """Makes the training samples of one normalized conversation; see ``TreeTokenizer.samples``."""
+class ConversationSamples:
+    """The training samples of one normalized conversation; see ``TreeTokenizer.samples``."""
 
     encoder: TextEncoder
     template: ChatTemplate

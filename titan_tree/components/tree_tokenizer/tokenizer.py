@@ -14,7 +14,7 @@ from titan_tree.components.tree_tokenizer.messages import (
     normalize_messages,
     text_before_calls_as_reasoning,
 )
-from titan_tree.components.tree_tokenizer.samples import ConversationSampler, Turns
+from titan_tree.components.tree_tokenizer.samples import ConversationSamples, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
@@ -222,10 +222,10 @@ class TreeTokenizer:
         normal = normalize_messages(messages, "messages")
         if text_before_calls_is_reasoning:
             normal = text_before_calls_as_reasoning(normal)
-        sampler = ConversationSampler(
+        samples = ConversationSamples(
             self._encoder, self._chat_template(), normal, _checked(tools), variables
         )
-        return sampler.paths(turns)
+        return samples.paths(turns)
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
