@@ -129,7 +129,7 @@ class Balancing:
             return self.fitted
         return self.estimated
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the costs and the measurements as JSON values."""
         costs = [list(costs) for costs in (self.estimated, self.fitted) if costs is not None]
         return {"costs": costs, "fit_step": self.fit_step, "fit": self.fit.state_dict()}

@@ -73,7 +73,7 @@ class WorkTimer:
     def _mark(self) -> None:
         if not self._is_in_pass:  # FSDP2 gathers weights in the backward pass, too
             return
-        mark: Any = time.perf_counter()
+        mark: Mark = time.perf_counter()
         if self._is_cuda:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()

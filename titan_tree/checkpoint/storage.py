@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -130,7 +131,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(folder)
         self.metadata = _read_tensors(folder, files)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
 
@@ -261,7 +262,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _describe_tensors(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+def _describe_tensors(
+    metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
+) -> dict[str, list[Sequence[object]]]:
     """Returns {name: [dtype, shape, [[offsets, shape, file, first byte, number of bytes] of each chunk]]}."""
     described = {}
     for name, tensor in metadata.state_dict_metadata.items():
@@ -277,7 +280,7 @@ def _describe_tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Storag
 
 def _read_tensors(folder: Path, files: Collection[str]) -> Metadata:
     """The inverse of ``_describe_tensors``. All tensors must lie in ``files``."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, STORAGE_TYPES] = {}
     places = {}
     for name, (dtype, size, chunks) in json.loads((folder / TENSORS).read_text()).items():
         tensors[name] = TensorStorageMetadata(

@@ -144,7 +144,7 @@ class _EdgeLogprobs(torch.autograd.Function):
                 entropies,
                 grad_logprobs,
                 grad_entropy,
-                hidden.dtype if ctx.cap is None else lse.dtype,
+                dtype=hidden.dtype if ctx.cap is None else lse.dtype,
             )
             if ctx.cap is not None:
                 grad = (grad * slope).to(hidden.dtype)
@@ -306,13 +306,13 @@ def _logit_gradient(
     """
     if not _use_kernels(p):
         return _logit_gradient_reference(
-            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, dtype
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, dtype=dtype
         )
     grad, block = torch.empty_like(p, dtype=dtype), 2048
     with torch.cuda.device_of(p):
         _logit_gradient_kernel[(len(p), triton.cdiv(p.shape[1], block))](
-            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, grad, p.shape[1],
-            BLOCK=block, num_warps=4,
+            p, column, log_share, logprobs, entropies, grad_logprobs, grad_entropy, grad_ptr=grad,
+            B=p.shape[1], BLOCK=block, num_warps=4,
         )  # fmt: skip
     return grad
 

@@ -142,8 +142,8 @@ def _read_argument(argument: str) -> tuple[str, Table]:
 class _Schema(NamedTuple):
     """All tables and keys of a configuration. Names of nested tables and of keys have dots in them."""
 
-    tables: dict[str, type[Any]]  # dataclass of each table; "" is the whole configuration
-    types: dict[str, Any]  # type of each key
+    tables: dict[str, type[DataclassInstance]]  # dataclass of each table; "" is the whole configuration
+    types: dict[str, object]  # type of each key
 
     @classmethod
     def of(cls, declared: type[DataclassInstance], name: str = "") -> _Schema:
@@ -160,7 +160,7 @@ class _Schema(NamedTuple):
                 schema.types[key] = hint
         return schema
 
-    def settings(self, table: Table, name: str = "") -> Iterator[tuple[str, Any]]:
+    def settings(self, table: Table, name: str = "") -> Iterator[tuple[str, object]]:
         """Yields the keys and values of a table. Raises UserError for unknown keys and for wrong types."""
         for field, value in table.items():
             key = f"{name}.{field}" if name else field
@@ -202,7 +202,7 @@ class _Schema(NamedTuple):
         return f"unknown key {shorten(key)}; {known} are {', '.join(names)}"
 
 
-def _check_type(value: object, hint: Any, key: str) -> None:
+def _check_type(value: object, hint: object, key: str) -> None:
     """Raises UserError if a value, or an item of a list, is not of the type that the field declares."""
     kinds = _kinds(hint)
     kind = get_origin(kinds[0]) or kinds[0]
@@ -251,7 +251,7 @@ def _merged(old: object, new: object) -> object:
     return new
 
 
-def _with_floats(value: object, hint: Any) -> object:
+def _with_floats(value: object, hint: object) -> object:
     """Returns a value of a field whose type is ``hint``, with integers as floats if the field has floats."""
     kind = _kinds(hint)[0]
     if get_origin(kind) is list and isinstance(value, list):
@@ -275,7 +275,7 @@ def _require_all(schema: _Schema, values: Table, path: str | Path) -> None:
         raise UserError(f"{path}: missing, without a default: {names}; set them here or as key=value")
 
 
-def _kinds(hint: Any) -> list[Any]:
+def _kinds(hint: object) -> list[object]:
     """Returns the types of a union without None, or the type itself."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return [kind for kind in kinds if kind is not NoneType]

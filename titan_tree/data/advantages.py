@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def advantages(
     return [value.astype(np.float32) for value in values]
 
 
-def check_options(name: str, options: Mapping[str, Any], table: str = "data") -> None:
+def check_options(name: str, options: Mapping[str, object], table: str = "data") -> None:
     """Raises UserError unless all ``options`` are numbers or booleans that the estimator takes.
 
     Args:
@@ -119,7 +119,7 @@ def gigpo(turns: Turns, omega: float = 1.0, gamma: float = 0.95, std: bool = Tru
     """
     rollout_values = _normalized(turns.rewards, std)
     left = Counter(turns.rollouts[turn.path] for turn in turns.turns)
-    by_state: dict[Any, list[tuple[int, float]]] = defaultdict(list)
+    by_state: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for number, turn in enumerate(turns.turns):
         rollout = turns.rollouts[turn.path]
         left[rollout] -= 1
@@ -185,13 +185,14 @@ def tree_po(turns: Turns, weighted: bool = True) -> list[np.ndarray]:
         weighted: weigh each a by the number of rollouts through it.
     """
     n = len(turns.rewards)
-    above: list[dict[Any, tuple[int, float]]] = [{None: (n, turns.root)} for _ in range(n)]  # (n_a, V(a))
+    # For each rollout, (n_a, V(a)) by a; None is the root.
+    above: list[dict[Hashable, tuple[int, float]]] = [{None: (n, turns.root)} for _ in range(n)]
     for turn in turns.turns:
         through = len(turns.node_rollouts[turn.node])
         if through > 1:
             above[turns.rollouts[turn.path]][turn.node] = through, turns.node_values[turn.node]
 
-    def value(reward: float, nodes: Mapping[Any, tuple[int, float]]) -> float:
+    def value(reward: float, nodes: Mapping[Hashable, tuple[int, float]]) -> float:
         weights, values = np.array(list(nodes.values())).T
         return float(np.average(reward - values, weights=weights if weighted else None))
 
@@ -207,7 +208,7 @@ def rollout_rewards(name: str, trajectories: Sequence[Trajectory]) -> tuple[list
     """Returns the rewards of a group's rollouts, for the estimator ``name``, and the rollout of each
     trajectory.
 
-    Trajectories with the same rollout_id are one rollout. Any other trajectory is a rollout of its own.
+    Trajectories with the same rollout_id are one rollout. Every other trajectory is a rollout of its own.
 
     Raises:
         UserError: a trajectory without a finite reward, with another reward than its rollout, or with an

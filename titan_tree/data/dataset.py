@@ -149,7 +149,7 @@ class TreeDataset:
         """Returns the position after the last item: epochs done, and groups of the current epoch."""
         return {"epoch": self.epoch, "group": self.group}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position, the settings that decide the order of groups, and checksums of the files.
 
         It is the same on every rank and valid for any number of ranks.

@@ -88,7 +88,10 @@ class StepLoader(Generic[T]):
         return self._one_ahead(items, thread, thread.submit(next, items, None))
 
     def _one_ahead(
-        self, items: Iterator[tuple[T, Position]], thread: ThreadPoolExecutor, upcoming: Future[Any]
+        self,
+        items: Iterator[tuple[T, Position]],
+        thread: ThreadPoolExecutor,
+        upcoming: Future[tuple[T, Position] | None],
     ) -> Iterator[tuple[T, Position]]:
         """Yields the items, of which ``upcoming`` is the first. The thread makes each one item ahead."""
         with thread:
@@ -249,7 +252,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.content = content
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if not isinstance(value, Tensor):
             return None
         self.content += padding(len(self.content))

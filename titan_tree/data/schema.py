@@ -9,7 +9,7 @@ trajectories can have:
      "routed_experts"?, ...}                                            token ids
     {"trajectories": [trajectories of either kind], "tools"?, "turns"?, ...} a task
 
-docs/fields.md describes all fields. Any other field is an error, unless it is one of ``BOOKKEEPING`` or
+docs/fields.md describes all fields. Every other field is an error, unless it is one of ``BOOKKEEPING`` or
 data.ignore_fields lists it.
 """
 

@@ -89,7 +89,7 @@ def tree_from_bytes(content: bytes | memoryview) -> TokenTree:
 # in JSON), "dense" (arrays, one after another) or "runs" (arrays with one number per token that repeats).
 
 
-def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> Any:
+def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, object]:
     """Adds the arrays that a field needs, and returns its description for ``_decode``."""
     present = [value for value in values if value is not None]
     if not present:
@@ -124,7 +124,7 @@ def _decode(
         return np.split(flat, path_offsets[1:-1])
     lengths = np.diff(path_offsets)
     present = [index for index in range(num_paths) if index not in missing]
-    values: list[Any] = [None] * num_paths
+    values: list[np.ndarray | None] = [None] * num_paths
     for index, value in zip(present, np.split(flat, np.cumsum(lengths[present])[:-1]), strict=True):
         values[index] = value
     return values
@@ -149,7 +149,7 @@ def _path_index(tree: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(indices), path_offsets
 
 
-def _trusted_path(values: tuple[Any, ...]) -> TokenPath:
+def _trusted_path(values: tuple[object, ...]) -> TokenPath:
     """Returns a path of values that a TokenPath had before: they need no checks."""
     path = object.__new__(TokenPath)
     for name, value in zip(("tokens", *PATH_FIELDS), values, strict=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
 
 from titan_tree.components.adamw_kernel import BLOCK, Moment, adamw_
 from titan_tree.distributed import ao
@@ -37,7 +37,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -76,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
         corrections = 1 - betas[0] ** t, (1 - betas[1] ** t).sqrt()
         return torch.stack([*corrections, grad_scale.expand_as(t), found_inf.expand_as(t)], 1).float()
 
-    def _state(self, weight: Tensor) -> dict[str, Any]:
+    def _state(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns the state of a weight. Its first step creates it."""
         state = self.state[weight]
         if not state:

@@ -83,7 +83,7 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
 
 def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
     """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
-    mine: tuple[Any, Exception | None]
+    mine: tuple[object, Exception | None]
     try:
         mine = function(), None
     except Exception as error:

@@ -130,21 +130,23 @@ def _(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int], group:
     return [x.new_empty(num_local_tokens, heads, x.shape[2]) for x, heads in sizes]
 
 
-def _setup_to_heads(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_to_heads(ctx: Any, inputs: tuple[list[Tensor], int, str], output: list[Tensor]) -> None:
     tensors, _, ctx.group = inputs
     ctx.num_local_tokens, ctx.num_heads = tensors[0].shape[0], [x.shape[1] for x in tensors]
 
 
-def _setup_to_tokens(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_to_tokens(
+    ctx: Any, inputs: tuple[list[Tensor], int, list[int], str], output: list[Tensor]
+) -> None:
     tensors, _, _, ctx.group = inputs
     ctx.num_tokens = tensors[0].shape[0]
 
 
-def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+def _to_heads_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None, None]:
     return to_tokens(gradients, ctx.num_local_tokens, ctx.num_heads, ctx.group), None, None
 
 
-def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+def _to_tokens_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], None, None, None]:
     return to_heads(gradients, ctx.num_tokens, ctx.group), None, None, None
 
 

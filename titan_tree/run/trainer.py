@@ -198,7 +198,7 @@ class Trainer:
         """Moves the data to the position in ``progress``."""
         resume_data(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
 
-    def data_state(self) -> dict[str, Any]:
+    def data_state(self) -> dict[str, object]:
         """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
         return self.dataset.state_dict()
 

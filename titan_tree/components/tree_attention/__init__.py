@@ -44,7 +44,7 @@ class TreeAttention(nn.Module):
             "triton": kernels for any GPU. 16-bit dtypes and float32, head dims up to 256 that 8 divides.
             "flash": FlexAttention on FlashAttention-4's kernels; needs a Hopper GPU and flash-attn-4.
             "flex": compiled FlexAttention, on any GPU.
-            "reference": plain PyTorch with a dense [N, M] mask. Any device and float dtype; small trees only.
+            "reference": plain PyTorch with a dense [N, M] mask, on all devices; small trees only.
             "auto": the first of hopper, triton (on GPUs) and reference (elsewhere) that supports the tensors.
         deterministic: whether equal inputs must give equal gradients, bit for bit.
             ``torch.use_deterministic_algorithms`` also turns this on. Triton's gradients are always

@@ -78,7 +78,10 @@ def _move(
     grid = (len(source),)
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(k):
-        _move_kernel[grid](source, context, own_k, own_v, k, v, len(context), size, block, to_columns)
+        _move_kernel[grid](
+            source, context, own_k, own_v, k, v,
+            num_context=len(context), SIZE=size, BLOCK=block, TO_COLUMNS=to_columns,
+        )  # fmt: skip
 
 
 @triton.jit

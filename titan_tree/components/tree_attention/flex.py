@@ -23,7 +23,7 @@ from titan_tree.tree.layout import TreeLayout
 NOT_DETERMINISTIC = "has no deterministic backward pass; use 'hopper' or 'triton'"
 
 
-def _inductor(graph: GraphModule, inputs: list[Tensor]) -> Any:
+def _inductor(graph: GraphModule, inputs: list[Tensor]) -> object:
     """Compiles by Inductor. Its import takes seconds, and every process imports this file."""
     from torch._inductor.compile_fx import compile_fx
 

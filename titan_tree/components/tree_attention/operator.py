@@ -228,13 +228,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, context, source, sinks, metadata, *ctx.options = inputs
-    o, lse = output
+    tensors, metadata, ctx.options = inputs[:6], inputs[6], inputs[7:]
+    _, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, context, source, sinks, o, lse, *metadata)
+    ctx.save_for_backward(*tensors, *output, *metadata)
 
 
-def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     q, k, v, context, source, sinks, o, lse, *metadata = ctx.saved_tensors
     inputs = q, k, v, context, source, sinks, o, lse, metadata

@@ -166,8 +166,8 @@ def tree_conv(
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
         conv_kernels._forward_kernel[(programs * triton.cdiv(channels, BLOCK),)](
-            x, weight, tails, y, index.sources, index.start, len(index.ahead), group, channels, width, BLOCK,
-            ROWS=8, num_warps=WARPS,
+            x, weight, tails, y, index.sources, index.start, num_chunks=len(index.ahead), group=group,
+            D=channels, W=width, BLOCK=BLOCK, ROWS=8, num_warps=WARPS,
         )  # fmt: skip
     return y, exported
 
@@ -191,12 +191,14 @@ def tree_conv_backward(
     first_rows, last_rows = x.new_empty(2, chunks, width - 1, channels, dtype=torch.float32)
     with torch.cuda.device_of(x):
         conv_kernels._backward_kernel[(programs * blocks,)](
-            dy, x, weight, tails, dx, partial, first_rows, last_rows, index.sources, index.start, index.ahead,
-            index.shared, chunks, group, channels, width, BLOCK, ROWS=4, num_warps=WARPS,
+            dy, x, weight, tails, dx, partial, first_rows=first_rows, last_rows=last_rows,
+            sources=index.sources, start=index.start, ahead=index.ahead, shared=index.shared,
+            num_chunks=chunks, group=group, D=channels, W=width, BLOCK=BLOCK, ROWS=4, num_warps=WARPS,
         )  # fmt: skip
         conv_kernels._sum_kernel[(len(index.order) * blocks,)](
-            dexported, first_rows, last_rows, dx, dtails, index.order, index.target, index.stop, index.place,
-            len(x), chunks * (width - 1), channels, BLOCK, ROWS=8,
+            dexported, first_rows, last_rows, dx, dtails, order=index.order, target=index.target,
+            stop=index.stop, place=index.place, num_tokens=len(x), num_rows=chunks * (width - 1),
+            D=channels, BLOCK=BLOCK, ROWS=8,
         )  # fmt: skip
     dweight = partial.sum(0).t().to(weight.dtype).contiguous()
     return [dx, dweight] if dtails is None else [dx, dweight, dtails]
@@ -219,7 +221,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, tails, *metadata)
 
 
-def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, dy: Tensor, dexported: Tensor) -> tuple[Tensor | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     x, weight, tails, *metadata = ctx.saved_tensors
     dx, dweight, *dtails = tree_conv_backward(dy, dexported, x, weight, tails, metadata)

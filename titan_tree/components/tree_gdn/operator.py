@@ -80,7 +80,7 @@ def gated_delta_rule(
     chunks: Chunks, chains: Chains,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o and the states after ``chunks.exported``, if any; differentiable. See ``TreeGDN.forward``."""
-    o, exported, *_ = tree_gdn(q, k, v, g, beta, states, [*chunks, *chains], backend)
+    o, exported, *_ = tree_gdn(q, k, v, g, beta, states, metadata=[*chunks, *chains], backend=backend)
     return o, exported
 
 
@@ -141,14 +141,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*tensors, *output[2:], *metadata)
 
 
-def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -> tuple[Any, ...]:
+def _autograd(ctx: Any, do: Tensor | None, dexported: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     # Read saved_tensors once: with activation checkpointing, every access recomputes the forward pass.
     q, k, v, g, beta, states, *rest = ctx.saved_tensors
     count = len(Saved._fields)
     saved, metadata = rest[:count], rest[count:]
     do = torch.zeros_like(v) if do is None else do
     dexported = _zero_exports(q, v, metadata) if dexported is None else dexported
-    gradients = tree_gdn_backward(do, dexported, q, k, v, g, beta, states, saved, metadata, ctx.backend)
+    inputs = do, dexported, q, k, v, g, beta, states
+    gradients = tree_gdn_backward(*inputs, saved=saved, metadata=metadata, backend=ctx.backend)
     return *gradients, *([None] if states is None else []), [None] * len(metadata), None
 
 

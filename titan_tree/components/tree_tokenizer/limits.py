@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from itertools import chain, islice, pairwise, repeat
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateRuntimeError
 from jinja2.environment import Environment
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, Undefined
 from jinja2.utils import Namespace
+
+T = TypeVar("T")
+Filter = Callable[..., object]
 
 MAX_REPEATS = 1 << 20  # iterations of loops and calls of macros
 MAX_SECONDS = 20  # CPU time of one rendering
@@ -31,7 +34,8 @@ MAX_WIDTH = 100_000  # largest number that a method or filter takes, such as the
 MAX_BITS = 1 << 17  # of an integer
 FREE = 4096  # smaller values are not counted; MAX_REPEATS bounds their number
 
-_CONTAINERS: tuple[Any, ...] = (list, tuple, set, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: list[type[Iterable[object]]] = [type({}.keys()), type({}.values()), type({}.items())]
+_CONTAINERS: tuple[type[Iterable[object]], ...] = (list, tuple, set, *_VIEWS)
 _SHORT = (int, float, NoneType, Undefined)  # an integer has at most 4,300 digits as text
 _CHECKED_REPEATS = 128  # repetitions between two checks of the CPU time
 _CONVERSION = re.compile(r"%(\([^)]*\))?[-#0 +]*(\*|\d{5}|\d*\.(\*|\d{5}))")  # a width, in "%" formatting
@@ -55,7 +59,7 @@ class LimitedContext(Context):
         self._total = 0
         self.tick: Callable[[], None] = chain.from_iterable(_ticks()).__next__
 
-    def grown(self, value: Any) -> Any:
+    def grown(self, value: T) -> T:
         """Returns ``value``. Raises if it, or the sum of all values, is too large."""
         if isinstance(value, str | list | tuple | bytes | dict) and (size := len(value)) >= FREE:
             require(size)
@@ -64,7 +68,7 @@ class LimitedContext(Context):
                 raise TemplateRuntimeError(f"its values take more than {MAX_TOTAL:,} characters in all")
         return value
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         if isinstance(value, _SHORT):
             return str(value)
         measure(value)
@@ -99,12 +103,12 @@ def require(size: int) -> None:
         raise TemplateRuntimeError(f"a value is larger than {MAX_SIZE:,} characters")
 
 
-def measure(*values: Any) -> int:
+def measure(*values: object) -> int:
     """Returns the approximate number of characters of values as text. Raises if it is too large.
 
     A list can hold another list many times, so its text can be exponentially longer than the list.
     """
-    size, remaining = 0, list[Any](values)
+    size, remaining = 0, list[object](values)
     while remaining:
         value = remaining.pop()
         size += len(value) + 16 if isinstance(value, str | bytes) else 64
@@ -119,7 +123,7 @@ def measure(*values: Any) -> int:
     return size
 
 
-def multiply(operator: str, left: Any, right: Any) -> None:
+def multiply(operator: str, left: object, right: object) -> None:
     """Raises if ``left * right``, ``left ** right`` or ``left % right`` is too large."""
     if operator == "%":
         if isinstance(left, str):
@@ -134,13 +138,13 @@ def multiply(operator: str, left: Any, right: Any) -> None:
                 require(len(sequence) * count)
 
 
-def _check_format(template: str, width: re.Pattern[str], fields: int, *values: Any) -> None:
+def _check_format(template: str, width: re.Pattern[str], fields: int, *values: object) -> None:
     if width.search(template):
         raise TemplateRuntimeError(f"a format has a computed width, or one above 9,999: {template!r:.60}")
     require(fields * (10_000 + measure(*values)) if fields > 1 else measure(*values))
 
 
-def _check_method(name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_method(name: str, text: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Raises if the result of a method of ``str``, or of the filter of this name, is too large."""
     values = [*args, *kwargs.values()]
     strings = [value for value in values if isinstance(value, str)]
@@ -166,7 +170,7 @@ REFUSED = {str: ("expandtabs", "format_map", "translate"), int: ("to_bytes",), b
 def limited_method(name: str, text: str, method: Callable[..., str]) -> Callable[..., str]:
     """Returns a method of ``text`` whose result is limited."""
 
-    def call(*args: Any, **kwargs: Any) -> str:
+    def call(*args: Any, **kwargs: object) -> str:
         if name == "join" and len(args) == 1:
             return method(_joined(text, args[0]))
         _check_method(name, text, args, kwargs)
@@ -175,18 +179,18 @@ def limited_method(name: str, text: str, method: Callable[..., str]) -> Callable
     return call
 
 
-def _joined(separator: str, items: Iterable[Any]) -> list[Any]:
+def _joined(separator: str, items: Iterable[T]) -> list[T]:
     items = list(items)
     require(measure(items) + len(separator) * len(items))
     return items
 
 
-def limited_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def limited_filters(filters: Mapping[str, Filter]) -> dict[str, Filter]:
     """Returns ``filters`` with a check of the input around those that make or repeat text."""
     return {name: f if name in _HARMLESS.split() else _limited_filter(name, f) for name, f in filters.items()}
 
 
-def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited_filter(name: str, function: Filter) -> Filter:
     @wraps(function)  # also copies the mark of filters that get the context
     def call(*args: Any, **kwargs: Any) -> Any:
         first = int(isinstance(args[0], Context | EvalContext | Environment))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -35,6 +35,7 @@ from titan_tree.components.tree_tokenizer.limits import (
 )
 from titan_tree.errors import UserError
 
+T = TypeVar("T")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans
 MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 JSON_TEXTS = "json texts"  # the variable that holds the JsonTexts of a rendering; no template can name it
@@ -114,10 +115,10 @@ class _Code(CodeGenerator):
     def visit_ScopedEvalContextModifier(self, node: Any, frame: Frame) -> None:  # noqa: N802
         self.fail("autoescape is not supported, because it would change the text of messages", node.lineno)
 
-    def _output_child_pre(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> None:
+    def _output_child_pre(self, node: jinja2.nodes.Expr, frame: Frame, finalize: object) -> None:
         self.write("(got if type(got := ")
 
-    def _output_child_post(self, node: jinja2.nodes.Expr, frame: Frame, finalize: Any) -> None:
+    def _output_child_post(self, node: jinja2.nodes.Expr, frame: Frame, finalize: object) -> None:
         self.write(") is str else context.text(got))")
 
     def _write_grown(self, write: Callable[[], None]) -> None:
@@ -126,7 +127,7 @@ class _Code(CodeGenerator):
         write()
         self.write(f") is str and len(got) < {FREE} else context.grown(got))")
 
-    def _write_joined(self, parts: Sequence[Any], separator: str, write: Callable[[Any], None]) -> None:
+    def _write_joined(self, parts: Sequence[T], separator: str, write: Callable[[T], None]) -> None:
         for index, part in enumerate(parts):
             self.write(separator if index else "")
             write(part)
@@ -170,12 +171,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return obj(*args, **kwargs)
         return context.grown(super().call(context, obj, *args, **kwargs))  # type: ignore[attr-defined]
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Returns the product, the power, the remainder or the formatted text."""
         multiply(operator, left, right)
         return context.grown(super().call_binop(context, operator, left, right))  # type: ignore
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Also refuses ``dict.update`` and its like, with which a template could change a message."""
         if any(isinstance(obj, kind) and attr in names for kind, names in REFUSED.items()):
             return False
@@ -240,7 +241,7 @@ class _Generation(jinja2.ext.Extension):
 @jinja2.pass_context
 def _to_json(
     context: Context,
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -224,7 +224,7 @@ def _pattern(steps: list[Json]) -> str | None:
     return split["pattern"].get("Regex")
 
 
-def _added_tokens(entries: Any, where: str) -> dict[str, Json]:
+def _added_tokens(entries: object, where: str) -> dict[str, Json]:
     """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {shorten(entries)}")

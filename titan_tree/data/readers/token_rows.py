@@ -58,7 +58,7 @@ class TokenRowReader(RowReader):
     """Reads a prompt and a response as two lists of token ids, or both as one list with a mask.
 
     - A column of the response's length belongs to the response: the prompt gets mask 0, and null or 0
-      elsewhere. Columns of the whole length are taken as they are. Any other length is an error.
+      elsewhere. Columns of the whole length are taken as they are. Every other length is an error.
     - ``response_length``, or the length of ``response_mask``, says where a response begins in a single list.
     - ``labels`` (-100: not trained on) become a mask.
     - Tokens with 0 in ``attention_mask`` are padding and are removed, also those of ``prompt_mask``. A

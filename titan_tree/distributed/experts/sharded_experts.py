@@ -183,7 +183,7 @@ def _backward_of_half(
 
 
 @sharded_experts.register_fake
-def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -206,7 +206,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*weights, sizes, *arrived)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     saved, is_trained = ctx.saved_tensors, list(ctx.needs_input_grad[2:8])
     weights, sizes, arrived = list(saved[:6]), saved[6], list(saved[7:])
     dx, dweight, dexperts = sharded_experts_backward(

@@ -166,7 +166,7 @@ def _config(lora: LoRA, source: str | Path | None) -> dict[str, Any]:
     }
 
 
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
+def _check_config(config: Mapping[str, object], path: Path) -> None:
     """Raises UserError unless the config describes an adapter that is LoRA and nothing else."""
 
     def require(field: str, expected: str, accepted: bool) -> None:

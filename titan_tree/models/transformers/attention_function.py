@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,12 @@ class TreeInputs:
         """
         return cls(attention, attention.prepare(layout, windows))
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Returns the arguments that a model of transformers needs beside the tokens [1, N] of a batch."""
         return arguments(self.layout.positions, self)
 
 
-def arguments(positions: Tensor, tree: Any) -> dict[str, Any]:
+def arguments(positions: Tensor, tree: object) -> dict[str, object]:
     """Returns the arguments of a model of transformers, beside its tokens [1, N].
 
     Args:

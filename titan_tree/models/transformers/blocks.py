@@ -183,7 +183,7 @@ class LayerCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> _LayerCall:
         return self._calls[index]
 
 

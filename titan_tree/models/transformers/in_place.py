@@ -137,7 +137,7 @@ class InPlaceModel(TransformersModel):
     def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
         return super()._survey(_InPlaceSurvey())
 
-    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> Any:
+    def _new_pass(self, layout: TreeLayout, rows: Sequence[Tensor]) -> _InPlacePass:
         return _InPlacePass(layout, rows, TreeInputs(self.attention, layout, self.gdn))
 
 
@@ -147,7 +147,7 @@ class _Mixer:
 
     index: int  # of the layer
     module: nn.Module
-    plain: Callable[..., Any]  # the module's own ``forward``
+    plain: Callable[..., object]  # the module's own ``forward``
     cache: str  # the name of its argument
 
 
@@ -166,7 +166,7 @@ class _InPlacePass:
         self.exports: list[Tensor] = []
         self._exported = 0  # layers
 
-    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, Any]) -> Any:
+    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, object]) -> object:
         """Calls a mixer and returns what it returns."""
         rows = self.rows[2 * mixer.index : 2 * mixer.index + 2]
         cache = PartitionCache(rows, self.layout) if rows else None
@@ -181,7 +181,7 @@ class _InPlacePass:
 class _InPlaceSurvey(Survey):
     """A pass that runs mixers only up to the attention function, and records sizes."""
 
-    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, Any]) -> Any:
+    def mix(self, mixer: _Mixer, positional: Sequence[object], named: Mapping[str, object]) -> object:
         """Records the sizes of a layer and returns the mixer's input in place of its output."""
         hidden = named["hidden_states"]
         if mixer.cache == RECURRENT_CACHE:
@@ -200,7 +200,7 @@ def _mix_on_trees(index: int, module: nn.Module, cache: str) -> None:
     mixer = _Mixer(index, module, plain, cache)
 
     @functools.wraps(plain)
-    def forward(*positional: object, **named: Any) -> Any:
+    def forward(*positional: object, **named: Any) -> object:
         current: _InPlacePass | _InPlaceSurvey | None = named.get(KEYWORD)
         if current is None:
             return plain(*positional, **named)
@@ -214,8 +214,8 @@ def _run_calls_inside(module: nn.Module) -> None:
     plain = module.forward
 
     @functools.wraps(plain)
-    def forward(*positional: object, **named: Any) -> Any:
-        call: Callable[..., Any] | None = named.pop(CALL, None)
+    def forward(*positional: object, **named: Any) -> object:
+        call: Callable[..., object] | None = named.pop(CALL, None)
         return plain(*positional, **named) if call is None else call(*positional)
 
     module.forward = forward
