@@ -61,27 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="group: one tree per group (default); batch: trees of up to --max-tokens tokens from each "
         "global batch, in file order; all: one tree of all samples",
     )
-    add(
-        "--global-batch-groups",
-        type=_positive,
-        default=8,
-        metavar="N",
-        help="groups per global batch, for --merge batch (default 8)",
-    )
-    add(
-        "--max-tokens",
-        type=_positive,
-        default=32_768,
-        metavar="N",
-        help="maximum tokens of a tree, for --merge batch (default 32768)",
-    )
-    add(
-        "--limit",
-        type=_positive,
-        default=20,
-        metavar="N",
-        help="rows of the table, ids of --show (default 20)",
-    )
+    for option, default, meaning in (
+        ("--global-batch-groups", 8, "groups per global batch, for --merge batch"),
+        ("--max-tokens", 32_768, "maximum tokens of a tree, for --merge batch"),
+        ("--limit", 20, "rows of the table, ids of --show"),
+    ):
+        add(option, type=_positive, default=default, metavar="N", help=f"{meaning} (default {default})")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
     output.add_argument(
@@ -117,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
     elif args.report is not None:
         _print_report(console, args, _trees(args, reader), tokenizer)
     elif args.json:
-        print(json.dumps(_as_json([(name, tree.stats) for name, tree in _trees(args, reader)])))
+        stats = [(name, tree.stats) for name, tree in _trees(args, reader)]
+        trees = [{"id": name, **_as_json(tree)} for name, tree in stats]
+        print(json.dumps({"trees": trees, "all": _as_json(TreeStats.total([tree for _, tree in stats]))}))
         return
     else:
         ungrouped = UngroupedLines()
@@ -220,14 +207,7 @@ def _similar(name: str, names: Sequence[str]) -> str:
     return f"the first ones are {', '.join(names[:3])}"
 
 
-def _as_json(stats: list[NamedStats]) -> dict[str, object]:
-    return {
-        "trees": [{"id": name, **_json_numbers(tree)} for name, tree in stats],
-        "all": _json_numbers(TreeStats.total([tree for _, tree in stats])),
-    }
-
-
-def _json_numbers(stats: TreeStats) -> dict[str, object]:
+def _as_json(stats: TreeStats) -> dict[str, object]:
     return asdict(stats) | {"por": stats.por, "branching": stats.branching}
 
 

@@ -148,21 +148,16 @@ class Planner:
         than configured share tokens only if nothing fits otherwise, or if GPUs wait for others.
         """
         configured = self.config.parallel.sequence_parallel
-        best = self._best({1, configured})
-        estimate = self.of(best)
-        if estimate.fits and estimate.idle_share <= IDLE_SHARE:
-            return best
-        return self._best({configured, *range(1, min(self.gpus, NODE_GPUS) + 1)})
-
-    def _best(self, sequence_parallel: Set[int]) -> Settings:
-        """Returns the best settings with one of these numbers of ranks that share tokens."""
-        pairs = [(settings, self.of(settings)) for settings in self.parallel_settings(sequence_parallel)]
-        pairs = [(settings, estimate) for settings, estimate in pairs if not estimate.is_refused]
-        fitting = [(settings, total(estimate.seconds)) for settings, estimate in pairs if estimate.fits]
-        if not fitting:
-            return min(pairs, key=lambda pair: pair[1].bytes)[0]
-        fastest = min(seconds for _, seconds in fitting)
-        return next(settings for settings, seconds in fitting if seconds <= 1.01 * fastest)
+        for degrees in ({1, configured}, {configured, *range(1, min(self.gpus, NODE_GPUS) + 1)}):
+            pairs = [(settings, self.of(settings)) for settings in self.parallel_settings(degrees)]
+            pairs = [(settings, estimate) for settings, estimate in pairs if not estimate.is_refused]
+            best, needs = min(pairs, key=lambda pair: pair[1].bytes)
+            if fitting := [pair for pair in pairs if pair[1].fits]:
+                limit = 1.01 * min(total(estimate.seconds) for _, estimate in fitting)
+                best, needs = next(pair for pair in fitting if total(pair[1].seconds) <= limit)
+            if needs.fits and needs.idle_share <= IDLE_SHARE:
+                break
+        return best
 
     def parallel_settings(self, sequence_parallel: Set[int]) -> Iterator[Settings]:
         """Yields the settings of [parallel] that are possible. A new key is a new factor of the product."""
