@@ -133,7 +133,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(
 def test_bad_steps_between_good_ones_do_not_end_the_run(tmp_path: Path) -> None:
     data = write_steps(tmp_path / "steps.jsonl", INFINITE, {}, EMPTY, {})
     trainer = train(tiny_config(tmp_path, **ORDERED, training__max_bad_steps=2, data__files=data))
-    assert trainer.bad_steps.total == 2
+    assert trainer.optimizer_step.bad_steps == 2
     assert [row["bad_steps"] for row in read_metrics(trainer.config)] == ["1", "", "2", ""]
 
 
@@ -173,7 +173,7 @@ def train_pairs(rank: int, ports: list[int], folder: Path) -> None:
     logging.getLogger("titan_tree").addHandler(handler)
     for name, port in zip(PAIRS, ports, strict=True):
         with as_rank(rank, 2, port):
-            assert train(pair_config(folder, name)).bad_steps.total == 2
+            assert train(pair_config(folder, name)).optimizer_step.bad_steps == 2
         (folder / f"{name}-{rank}.json").write_text(json.dumps(warnings_of(lines)))
         lines.clear()
 

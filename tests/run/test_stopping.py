@@ -24,7 +24,7 @@ from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics.builtin_loggers import CsvLogger
 from titan_tree.run import stopping, trainer
-from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
+from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.trainer import Trainer
 from titan_tree.signals import SIGNALS, Interrupted, Signals
 from titan_tree.tree.token_tree import TokenTree
@@ -198,7 +198,8 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
     monkeypatch.setattr(CheckpointWriter, "write_data", write_slowly)
     options = {"checkpoint__interval": 100, "checkpoint__async_save": async_save}
     config = tiny_config(tmp_path, training__steps=steps, **options)
-    monkeypatch.setattr(trainer, "BadSteps", lambda limit: BadSteps(9))
+    make_step = lambda **settings: OptimizerStep(**settings | {"max_bad_steps": 9})  # noqa: E731
+    monkeypatch.setattr(trainer, "OptimizerStep", make_step)
     with pytest.raises(UserError, match=r"step 2: its metrics cannot be written: .*No space left"):
         train(config)
     assert checkpoints(tmp_path) == ["step-2"]

@@ -100,14 +100,14 @@ class DataGroup:
             UserError: ``make`` raised it on some rank. All ranks raise the error of the first such rank.
         """
         try:
-            mine = b"\0" + make()
+            message = b"\0" + make()
         except UserError as error:
-            mine = b"\1" + str(error).encode()
+            message = b"\1" + str(error).encode()
         if self._steps == self.address.start_steps:
             self._gloo._set_default_timeout(timedelta(seconds=self.address.timeout_s))
         self._steps += 1
         with self._named():
-            parts = self._all_gather(mine)
+            parts = self._all_gather(message)
         for part in parts:
             if part[:1] == b"\1":
                 raise UserError(part[1:].decode())

@@ -83,7 +83,7 @@ class FileSum:
 
 
 def _num_threads() -> int:
-    """Returns this rank's share of the cores."""
+    """Returns this rank's part of the cores."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

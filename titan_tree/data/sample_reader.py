@@ -110,24 +110,27 @@ class SampleReader(DataFiles):
 
     def _check_store(self, store: TokenStore) -> None:
         """Raises UserError if the configuration asks for other samples than the store holds."""
-        made, config = store.header, self.config
+        header, config = store.header, self.config
         defaults = TreeTokenizer.samples.__kwdefaults__ or {}
-        if config.sample and defaults | config.sample != defaults | made["sample"]:
+        if config.sample and defaults | config.sample != defaults | header["sample"]:
             raise UserError(
-                f"{store.file}: made with data.sample = {made['sample']}, but it is now {config.sample}; "
+                f"{store.file}: made with data.sample = {header['sample']}, but it is now {config.sample}; "
                 "remove data.sample, or ingest the sources again"
             )
-        wanted = config.advantage, dict(config.advantage_options)
-        if config.advantage != "given" and wanted != (made["advantage"], made.get("advantage_options", {})):
+        estimator = config.advantage, dict(config.advantage_options)
+        if config.advantage != "given" and estimator != (
+            header["advantage"],
+            header.get("advantage_options", {}),
+        ):
             raise UserError(
                 f"{store.file}: made without the advantages of data.advantage = {config.advantage!r} and its "
                 f"options; ingest the sources again with --advantage {config.advantage}, or set 'given' to "
                 "use those that the store holds"
             )
-        if self.tokenizer is not None and made["tokenizer"] not in (None, self.tokenizer.fingerprint()):
+        if self.tokenizer is not None and header["tokenizer"] not in (None, self.tokenizer.fingerprint()):
             raise UserError(
-                f"{store.file}: made with another tokenizer or chat template ({made['tokenizer_name']}) than "
-                "that of this run; ingest the sources again with this one"
+                f"{store.file}: made with another tokenizer or chat template ({header['tokenizer_name']}) "
+                "than that of this run; ingest the sources again with this one"
             )
 
     def paths(self, group: Group) -> list[TokenPath]:
@@ -146,20 +149,20 @@ class SampleReader(DataFiles):
         Raises:
             UserError: see ``paths``.
         """
-        made = []
+        trajectories = []
         rollouts: dict[str | int, list[TokenPath]] = defaultdict(list)  # by rollout_id, or else by trajectory
         for number, trajectory in enumerate(group_trajectories(group, self.ignored)):
             with errors_at(trajectory.place):
                 paths = self._trajectory_paths(trajectory)
                 _set_preference(paths, trajectory.record, group.id)
                 name = record_name(trajectory.record, "rollout_id")
-            made.append((trajectory, paths))
+            trajectories.append((trajectory, paths))
             rollouts[number if name is None else name] += paths
         for members in rollouts.values():
             TokenPath.join_rollout(members)
         if self.config.advantage != "given":
-            self._set_advantages(made)
-        return made
+            self._set_advantages(trajectories)
+        return trajectories
 
     def _set_advantages(self, trajectories: Sequence[tuple[Trajectory, Sequence[TokenPath]]]) -> None:
         """Sets the advantages of a group's paths from its rewards."""
@@ -205,7 +208,7 @@ class SampleReader(DataFiles):
                 raise wrong(field, "one number for a conversation", "a list")
         messages = record["messages"]
         check_messages(messages, self.tokenizer.template_fields, self.ignored)
-        options = self._options(record)
+        options = self.config.sample | present_fields(record, ("turns",))
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
@@ -214,9 +217,6 @@ class SampleReader(DataFiles):
             path.id = f"{name}/{turn}"
         chosen = [path for _, path in turns]
         return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
-
-    def _options(self, record: Record) -> dict[str, Any]:
-        return self.config.sample | present_fields(record, ("turns",))
 
 
 def _set_preference(paths: Sequence[TokenPath], record: Record, group_id: str) -> None:

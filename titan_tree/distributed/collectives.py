@@ -83,16 +83,16 @@ def all_reduce_named(loss: Tensor, sums: dict[str, Tensor]) -> tuple[Tensor, dic
 
 def call_on_all_ranks_keep_rank0(function: Callable[[], T]) -> T:
     """Calls a function on every rank. All return rank 0's result, or raise the first error of any rank."""
-    mine: tuple[object, Exception | None]
+    outcome: tuple[object, Exception | None]
     try:
-        mine = function(), None
+        outcome = function(), None
     except Exception as error:
         if world_size() == 1:
             raise
-        mine = None, error
-    of_ranks = [mine] * world_size()
+        outcome = None, error
+    of_ranks = [outcome] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(of_ranks, mine)
+        dist.all_gather_object(of_ranks, outcome)
     for _, failure in of_ranks:
         if failure is not None:
             raise failure

@@ -85,8 +85,10 @@ class AllToAllExchange:
         Args:
             num_local_tokens: n.
         """
-        (own,) = to_tokens([x], num_local_tokens, [x.shape[1] * self.token_shard.num_ranks], self.group)
-        return own
+        (of_local_tokens,) = to_tokens(
+            [x], num_local_tokens, [x.shape[1] * self.token_shard.num_ranks], self.group
+        )
+        return of_local_tokens
 
 
 @torch.library.custom_op("titan_tree::to_heads", mutates_args=())
@@ -113,8 +115,8 @@ def to_tokens(tensors: list[Tensor], num_local_tokens: int, num_heads: list[int]
         by_rank = x.new_empty(size * num_local_tokens, *x.shape[1:])
         sent = TokenShard(num_ranks=size).sizes(len(x))
         dist.all_to_all_single(by_rank, x.contiguous(), [num_local_tokens] * size, sent, group=ranks)
-        own = by_rank.unflatten(0, (size, num_local_tokens)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
-        result.append(own.unflatten(1, (heads, -1)).sum(2) if heads < size else own.contiguous())
+        local = by_rank.unflatten(0, (size, num_local_tokens)).transpose(0, 1).flatten(1, 2)  # [n, P h, D]
+        result.append(local.unflatten(1, (heads, -1)).sum(2) if heads < size else local.contiguous())
     return result
 
 

@@ -152,7 +152,7 @@ def evaluate(model: TreeModel, steps: Iterable[StepInput], device: torch.device)
     Tokens count w_p m_{p,t}, as in TreeLoss. Every rank makes the same call with equally many steps.
 
     Args:
-        steps: this rank's share of the data.
+        steps: this rank's part of the data.
 
     Returns:
         loss: mean negative log-likelihood per token, in nats.

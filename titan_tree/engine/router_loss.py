@@ -80,7 +80,7 @@ class StepRouting:
         self._sums = detached if self._sums is None else Routing(*map(torch.add, self._sums, detached))
 
     def compute_loss(self, micro_batch: int, routing: Routing) -> Tensor:
-        """Returns one forward pass's share of the router's loss, 0-dim."""
+        """Returns one forward pass's part of the router's loss, 0-dim."""
         if self._counted:
             choices = self._counted[micro_batch]
         else:

@@ -95,7 +95,7 @@ NO_COUNTS = StepCounts.of([0] * len(dataclasses.fields(StepCounts)))
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """One rank's share of an optimizer step, on the host and ready to run.
+    """One rank's part of an optimizer step, on the host and ready to run.
 
     Attributes:
         micro_batches: the batches of each micro-batch: its partitions, or a single batch.

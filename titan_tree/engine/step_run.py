@@ -102,7 +102,7 @@ class StepRun:
     """Runs the passes of one step, and sums up the loss and its metrics.
 
     Args:
-        step: this rank's share.
+        step: this rank's part of the step.
         sizes: the sizes of all ranks.
         micro_batches: the micro-batches of ``step``, and those of dummies.
         routing: sums up what routers chose. None for a model without experts.

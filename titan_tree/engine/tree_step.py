@@ -112,7 +112,7 @@ class TreeStep:
         """Runs the forward and backward passes of all micro-batches. Gradients add to those already present.
 
         Args:
-            step: this rank's share.
+            step: this rank's part of the step.
             sizes: the sizes of all ranks, if the caller has called ``all_reduce_counts`` already.
         Raises:
             BadStepError: if the loss counts no token of the global batch. No pass has run then.

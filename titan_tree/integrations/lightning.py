@@ -49,7 +49,7 @@ from titan_tree.run.build import (
     warm_up,
 )
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
-from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
+from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.trainer import resume_data, validate
 
 try:
@@ -84,7 +84,6 @@ class TreeLightningModule(L.LightningModule):
     router_bias: RouterBias | None
     balancing: Balancing | None
     num_steps: int  # number of steps of the whole run
-    bad_steps: BadSteps  # the bad steps of this process
     position: dict[str, Any] | None  # the dataset's after the last step that was trained
 
     def __init__(self, config: Config) -> None:
@@ -93,6 +92,7 @@ class TreeLightningModule(L.LightningModule):
         self.automatic_optimization = False
         self.config, self.model, self.position = config, None, None
         self._logged: set[str] = set()  # names of the values of steps
+        self._optimizer_step: OptimizerStep | None = None  # made in the first step of a fit
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Checks the settings of Lightning's Trainer, which calls this before anything else."""
@@ -127,7 +127,7 @@ class TreeLightningModule(L.LightningModule):
         dataset = _data_of(self.trainer).open_dataset()
         sizes = dataset.reader.sizes() if config.training.epochs is not None else None
         self.num_steps = num_steps(config, dataset, sizes)
-        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
+        self._optimizer_step = None  # an earlier fit had other optimizers
         optimizers = build_optimizers(config.optimizer, self.model)
         (optimizer,) = optimizers
         (scheduler,) = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps).schedulers
@@ -145,25 +145,26 @@ class TreeLightningModule(L.LightningModule):
         optimizer: Any = self.optimizers()  # Lightning's wrapper, whose steps are counted
         scheduler: Any = self.lr_schedulers()
         step = self.global_step + 1
-        optimizer_step = OptimizerStep(
-            tree_step=self.tree_step,
-            optimizers=[optimizer],
-            lr_schedulers=[scheduler],
-            router_bias=self.router_bias,
-            balancing=self.balancing,
-            max_grad_norm=self.config.optimizer.max_grad_norm,
-            seed=self.config.training.seed,
-            bad_steps=self.bad_steps,
-        )
+        if self._optimizer_step is None:
+            self._optimizer_step = OptimizerStep(
+                tree_step=self.tree_step,
+                optimizers=[optimizer],
+                lr_schedulers=[scheduler],
+                router_bias=self.router_bias,
+                balancing=self.balancing,
+                max_grad_norm=self.config.optimizer.max_grad_norm,
+                seed=self.config.training.seed,
+                max_bad_steps=min(self.config.training.max_bad_steps, self.num_steps),
+            )
         sizes = all_reduce_counts(step_input)
-        report = optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
+        report = self._optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         if self.global_step < step:
             optimizer.step()  # without the gradients of a bad step, it only counts the step
         self.position = dict(position)
         self.trainer.should_stop |= step >= self.num_steps
         if report is None:
             # Lightning would log the values of the step before again.
-            self._log(dict.fromkeys(self._logged, math.nan) | {"bad_steps": self.bad_steps.total})
+            self._log(dict.fromkeys(self._logged, math.nan) | {"bad_steps": self._optimizer_step.bad_steps})
             return
         values = step_values(report)
         self._logged |= values.keys()

@@ -116,7 +116,7 @@ def build_dataset(
     *,
     is_balanced: bool = False,
 ) -> TreeDataset:
-    """Returns this rank's share of the data.
+    """Returns this rank's part of the data.
 
     Args:
         is_balanced: each rank reads groups of its own, and trees travel to the ranks that train on them.

@@ -30,27 +30,6 @@ from titan_tree.metrics import StepReport
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class BadSteps:
-    """Counts and reports bad steps."""
-
-    limit: int  # bad steps in a row after which training ends
-    total: int = 0
-    in_a_row: int = 0  # since the last good step, which resets it
-
-    def add(self, step: int, reason: BadStepError) -> None:
-        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row == self.limit:
-            raise AgreedError(
-                f"step {step}: {reason} (training ended after {self.limit} bad "
-                f"step{'s' if self.limit > 1 else ''} in a row, which left the weights unchanged)"
-            )
-        if rank() == 0:
-            logger.warning("step %d is skipped: %s", step, reason)
-
-
 @dataclass(kw_only=True)
 class OptimizerStep:
     """Runs the optimizer steps of a run.
@@ -61,7 +40,9 @@ class OptimizerStep:
         router_bias: updates the router biases of a model with experts. None: they stay unchanged.
         balancing: measures the steps of several ranks. None: nothing is measured.
         seed: the run's ``training.seed``.
-        bad_steps: counts the bad steps of this process.
+        max_bad_steps: number of bad steps in a row after which training ends.
+        bad_steps: number of bad steps of this process.
+        bad_steps_in_a_row: number of bad steps since the last good one.
     """
 
     tree_step: TreeStep
@@ -71,7 +52,9 @@ class OptimizerStep:
     balancing: Balancing | None
     max_grad_norm: float
     seed: int
-    bad_steps: BadSteps
+    max_bad_steps: int
+    bad_steps: int = 0
+    bad_steps_in_a_row: int = 0
 
     def run(
         self, step: int, step_input: StepInput, sizes: GlobalSizes, *, epoch: int, started: float
@@ -80,7 +63,7 @@ class OptimizerStep:
 
         Args:
             step: the number of the step, which counts from 1.
-            step_input: this rank's share.
+            step_input: this rank's part of the step.
             sizes: the sizes of all ranks, from ``all_reduce_counts``.
             epoch: number of epochs that are complete after the step.
             started: ``time.perf_counter()`` at the start of the step.
@@ -94,9 +77,9 @@ class OptimizerStep:
             self.balancing.start_step()
         try:
             updated = self.update_weights(step_input, sizes)
-            self.bad_steps.in_a_row = 0
+            self.bad_steps_in_a_row = 0
         except BadStepError as reason:
-            self.bad_steps.add(step, reason)
+            self._skip(step, reason)
         lr = float(self.lr_schedulers[0].get_last_lr()[0])
         for scheduler in self.lr_schedulers:
             scheduler.step()
@@ -140,3 +123,15 @@ class OptimizerStep:
             assert self.tree_step.model.experts is not None
             self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
         return result, loss, grad_norm
+
+    def _skip(self, step: int, reason: BadStepError) -> None:
+        """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""
+        self.bad_steps += 1
+        self.bad_steps_in_a_row += 1
+        if self.bad_steps_in_a_row == self.max_bad_steps:
+            raise AgreedError(
+                f"step {step}: {reason} (training ended after {self.max_bad_steps} bad "
+                f"step{'s' if self.max_bad_steps > 1 else ''} in a row, which left the weights unchanged)"
+            )
+        if rank() == 0:
+            logger.warning("step %d is skipped: %s", step, reason)

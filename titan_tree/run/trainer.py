@@ -62,7 +62,7 @@ from titan_tree.run.build import (
 )
 from titan_tree.run.folder import RunFolder, data_sizes, introduction, summary
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
-from titan_tree.run.optimizer_step import BadSteps, OptimizerStep
+from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.stopping import StopController, SynchronizedInput
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Trainer:
     stopping: StopController
     steps_trained: int  # good steps of this process
     counts: StepCounts  # the sum over these steps
-    bad_steps: BadSteps  # the other steps of this process
+    optimizer_step: OptimizerStep  # counts the bad steps of this process
     rollout_values: Mapping[str, float]  # metrics of this step's rollouts; empty unless rl/ samples them
     loggers: Loggers | None  # None except on rank 0
 
@@ -151,8 +151,6 @@ class Trainer:
         self.lr_schedulers = build_lr_schedulers(config.lr_scheduler, self.optimizers, self.num_steps)
         self.progress, self.steps_trained, self.counts = Progress(), 0, NO_COUNTS
         self.rollout_values = {}
-        # A run in which no step trains also ends with an error.
-        self.bad_steps = BadSteps(min(config.training.max_bad_steps, self.num_steps))
         self.checkpoints = Checkpoints(
             config.checkpoint,
             Path(config.folder) / config.checkpoint.folder,
@@ -179,7 +177,8 @@ class Trainer:
             balancing=self.balancing,
             max_grad_norm=config.optimizer.max_grad_norm,
             seed=config.training.seed,
-            bad_steps=self.bad_steps,
+            # A run in which no step trains also ends with an error.
+            max_bad_steps=min(config.training.max_bad_steps, self.num_steps),
         )
 
     def open_data(self) -> int:
@@ -285,7 +284,7 @@ class Trainer:
         with self.stopping.logging():
             self.loggers.advance(step)
             if report is None:
-                values = {"bad_steps": self.bad_steps.total, **self.rollout_values}
+                values = {"bad_steps": self.optimizer_step.bad_steps, **self.rollout_values}
                 self.loggers.log(step, values | validation_values(validation))
             elif validation or step % self.config.metrics.log_interval == 0 or step == self.num_steps:
                 report = dataclasses.replace(report, validation=validation, rollouts=self.rollout_values)
@@ -299,7 +298,7 @@ class Trainer:
         return validate(self.tree_step, self.validation_inputs)
 
     def _log_summary(self) -> None:
-        logger.info(summary(self.steps_trained, self.counts, self.bad_steps.total))
+        logger.info(summary(self.steps_trained, self.counts, self.optimizer_step.bad_steps))
         logger.info("checkpoint: %s", self.checkpoints.newest() or "none (checkpoint.interval = 0)")
         if "csv" in self.config.metrics.loggers:
             logger.info("curves: %s/metrics.csv", self.config.folder)

@@ -193,7 +193,7 @@ class _Forward(NamedTuple):
     trees: Sequence[int]
     plan: PartitionPlan | None  # None: this rank only takes part in the communication of others
     batches: Sequence[TreeBatch]  # the plan's
-    partitions: Sequence[TreeBatch]  # what this rank runs: its shares of the batches, and dummies
+    partitions: Sequence[TreeBatch]  # what this rank runs: its token shards of the batches, and dummies
 
 
 def _forwards(

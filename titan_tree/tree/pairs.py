@@ -41,8 +41,8 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     per_path = np.diff(np.searchsorted(chosen, tree.path_offsets))
     loss_tokens = np.add.reduceat(mask, starts, dtype=np.float64)  # ``TokenPath.loss_tokens`` of each path
     rollout_tokens = [
-        own if path.rollout_tokens is None else path.rollout_tokens
-        for path, own in zip(paths, loss_tokens, strict=True)
+        of_path if path.rollout_tokens is None else path.rollout_tokens
+        for path, of_path in zip(paths, loss_tokens, strict=True)
     ]
     path_of_pair = np.repeat(np.arange(len(paths)), per_path)
     path_fields = {

@@ -42,10 +42,10 @@ def scatter(
 
     ``source`` must name every own token and no row twice.
     """
-    own = dk.new_empty(num_own, *dk.shape[1:]), dv.new_empty(num_own, *dv.shape[1:])
+    of_own_tokens = dk.new_empty(num_own, *dk.shape[1:]), dv.new_empty(num_own, *dv.shape[1:])
     dcontext = torch.zeros_like(context)
-    _move(source, dcontext, *own, dk, dv, to_columns=False)
-    return *own, dcontext
+    _move(source, dcontext, *of_own_tokens, dk, dv, to_columns=False)
+    return *of_own_tokens, dcontext
 
 
 def add_gradient(total: Tensor, gradient: Tensor) -> None:

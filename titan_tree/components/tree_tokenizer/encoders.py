@@ -265,8 +265,10 @@ def _without_added_tokens(spec: dict[str, object]) -> dict[str, object]:
     assert isinstance(model, dict)
     assert isinstance(added, list)
     merges = model.get("merges") or []
-    made = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges}
-    control = {token["content"] for token in added if token.get("special")} - made - {model.get("unk_token")}
+    merged = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges}
+    control = (
+        {token["content"] for token in added if token.get("special")} - merged - {model.get("unk_token")}
+    )
     hidden = {content: f"\ufdd0{number}\ufdd1" for number, content in enumerate(sorted(control))}
     vocab = model["vocab"]
     if isinstance(vocab, dict):

@@ -75,14 +75,14 @@ class Arrived(NamedTuple):
 
 def halves(sizes: Tensor) -> list[TokenHalf]:
     """Returns the halves for the sizes of ``count_rows``."""
-    num_ranks, found = sizes.shape[1] // 2, []
+    num_ranks, token_halves = sizes.shape[1] // 2, []
     starts = [0, 0, 0]
     for *rows, num_copies in sizes.tolist():
         sent, received = rows[:num_ranks], rows[num_ranks:]
         ends = [a + n for a, n in zip(starts, (sum(sent), sum(received), num_copies), strict=True)]
-        found.append(TokenHalf(sent, received, *map(slice, starts, ends)))
+        token_halves.append(TokenHalf(sent, received, *map(slice, starts, ends)))
         starts = ends
-    return found
+    return token_halves
 
 
 def waits(tensor: Tensor) -> list[Wait]:

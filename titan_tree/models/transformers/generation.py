@@ -39,37 +39,37 @@ def generating(model: TreeModel) -> PreTrainedModel:
         UserError: transformers does not know the model, or lays out its weights in another way.
     """
     try:
-        made: Any = _from_decoder(model) if isinstance(model, Decoder) else _from_layers(model)
+        generator: Any = _from_decoder(model) if isinstance(model, Decoder) else _from_layers(model)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _refusal(model, " ".join(f"{type(error).__name__}: {error}".split())) from None
     if model.output_weight is None:
-        made.set_output_embeddings(_TiedHead(made.get_input_embeddings()))
+        generator.set_output_embeddings(_TiedHead(generator.get_input_embeddings()))
     else:
-        made.set_output_embeddings(model.lm_head)
-    made.generation_config = GenerationConfig()  # without what a snapshot's config.json may say
-    shared = {id(weight) for weight in made.parameters()}
+        generator.set_output_embeddings(model.lm_head)
+    generator.generation_config = GenerationConfig()  # without what a snapshot's config.json may say
+    shared = {id(weight) for weight in generator.parameters()}
     unused = [name for name, weight in model.named_parameters() if id(weight) not in shared]
-    tensors = (*made.named_parameters(), *made.named_buffers())
+    tensors = (*generator.named_parameters(), *generator.named_buffers())
     if names := unused + [name for name, tensor in tensors if tensor.is_meta]:
         raise _refusal(model, f"{', '.join(names[:3])}: only one of the two has it")
-    return made
+    return generator
 
 
 def _from_decoder(model: Decoder) -> Any:
     """Returns the model of transformers with the blocks, the embedding and the last norm of ``model``."""
     # Transformers packs the projections of some families. The family that they derive from has them as here.
     family = next(base for base in type(model).__mro__ if not getattr(base, "publishes_packed", False))
-    made = _on_meta(AutoConfig.for_model(**family.Config.to_hf(model.config)), "sdpa")  # type: ignore[attr-defined]
-    base = made.base_model
+    generator = _on_meta(AutoConfig.for_model(**family.Config.to_hf(model.config)), "sdpa")  # type: ignore[attr-defined]
+    base = generator.base_model
     _share(base, model, "embed_tokens", "norm")
     with model.embed_tokens.weight.device:
-        base.rotary_emb = type(base.rotary_emb)(made.config)
+        base.rotary_emb = type(base.rotary_emb)(generator.config)
     for layer, block in zip(base.layers, model.blocks, strict=True):
         _share(layer, block, "input_layernorm", "post_attention_layernorm", "mlp")
         if isinstance(block.mlp, MoE):
             layer.mlp = _Mixture(block.mlp)
         _share_mixer(getattr(layer, block.mixer_name), block.mixer)
-    return made
+    return generator
 
 
 def _share_mixer(mixer: Any, trained: nn.Module) -> None:
@@ -101,18 +101,18 @@ def _from_layers(model: TreeModel) -> Any:
     )
     attention = NAMES["sdpa" if fits else "eager"]
     base.set_attn_implementation(attention)
-    made = _on_meta(copy.deepcopy(model.hf_config), attention)
-    _share(made.base_model, base, *(name for name, _ in base.named_children()))
-    made.base_model.layers = nn.ModuleList(block.get_submodule("layer") for block in model.layers)
-    return made
+    generator = _on_meta(copy.deepcopy(model.hf_config), attention)
+    _share(generator.base_model, base, *(name for name, _ in base.named_children()))
+    generator.base_model.layers = nn.ModuleList(block.get_submodule("layer") for block in model.layers)
+    return generator
 
 
 def _on_meta(config: Any, attention: str) -> Any:
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(
+        generator = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, trust_remote_code=False
         )
-    return made.eval()
+    return generator.eval()
 
 
 class _Mixture(nn.Module):
