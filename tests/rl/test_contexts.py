@@ -15,7 +15,7 @@ from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import Decoder
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Reply
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, play, token_paths
+from titan_tree.rl.rollouts import Chat, Rollout, branches, play, token_paths
 from titan_tree.rl.sampler import Completion
 
 END = "<|im_end|>"
@@ -71,7 +71,14 @@ RESULTS = (
 def played(*turns: str, limit: int = 400, number: int = 1) -> list[Rollout]:
     chat = Chat(TOKENIZER)
     rollouts = chat.start(Summarizing(), number)
-    play(rollouts, Scripted(*(f"{turn}{END}" for turn in turns)), chat, Limits(20, limit), "seed")
+    play(
+        rollouts,
+        Scripted(*(f"{turn}{END}" for turn in turns)),
+        chat,
+        "seed",
+        max_turn_tokens=20,
+        max_rollout_tokens=limit,
+    )
     return rollouts
 
 
@@ -107,7 +114,7 @@ def test_a_new_context_replaces_what_the_model_sees() -> None:
     chat = Chat(TOKENIZER)
     (rollout,) = chat.start(Summarizing(), 1)
     sampler = Scripted(*(f"{turn}{END}" for turn in ("a", "b", "xyz")))
-    play([rollout], sampler, chat, Limits(20, 400), "seed")
+    play([rollout], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=400)
     seen = [TOKENIZER.decode(contexts[0]) for contexts, _ in sampler.calls]
     prompt = text("user", "task") + "<|im_start|>assistant\n"
     summary = text("user", "task, so far b") + "<|im_start|>assistant\n"
@@ -140,7 +147,7 @@ def test_a_summary_without_room_for_a_turn_cuts_the_rollout_off() -> None:
 
     chat = Chat(TOKENIZER)
     (rollout,) = chat.start(Long(), 1)
-    play([rollout], Scripted(f"a{END}"), chat, Limits(20, 400), "seed")
+    play([rollout], Scripted(f"a{END}"), chat, "seed", max_turn_tokens=20, max_rollout_tokens=400)
     assert (rollout.is_cut_off, rollout.contexts) == (True, [0])
 
 
@@ -152,7 +159,7 @@ def test_forks_keep_the_contexts_before_their_turn() -> None:
         assert fork.context == rollout.tokens[contexts[-1] : rollout.starts[turn]]
     chat = Chat(TOKENIZER)
     forks = branches([rollout], 6, random.Random(0))
-    play(forks, CachedSampler(tiny_model()), chat, Limits(20, 400), "forks")
+    play(forks, CachedSampler(tiny_model()), chat, "forks", max_turn_tokens=20, max_rollout_tokens=400)
     assert {fork.inherited for fork in forks} == {1, 2}
     for fork in forks:
         if fork.inherited == 2:
@@ -220,9 +227,16 @@ def test_the_loss_of_compacted_rollouts_is_that_of_their_definition(reduction: s
     rollouts = chat.start(Summarizing(), 3)
     short = SimpleNamespace(prompt=Summarizing().prompt, reply=lambda turns: Reply(None, 2.0))
     rollouts += chat.start(short, 1)
-    play(rollouts, Ending(model), chat, Limits(8, 400), "seed")
+    play(rollouts, Ending(model), chat, "seed", max_turn_tokens=8, max_rollout_tokens=400)
     rollouts += branches(rollouts, 2, random.Random(1))
-    play([r for r in rollouts if r.reward is None], Ending(model), chat, Limits(8, 400), "forks")
+    play(
+        [r for r in rollouts if r.reward is None],
+        Ending(model),
+        chat,
+        "forks",
+        max_turn_tokens=8,
+        max_rollout_tokens=400,
+    )
     paths = token_paths(rollouts, "t", "group", {})
     step = TreeStep(model, TreeLoss("grpo", reduction=reduction), torch.device("cpu"))
     loss = step.run(step.prepare([[TokenTree.from_paths(paths)]])).loss.item()

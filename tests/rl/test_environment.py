@@ -53,9 +53,9 @@ def test_demonstrations_are_right_as_often_as_they_say() -> None:
 
 def test_rewards_of_a_search() -> None:
     episode = Search().episode(random.Random(7))
-    name, fields = episode.question.name, episode.question.fields
-    assert str(episode.question) == f"{fields[2]} of the {fields[1]} of the {fields[0]} of {name}"
-    assert episode.prompt[1] == {"role": "user", "content": str(episode.question)}
+    name, fields = episode.name, episode.fields
+    question = f"{fields[2]} of the {fields[1]} of the {fields[0]} of {name}"
+    assert episode.prompt[1] == {"role": "user", "content": question}
     searches, value = [], name
     for field in fields:
         searches.append(f"search {value}")

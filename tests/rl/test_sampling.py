@@ -14,7 +14,7 @@ from titan_tree.models.lora.adapters import add_lora
 from titan_tree.rl import cached_sampler
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.environment import Desk, Reply
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, play
+from titan_tree.rl.rollouts import Chat, Rollout, branches, play
 from titan_tree.rl.sampler import Completion
 
 TOKENIZER = TreeTokenizer.load("byte")
@@ -151,7 +151,14 @@ def test_a_rollout_has_the_tokens_of_the_rendered_conversation() -> None:
     chat, (rollout,) = started()
     episode = rollout.episode
     calls, answer = "".join(f"?{item}" for item in episode.items), episode.answer
-    play([rollout], Scripted(f"{calls}<|im_end|>", f"{answer}<|im_end|>"), chat, Limits(20, 200), "seed")
+    play(
+        [rollout],
+        Scripted(f"{calls}<|im_end|>", f"{answer}<|im_end|>"),
+        chat,
+        "seed",
+        max_turn_tokens=20,
+        max_rollout_tokens=200,
+    )
     tools = [{"role": "tool", "content": str(episode.count[item])} for item in episode.items]
     said = [{"role": "assistant", "content": text} for text in (calls, answer)]
     (path,) = TOKENIZER.samples([*episode.prompt, said[0], *tools, said[1]], turns="whole")
@@ -190,7 +197,7 @@ def test_sampled_tokens_are_kept_although_their_text_has_other_tokens() -> None:
     tokens = [*text.encode(), chat.end]
     sampler = Scripted("")
     sampler.turns = [tokens]
-    play([rollout], sampler, chat, Limits(20, 200), "seed")
+    play([rollout], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=200)
     assert rollout.turns == [text]
     assert rollout.tokens[rollout.starts[0] :] == tokens != TOKENIZER.encode(f"{text}<|im_end|>")
 
@@ -200,13 +207,13 @@ def test_limits_cut_rollouts_off_without_a_reward() -> None:
     size = len(rollouts[0].tokens)
     right = "".join(f"?{item}" for item in rollouts[0].episode.items)
     sampler = Scripted(f"{right}<|im_end|>", "x" * 30, f"{right}<|im_end|>")
-    play(rollouts[:2], sampler, chat, Limits(20, size + 20), "seed")
+    play(rollouts[:2], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=size + 20)
     assert sampler.calls[0][1] == [20, 20]
     for rollout in rollouts[:2]:  # the first one has no room for the observation, the second for its turn
         assert (rollout.reward, rollout.is_cut_off, len(rollout.turns)) == (0.0, True, 1)
     assert len(rollouts[1].tokens) == size + 20
     with pytest.raises(UserError, match=f"expected more than the {size} tokens of a prompt, got {size}"):
-        play(rollouts[2:], sampler, chat, Limits(20, size), "seed")
+        play(rollouts[2:], sampler, chat, "seed", max_turn_tokens=20, max_rollout_tokens=size)
 
 
 def test_forks_share_exactly_what_precedes_the_turn() -> None:
@@ -217,8 +224,9 @@ def test_forks_share_exactly_what_precedes_the_turn() -> None:
         rollouts,
         Scripted(*[f"{right}<|im_end|>"] * 2, "1<|im_end|>", "2<|im_end|>"),
         chat,
-        Limits(20, 200),
         "",
+        max_turn_tokens=20,
+        max_rollout_tokens=200,
     )
     for original in rollouts:
         original.logprobs = [-0.5 * mask for mask in original.mask]
@@ -227,7 +235,7 @@ def test_forks_share_exactly_what_precedes_the_turn() -> None:
     for fork in forks:
         assert (fork.inherited, fork.reward, fork.turns) == (1, None, [right])
     copies = [(list(r.tokens), list(r.logprobs), list(r.turns)) for r in rollouts]
-    play(forks, CachedSampler(model), chat, Limits(20, 200), "forks")
+    play(forks, CachedSampler(model), chat, "forks", max_turn_tokens=20, max_rollout_tokens=200)
     assert copies == [
         (r.tokens, r.logprobs, r.turns) for r in rollouts
     ]  # they share no list with their forks
@@ -248,7 +256,7 @@ def test_a_reward_that_is_no_number_is_refused() -> None:
     chat, (rollout,) = started()
     rollout.episode = type("Wrong", (), {"reply": lambda self, turns: Reply(None, float("nan"))})()
     with pytest.raises(UserError, match="reward: expected a finite number, got nan after the turns"):
-        play([rollout], Scripted("a<|im_end|>"), chat, Limits(20, 200), "seed")
+        play([rollout], Scripted("a<|im_end|>"), chat, "seed", max_turn_tokens=20, max_rollout_tokens=200)
 
 
 def test_the_seed_decides_the_rollouts() -> None:
@@ -256,7 +264,7 @@ def test_the_seed_decides_the_rollouts() -> None:
 
     def tokens(seed: str) -> list[list[int]]:
         chat, rollouts = started(3)
-        play(rollouts, CachedSampler(model), chat, Limits(12, 200), seed)
+        play(rollouts, CachedSampler(model), chat, seed, max_turn_tokens=12, max_rollout_tokens=200)
         return [rollout.tokens for rollout in rollouts]
 
     assert tokens("a") == tokens("a") != tokens("b")

@@ -323,7 +323,7 @@ def test_a_server_and_a_sampler_exclude_each_other(tmp_path: Path) -> None:
 def test_stopped_rollouts_are_no_rollouts(tmp_path: Path) -> None:
     with rollout_server(RolloutServer("sglang", other_model())) as url:
         trainer = RLTrainer(tiny(tmp_path, *options(url)))
-        trainer.async_sampling.close()
+        trainer.sampler.close()
         with pytest.raises(StoppedError):
             trainer.rollouts(1)
         trainer.close()

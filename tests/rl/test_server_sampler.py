@@ -16,9 +16,9 @@ import pytest
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
 from tests.support.cases import for_each
 from titan_tree.errors import UserError
-from titan_tree.rl.async_sampling import in_daemon
 from titan_tree.rl.cached_sampler import CachedSampler
-from titan_tree.rl.rollouts import Limits, play
+from titan_tree.rl.rollouts import play
+from titan_tree.rl.sampler import in_daemon
 from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.tree.paths import ExpertSizes
@@ -365,7 +365,7 @@ def test_rollouts_from_a_server_are_those_of_its_model() -> None:
 
     chat, rollouts = started(3)
     with server(complete) as (url, requests):
-        play(rollouts, ServerSampler(url, "m"), chat, Limits(12, 200), "seed")
+        play(rollouts, ServerSampler(url, "m"), chat, "seed", max_turn_tokens=12, max_rollout_tokens=200)
     assert len(requests) >= 3
     for rollout in rollouts:
         assert rollout.reward is not None

@@ -15,10 +15,11 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -74,181 +75,137 @@ def make_trees(paths: Iterable[TokenPath]) -> list[TokenTree]:
     return [TokenTree.from_paths(group) for group in by_temperature.values()]
 
 
-class Fields(NamedTuple):
-    """How titan_tree treats the fields of a framework. Any other field is an error."""
-
-    read: dict[
-        str, str
-    ]  # the framework's name -> titan_tree's, that of a TokenPath's field where there is one
-    left_out: str  # names of fields without effect on losses
-    refused: dict[str, str]  # fields that would change the loss -> how to fix it
-
-
-# titan_tree's names of the fields that are read, and the names in AReaL, prime-rl's TrainingSample, SkyRL and
-# slime's Sample.
-NAMES = """
-tokens            input_ids       token_ids       -                       tokens
-attention_mask    attention_mask  -               -                       -
-position_ids      -               position_ids    -                       -
-prompt            -               -               prompt_token_ids        -
-response          -               -               response_ids            -
-response_length   -               -               -                       response_length
-loss_mask         loss_mask       mask            loss_masks              loss_mask
-remove_sample     -               -               -                       remove_sample
-advantage         advantages      advantages      advantages              advantages
-reward            -               -               -                       rewards
-rl_weights        -               rl_weights      -                       -
-old_logprobs      prox_logp       -               action_log_probs        log_probs
-ref_logprobs      ref_logp        ref_logprobs    base_action_log_probs   ref_log_probs
-rollout_logprobs  logprobs        logprobs        rollout_logprobs        rollout_log_probs
-routed_experts    routed_experts  routed_experts  rollout_expert_indices  rollout_routed_experts
-temperature       -               temperatures    -                       -
-policy_version    versions        -               -                       -
-weight_versions   -               -               -                       weight_versions
-rollout_id        -               -               -                       rollout_id
-index             -               -               -                       index
-rollout_tokens    -               -               -                       rollout_mask_sums
-"""
-_ROWS = [line.split() for line in NAMES.strip().splitlines()]
-_AREAL, _PRIME_RL, _SKYRL, _SLIME = (
-    {row[column]: row[0] for row in _ROWS if row[column] != "-"} for column in range(1, 5)
-)
-_MICRO_BATCH = {"input_ids": "tokens", "loss_mask": "loss_mask", "inference_logprobs": "rollout_logprobs"}
-_COLUMNS = {
-    "response_length": "response_lengths",
-    "loss_mask": "loss_masks",
-    "rollout_id": "rollout_ids",
-    "index": "sample_indices",
-}
-
-IMAGES = "expected text only"
-TEACHER = "losses with a teacher are not supported; remove it"
-PACKED = "expected the padded batch, before AReaL packs it"
-OTHER_LOSS = "only the component rl of the loss is supported; train the others in a step of their own"
-TOP_P = "log-probs under nucleus sampling are not supported; sample with rollout_top_p = 1"
-PER_SAMPLE_LOSS = "losses chosen per sample are not supported; remove it"
-
-
-def _refused(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Returns field -> reason from names -> reason."""
-    return {name: reason for names, reason in reasons.items() for name in names.split()}
-
-
-AREAL = Fields(
-    _AREAL,
-    "rewards values returns kl_rewards tot_rewards begin_of_trajectory task_ids position_ids seqlens",
-    _refused(
-        {
-            "multi_modal_input pixel_values image_grid_thw": IMAGES,
-            "cu_seqlens max_seqlen": PACKED,
-            "teacher_logp": TEACHER,
-        }
-    ),
-)
-PRIME_RL = Fields(
-    _PRIME_RL | _MICRO_BATCH,
-    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards",
-    _refused(
-        {
-            "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
-            "ce_weights ref_kl_weights sdpo_weights": OTHER_LOSS,
-        }
-    ),
-)
-SKYRL = Fields(
-    _SKYRL,
-    "rewards stop_reasons rollout_metrics trajectory_ids is_last_step",
-    _refused(
-        {
-            "pixel_values image_grid_thw": IMAGES,
-            "is_hinted": "samples with hints are not supported; remove them, or the field",
-        }
-    ),
-)
-SLIME_SAMPLE = Fields(
-    _SLIME,
-    "group_index prompt response label reward status metadata session_id generate_function_path "
-    "custom_rm_path apply_chat_template_kwargs non_generation_time spec_info prefix_cache_info",
-    _refused(
-        {
-            "rollout_top_p_token_ids rollout_top_p_token_offsets": TOP_P,
-            "multimodal_inputs multimodal_train_inputs": IMAGES,
-            "teacher_log_probs mopd_teacher_log_probs": TEACHER,
-            "train_metadata": PER_SAMPLE_LOSS,
-        }
-    ),
-)
-SLIME_TRAIN_DATA = Fields(
-    {_COLUMNS.get(name, name): ours for name, ours in _SLIME.items() if name != "remove_sample"},
-    "raw_reward truncated round_number total_lengths source_names prompt returns values kl entropy partition "
-    "dynamic_global_batch_size num_microbatches micro_batch_indices global_batch_sizes",
-    SLIME_SAMPLE.refused | {"metadata": PER_SAMPLE_LOSS},
-)
-
-
-class Row:
+class Row(dict[str, Any]):
     """The fields of a row or a batch, by titan_tree's names. Errors have the framework's names."""
 
-    def __init__(self, where: str, values: Values, names: dict[str, str]) -> None:
-        self.where, self.values, self.names = where, values, names
-
-    @staticmethod
-    def read(source: object, where: str, fields: Fields) -> Row:
-        """Returns the fields of a dict or an object that are not empty.
-
-        Raises:
-            UserError: a field that is unknown, or refused.
-        """
-        values: Values = {}
-        names = {ours: theirs for theirs, ours in reversed(fields.read.items())}
-        for name, value in _items(source):
-            if _is_empty(value):
-                continue
-            if name in fields.refused:
-                raise UserError(f"{where}: {name}: {fields.refused[name]}")
-            if name in fields.read:
-                values[fields.read[name]], names[fields.read[name]] = value, name
-            elif name not in fields.left_out.split():
-                raise UserError(
-                    f"{where}: {name}: unknown field, which might change the loss; remove it if it does not"
-                )
-        return Row(where, values, names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
-
-    def get(self, name: str) -> Any:
-        """Returns a field, or None without it."""
-        return self.values.get(name)
+    def __init__(self, values: Mapping[str, Any], where: str, names: dict[str, str]) -> None:
+        super().__init__(values)
+        self.where, self.names = where, names
 
     def required(self, name: str) -> Any:
         """Returns a field. Raises UserError without it."""
-        if name not in self.values:
+        if name not in self:
             raise self.error(name, "missing; give it for every row")
-        return self.values[name]
+        return self[name]
 
     def entries(self, name: str, length: int) -> Any:
         """Returns a field with ``length`` entries, or None without it."""
-        value = self.values.get(name)
+        value = self.get(name)
         if value is not None and len(value) != length:
             raise self.error(name, f"expected {length} entries, got {len(value)}")
         return value
 
     def split(self, number: int, prefix: str) -> list[Row]:
         """Returns the rows of a batch whose fields are columns of ``number`` entries."""
-        columns = {name: self.entries(name, number) for name in self.values}
+        columns = {name: self.entries(name, number) for name in self}
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(number)]
         return [
-            Row(
-                f"{prefix} {row}",
-                {name: values[row] for name, values in columns.items() if values[row] is not None},
-                self.names,
-            )
-            for row in range(number)
+            Row({n: x for n, x in row.items() if x is not None}, f"{prefix} {i}", self.names)
+            for i, row in enumerate(rows)
         ]
 
     def error(self, name: str, problem: str) -> UserError:
         """Returns the error for a field."""
         return UserError(f"{self.where}: {self.names[name]}: {problem}")
+
+
+class Fields:
+    """How titan_tree treats the fields of a framework. Any other field is an error.
+
+    Args:
+        read: names of the fields that are read. "theirs=ours" also has titan_tree's name, which is that of a
+            TokenPath's field where there is one.
+        left_out: names of fields without effect on losses.
+        refused: names of fields that would change the loss -> how to fix it.
+    """
+
+    def __init__(self, read: str, left_out: str, refused: Mapping[str, str]) -> None:
+        pairs = [name.partition("=") for name in read.split()]
+        self.read = {theirs: ours or theirs for theirs, _, ours in pairs}
+        self.left_out = left_out.split()
+        self.refused = {name: reason for names, reason in refused.items() for name in names.split()}
+
+    def row(self, source: object, where: str) -> Row:
+        """Returns the fields of a dict or an object that are not empty.
+
+        Raises:
+            UserError: a field is unknown, or refused.
+        """
+        row = Row({}, where, {ours: theirs for theirs, ours in reversed(self.read.items())})
+        for name, value in _items(source):
+            if _is_empty(value):
+                continue
+            if name in self.refused:
+                raise UserError(f"{where}: {name}: {self.refused[name]}")
+            if name in self.read:
+                ours = self.read[name]
+                row[ours], row.names[ours] = value, name
+            elif name not in self.left_out:
+                raise UserError(
+                    f"{where}: {name}: unknown field, which might change the loss; remove it if it does not"
+                )
+        return row
+
+
+IMAGES = "expected text only"
+TEACHER = "losses with a teacher are not supported; remove it"
+PER_SAMPLE_LOSS = "losses chosen per sample are not supported; remove it"
+
+AREAL = Fields(
+    "input_ids=tokens attention_mask loss_mask advantages=advantage prox_logp=old_logprobs "
+    "ref_logp=ref_logprobs logprobs=rollout_logprobs routed_experts versions=policy_version",
+    "rewards values returns kl_rewards tot_rewards begin_of_trajectory task_ids position_ids seqlens",
+    {
+        "multi_modal_input pixel_values image_grid_thw": IMAGES,
+        "cu_seqlens max_seqlen": "expected the padded batch, before AReaL packs it",
+        "teacher_logp": TEACHER,
+    },
+)
+PRIME_RL = Fields(  # the names of a TrainingSample, and then those of a MicroBatch that differ
+    "token_ids=tokens position_ids mask=loss_mask advantages=advantage rl_weights ref_logprobs "
+    "logprobs=rollout_logprobs routed_experts temperatures=temperature "
+    "input_ids=tokens loss_mask inference_logprobs=rollout_logprobs",
+    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards",
+    {
+        "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
+        "ce_weights ref_kl_weights sdpo_weights": "only the component rl of the loss is supported; train the "
+        "others in a step of their own",
+    },
+)
+SKYRL = Fields(
+    "prompt_token_ids=prompt response_ids=response loss_masks=loss_mask advantages=advantage "
+    "action_log_probs=old_logprobs base_action_log_probs=ref_logprobs rollout_logprobs "
+    "rollout_expert_indices=routed_experts",
+    "rewards stop_reasons rollout_metrics trajectory_ids is_last_step",
+    {
+        "pixel_values image_grid_thw": IMAGES,
+        "is_hinted": "samples with hints are not supported; remove them, or the field",
+    },
+)
+_SLIME = (
+    "tokens advantages=advantage rewards=reward log_probs=old_logprobs ref_log_probs=ref_logprobs "
+    "rollout_log_probs=rollout_logprobs rollout_routed_experts=routed_experts weight_versions "
+    "rollout_mask_sums=rollout_tokens "
+)
+SLIME_SAMPLE = Fields(
+    _SLIME + "response_length loss_mask remove_sample rollout_id index",
+    "group_index prompt response label reward status metadata session_id generate_function_path "
+    "custom_rm_path apply_chat_template_kwargs non_generation_time spec_info prefix_cache_info",
+    {
+        "rollout_top_p_token_ids rollout_top_p_token_offsets": "log-probs under nucleus sampling are not "
+        "supported; sample with rollout_top_p = 1",
+        "multimodal_inputs multimodal_train_inputs": IMAGES,
+        "teacher_log_probs mopd_teacher_log_probs": TEACHER,
+        "train_metadata": PER_SAMPLE_LOSS,
+    },
+)
+SLIME_TRAIN_DATA = Fields(
+    _SLIME + "response_lengths=response_length loss_masks=loss_mask rollout_ids=rollout_id "
+    "sample_indices=index",
+    "raw_reward truncated round_number total_lengths source_names prompt returns values kl entropy partition "
+    "dynamic_global_batch_size num_microbatches micro_batch_indices global_batch_sizes",
+    SLIME_SAMPLE.refused | {"metadata": PER_SAMPLE_LOSS},
+)
 
 
 class AReaL:
@@ -273,12 +230,12 @@ class AReaL:
             UserError: a field is unknown, not supported or of the wrong shape, or padding is not on the
                 right.
         """
-        fields = Row.read(batch, "batch", AREAL)
+        fields = AREAL.row(batch, "batch")
         lengths = _areal_lengths(fields)
         fields.required("loss_mask")
-        tokens = _array(fields.values.pop("tokens"), np.int64)
-        del fields.values["attention_mask"]
-        arrays = {name: _array(values, None) for name, values in fields.values.items()}
+        tokens = _array(fields.pop("tokens"), np.int64)
+        del fields["attention_mask"]
+        arrays = {name: _array(values, None) for name, values in fields.items()}
         for name, array in arrays.items():
             if array.shape[:2] != tokens.shape:
                 raise fields.error(name, f"expected shape {list(tokens.shape)}, got {list(array.shape)}")
@@ -306,7 +263,7 @@ class AReaL:
             batch: the batch of ``to_paths``.
             values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
         """
-        fields = Row.read(batch, "batch", AREAL)
+        fields = AREAL.row(batch, "batch")
         rows = torch.zeros(_array(fields.required("tokens"), None).shape, device=values[0].device)
         for row, value, length in zip(rows, values, _areal_lengths(fields).tolist(), strict=True):
             row[: length - 1] = value[1:]
@@ -341,11 +298,8 @@ class PrimeRL:
             rows: the rows of ``to_paths``.
             values: [T] for each path of ``to_paths``, such as ``PathScores.logprobs`` of ``score_paths``.
         """
-        remaining = iter(values)
-        return [
-            torch.cat([part for _ in _prime_rl_starts(row) for part in _with_first_zero(next(remaining))])
-            for row in _prime_rl_rows(rows)
-        ]
+        samples = iter([F.pad(value[1:], (1, 0)) for value in values])
+        return [torch.cat([next(samples) for _ in _prime_rl_starts(row)]) for row in _prime_rl_rows(rows)]
 
 
 class SkyRL:
@@ -367,12 +321,7 @@ class SkyRL:
         Raises:
             UserError: a field is unknown, not supported or of the wrong length.
         """
-        return [
-            _response_path(
-                row, [*row.get("prompt"), *row.get("response")], len(row.get("prompt")), temperature
-            )
-            for row in _skyrl_rows(output)
-        ]
+        return [_response_path(row, temperature) for row in _skyrl_rows(output)]
 
     @staticmethod
     def to_rows(output: Mapping[str, object], values: Sequence[Tensor]) -> list[Tensor]:
@@ -382,8 +331,7 @@ class SkyRL:
             output: the output of ``to_paths``.
             values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
         """
-        lengths = (len(row.get("response")) for row in _skyrl_rows(output))
-        return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
+        return _of_responses(values, _skyrl_rows(output))
 
 
 class Slime:
@@ -418,7 +366,7 @@ class Slime:
             TokenPath.join_rollout(members)
         for sample, path in zip(samples, paths, strict=True):
             if "rollout_tokens" in sample:  # of all samples of the rollout, also those of other ranks
-                path.rollout_tokens = float(sample.get("rollout_tokens"))
+                path.rollout_tokens = float(sample["rollout_tokens"])
         for name, members in rollouts.items():
             if not skip_untrained and not members[0].rollout_tokens:
                 raise UserError(
@@ -438,8 +386,7 @@ class Slime:
             rows: the rows of ``to_paths``.
             values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
         """
-        lengths = map(_slime_response_length, _slime_rows(rows))
-        return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
+        return _of_responses(values, _slime_rows(rows))
 
     @staticmethod
     def read_samples(file: str | Path) -> list[Values]:
@@ -467,7 +414,7 @@ def _areal_lengths(batch: Row) -> np.ndarray:
 
 
 def _prime_rl_rows(rows: Sequence[object]) -> list[Row]:
-    return [Row.read(row, f"row {number}", PRIME_RL) for number, row in enumerate(rows)]
+    return [PRIME_RL.row(row, f"row {number}") for number, row in enumerate(rows)]
 
 
 def _prime_rl_starts(row: Row) -> np.ndarray:
@@ -500,7 +447,7 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
     if "rollout_logprobs" in values:  # prime-rl's ratios are relative to the sampling engine
         values["old_logprobs"] = values["rollout_logprobs"]
     if "routed_experts" in row:
-        values["routed_experts"] = _prime_rl_experts(row.get("routed_experts"))
+        values["routed_experts"] = _prime_rl_experts(row["routed_experts"])
     is_packed = row.names["tokens"] == "input_ids"
     for index, (start, end) in enumerate(pairwise([*_prime_rl_starts(row), number])):
         part, name = slice(start, end), f"{row.where}.{index}" if is_packed else row.where
@@ -524,63 +471,67 @@ def _prime_rl_experts(value: Any) -> np.ndarray:
     return np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
 
 
-def _with_first_zero(values: Tensor) -> tuple[Tensor, Tensor]:
-    return values.new_zeros(1), values[1:]
-
-
 def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
-    fields = Row.read(output, "output", SKYRL)
+    fields = SKYRL.row(output, "output")
     for name in ("prompt", "response", "loss_mask"):
         fields.required(name)
-    return fields.split(len(fields.get("prompt")), "row")
+    rows = fields.split(len(fields["prompt"]), "row")
+    for row in rows:
+        row["tokens"] = [*row.required("prompt"), *row.required("response")]
+        row["response_length"] = len(row["response"])
+    return rows
 
 
 def _slime_rows(rows: Sequence[object] | Mapping[str, object]) -> list[Row]:
     if not isinstance(rows, Mapping):
-        return [Row.read(row, f"sample {number}", SLIME_SAMPLE) for number, row in enumerate(rows)]
-    train_data = Row.read(rows, "train_data", SLIME_TRAIN_DATA)
+        return [SLIME_SAMPLE.row(row, f"sample {number}") for number, row in enumerate(rows)]
+    train_data = SLIME_TRAIN_DATA.row(rows, "train_data")
     return train_data.split(len(train_data.required("tokens")), "sample")
 
 
-def _slime_response_length(sample: Row) -> int:
-    length, size = int(sample.required("response_length")), len(sample.required("tokens"))
-    if not 0 <= length <= size:
-        raise sample.error("response_length", f"expected at most {size} tokens, got {length}")
-    return length
-
-
 def _slime_path(sample: Row, temperature: float) -> TokenPath:
-    tokens, response = _array(sample.required("tokens"), None), _slime_response_length(sample)
-    if "loss_mask" not in sample:
-        sample.values["loss_mask"] = np.ones(response)
-    if sample.get("remove_sample"):
-        sample.values["loss_mask"] = np.zeros(response)
-    if "advantage" not in sample and "reward" in sample:
-        sample.values["advantage"] = sample.get("reward")
+    size = _response_length(sample)
+    if "loss_mask" not in sample or sample.get("remove_sample"):
+        sample["loss_mask"] = np.full(size, 0.0 if sample.get("remove_sample") else 1.0)
+    if "reward" in sample:
+        sample.setdefault("advantage", sample["reward"])
     versions = {str(version) for version in sample.get("weight_versions") or ()}
     if len(versions) == 1 and (version := versions.pop()).isdecimal():
-        sample.values["policy_version"] = int(version)
-    path = _response_path(sample, tokens, len(tokens) - response, temperature)
-    path.id = str(sample.get("index") if "index" in sample else sample.where)
+        sample["policy_version"] = int(version)
+    path = _response_path(sample, temperature)
+    path.id = str(sample.get("index", sample.where))
     return path
 
 
-def _response_path(row: Row, tokens: Any, num_prompt: int, temperature: float) -> TokenPath:
+def _response_length(row: Row) -> int:
+    """Returns the number of tokens of a response, which are the last tokens of its row."""
+    length, size = int(row.required("response_length")), len(row.required("tokens"))
+    if not 0 <= length <= size:
+        raise row.error("response_length", f"expected at most {size} tokens, got {length}")
+    return length
+
+
+def _response_path(row: Row, temperature: float) -> TokenPath:
     """Returns the path of a row whose arrays have one entry per token of the response."""
+    tokens, size = _array(row.required("tokens"), None), _response_length(row)
     values: Values = {}
     for name, fill in PER_RESPONSE.items():
         value = row.get(name)
-        if value is None:
-            continue
-        if name == "advantage" and not np.ndim(_array(value)):
+        if name == "advantage" and value is not None and not np.ndim(_array(value)):
             values[name] = value  # one number for all tokens
-            continue
-        response = _array(row.entries(name, len(tokens) - num_prompt))
-        values[name] = np.concatenate([np.full(num_prompt, fill, np.float32), response])
+        elif value is not None:
+            response = _array(row.entries(name, size))
+            values[name] = np.concatenate([np.full(len(tokens) - size, fill, np.float32), response])
     if "routed_experts" in row:
-        values["routed_experts"] = _array(row.get("routed_experts"), None)
+        values["routed_experts"] = _array(row["routed_experts"], None)
     values["policy_version"] = row.get("policy_version")
     return TokenPath(tokens, temperature=temperature, id=row.where, **values)
+
+
+def _of_responses(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """Returns the values of the responses from values of whole rows."""
+    lengths = map(_response_length, rows)
+    return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
 
 
 def _items(source: object) -> Iterable[tuple[str, Any]]:

@@ -8,7 +8,6 @@ context_cache.py     its keys and values, which rows with an equal context share
 generate_sampler.py  samples from the weights of any other model, through transformers
 server/              samples from a server of vLLM or SGLang, and sends it the trained weights
 rollouts.py          Rollout; Chat, which turns messages into tokens; play, which samples rollouts
-async_sampling.py    samples in another thread, at most one step ahead of training
 reference_policy.py  the fixed policy with which a loss compares the trained one
 trainer.py           RLTrainer, the loop, and the checks of its settings
 run.py               a whole run: the warm start, then RL

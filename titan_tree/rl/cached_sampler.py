@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +48,7 @@ class CachedSampler:
     """
 
     def __init__(self, model: TreeModel) -> None:
-        if not isinstance(model, Decoder) or not all(
-            isinstance(block.mixer, Attention) and not block.mixer.output_gate and isinstance(block.mlp, MLP)
-            for block in model.blocks
-        ):
+        if not is_dense_decoder(model):
             raise UserError(
                 "CachedSampler: expected a dense decoder of titan_tree with softmax attention, such as qwen3 "
                 "or llama; choose such a model, or pass RLTrainer another sampler"
@@ -195,6 +193,14 @@ class CachedSampler:
             x = x + mixer.o_proj(out.flatten(-2))
             x = x + block.mlp(block.post_attention_layernorm(x))
         return x
+
+
+def is_dense_decoder(model: TreeModel) -> TypeGuard[Decoder]:
+    """Returns whether ``CachedSampler`` can sample from the model."""
+    return isinstance(model, Decoder) and all(
+        isinstance(block.mixer, Attention) and not block.mixer.output_gate and isinstance(block.mlp, MLP)
+        for block in model.blocks
+    )
 
 
 class Graphs:

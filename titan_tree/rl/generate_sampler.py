@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from titan_tree.distributed.gradient_sync import cast_weights
-from titan_tree.errors import UserError
 from titan_tree.models.pretrained import import_transformers
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.cached_sampler import CachedSampler
+from titan_tree.rl.cached_sampler import CachedSampler, is_dense_decoder
 from titan_tree.rl.sampler import Completion, Sampler, longest_row
 
 
@@ -141,14 +140,9 @@ def _turn(tokens: list[int], logprobs: list[float], limit: int, stop: int) -> Co
 
 
 def default_sampler(model: TreeModel) -> Sampler:
-    """Returns a sampler of the weights of ``model``: ``CachedSampler`` if it can sample from them.
-
-    Otherwise it returns a ``GenerateSampler``.
+    """Returns a sampler of the weights of ``model``: ``CachedSampler`` for dense decoders of titan_tree.
 
     Raises:
         UserError: no sampler can sample from the model.
     """
-    try:
-        return CachedSampler(model)
-    except UserError:
-        return GenerateSampler(model)
+    return CachedSampler(model) if is_dense_decoder(model) else GenerateSampler(model)

@@ -207,46 +207,48 @@ def branches(rollouts: Sequence[Rollout], number: int, draw: random.Random) -> l
     return [source.fork(draw.randrange(1, len(source.starts))) for source in sources]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How many tokens one turn may have, and each context of a rollout together with its prompt."""
-
-    turn: int
-    rollout: int
-
-
-def play(rollouts: Sequence[Rollout], sampler: Sampler, chat: Chat, limits: Limits, seed: str) -> None:
+def play(
+    rollouts: Sequence[Rollout],
+    sampler: Sampler,
+    chat: Chat,
+    seed: str,
+    *,
+    max_turn_tokens: int,
+    max_rollout_tokens: int,
+) -> None:
     """Samples all rollouts to their end. Each round samples the next turn of all unfinished rollouts.
 
     A rollout that reaches a limit is cut off.
 
     Args:
         seed: equal seeds give equal rollouts if the weights are equal and the sampler is deterministic.
+        max_turn_tokens: maximum number of tokens of one turn.
+        max_rollout_tokens: maximum number of tokens of each context, prompt included.
 
     Raises:
         UserError: a prompt leaves no room for a turn. Errors of the sampler also pass through.
     """
     unfinished = list(rollouts)
     for rollout in unfinished:
-        if len(rollout.context) >= limits.rollout:
+        if len(rollout.context) >= max_rollout_tokens:
             raise UserError(
                 f"rl.max_rollout_tokens: expected more than the {len(rollout.context):,} tokens of a prompt, "
-                f"got {limits.rollout:,}; raise it"
+                f"got {max_rollout_tokens:,}; raise it"
             )
     turn = 0
     while unfinished:
         contexts = [rollout.context for rollout in unfinished]
-        max_tokens = [min(limits.turn, limits.rollout - len(context)) for context in contexts]
+        max_tokens = [min(max_turn_tokens, max_rollout_tokens - len(context)) for context in contexts]
         turn_seed = random.Random(f"{seed}/{turn}").getrandbits(62)
         completions = sampler.sample(contexts, max_tokens, chat.end, turn_seed)
         for rollout, completion in zip(unfinished, completions, strict=True):
             rollout.write(*completion)
-            _answer(rollout, chat, limits)
+            _answer(rollout, chat, max_rollout_tokens)
         unfinished = [rollout for rollout in unfinished if rollout.reward is None]
         turn += 1
 
 
-def _answer(rollout: Rollout, chat: Chat, limits: Limits) -> None:
+def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
     """Lets the environment answer the newest turn."""
     rollout.turns.append(chat.text(rollout.tokens[rollout.starts[-1] :]))
     if rollout.tokens[-1] != chat.end:
@@ -260,7 +262,7 @@ def _answer(rollout: Rollout, chat: Chat, limits: Limits) -> None:
         num_seen, tokens = 0, chat.prompt(rollout.episode, reply.messages)
     else:
         num_seen, tokens = len(rollout.context), chat.observation(reply.messages)
-    if num_seen + len(tokens) >= limits.rollout:
+    if num_seen + len(tokens) >= max_rollout_tokens:
         rollout.end(0.0, is_cut_off=True)
         return
     rollout.read(tokens, reply.new_context)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
+
+T = TypeVar("T")
 
 
 class Completion(NamedTuple):
@@ -72,3 +76,17 @@ def longest_row(contexts: Sequence[Sequence[int]], max_tokens: Sequence[int], nu
             "for a context and its turn; lower it"
         )
     return size
+
+
+def in_daemon(function: Callable[[], T], name: str) -> Future[T]:
+    """Starts ``function`` in a daemon thread, which does not keep the process alive. Returns its future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

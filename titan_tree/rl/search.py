@@ -16,7 +16,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from titan_tree.rl.environment import Message, Reply
 
@@ -37,19 +36,12 @@ RIGHT = 0.7  # probability that a demonstration reads the field that the questio
 SYSTEM = "Reply with one word, or with: search NAME"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A chain of fields: ``fields[0]`` of ``name`` names a person, and so on; the last field is a fact."""
-
-    name: str
-    fields: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return " of the ".join(reversed(self.fields)) + f" of {self.name}"
-
-
 class SearchEpisode:
-    """One question with its articles. The reward is 1 for the right word, else 0."""
+    """One question with its articles. The reward is 1 for the right word, else 0.
+
+    The question is a chain of fields: ``fields[0]`` of ``name`` names a person, and so on. The last field is
+    a fact.
+    """
 
     def __init__(self, draw: random.Random) -> None:
         self.articles = {
@@ -58,16 +50,17 @@ class SearchEpisode:
             for name in PEOPLE
         }
         persons = draw.choices(PERSONS, k=draw.randrange(MAX_HOPS))
-        self.question = Question(draw.choice(PEOPLE), (*persons, draw.choice(list(FACTS))))
+        self.name = draw.choice(PEOPLE)
+        self.fields = (*persons, draw.choice(list(FACTS)))
         self.prompt: list[Message] = [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": str(self.question)},
+            {"role": "user", "content": f"{' of the '.join(reversed(self.fields))} of {self.name}"},
         ]
 
     @property
     def answer(self) -> str:
-        value = self.question.name
-        for field in self.question.fields:
+        value = self.name
+        for field in self.fields:
             value = self.articles[value][field]
         return value
 
@@ -79,8 +72,8 @@ class SearchEpisode:
 
     def demonstration(self, draw: random.Random) -> list[Message]:
         """Returns a conversation that may read wrong fields."""
-        messages, name = list(self.prompt), self.question.name
-        for field in self.question.fields:
+        messages, name = list(self.prompt), self.name
+        for field in self.fields:
             messages += [{"role": "assistant", "content": f"search {name}"}, self._found([name])]
             others = [other for other in (PERSONS if field in PERSONS else FACTS) if other != field]
             name = self.articles[name][field if draw.random() < RIGHT else draw.choice(others)]

@@ -2,9 +2,9 @@
 
     episodes -> rollouts, turn by turn -> branches -> advantages -> TokenTrees -> TreeStep -> optimizer
 
-The weights sample right before the step that trains on the rollouts. Only a server may sample one step ahead
-(async_sampling.py). All random choices of a step follow from ``data.seed`` and the step's number, so a
-resumed run needs no other state.
+The weights sample right before the step that trains on the rollouts. Only a ``RemoteSampler`` may sample one
+step ahead. All random choices of a step follow from ``data.seed`` and the step's number, so a resumed run
+needs no other state.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -26,12 +28,11 @@ from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.async_sampling import AsyncSampling, InterruptedSampling
 from titan_tree.rl.environment import Environment
 from titan_tree.rl.generate_sampler import default_sampler
 from titan_tree.rl.reference_policy import Reference, check_reference, check_vocabulary
-from titan_tree.rl.rollouts import Chat, Limits, Rollout, branches, mean_reward, play, token_paths
-from titan_tree.rl.sampler import RemoteSampler, Sampler
+from titan_tree.rl.rollouts import Chat, Rollout, branches, mean_reward, play, token_paths
+from titan_tree.rl.sampler import RemoteSampler, Sampler, in_daemon
 from titan_tree.run.build import DEFAULT_STEPS, build_loss
 from titan_tree.run.stopping import SynchronizedInput
 from titan_tree.run.trainer import Trainer
@@ -40,6 +41,13 @@ from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.05  # seconds until a signal ends the wait for rollouts
+StepRollouts = tuple[list[list[Rollout]], dict[str, float]]  # rollouts of each task, and metrics of the step
+
+
+class InterruptedSampling(Exception):  # noqa: N818  # not an error: the run is about to end
+    """A signal arrived while training waited for rollouts."""
 
 
 class EpisodeTrainer(Trainer, ABC):
@@ -108,7 +116,14 @@ class EpisodeTrainer(Trainer, ABC):
 
     def _play(self, rollouts: Sequence[Rollout], seed: str) -> None:
         rl = self.config.rl
-        play(rollouts, self.sampler, self.chat, Limits(rl.max_turn_tokens, rl.max_rollout_tokens), seed)
+        play(
+            rollouts,
+            self.sampler,
+            self.chat,
+            seed,
+            max_turn_tokens=rl.max_turn_tokens,
+            max_rollout_tokens=rl.max_rollout_tokens,
+        )
 
     def _inputs(self) -> Iterator[tuple[StepInput, dict[str, int]]]:
         data = self.config.data
@@ -145,10 +160,11 @@ class RLTrainer(EpisodeTrainer):
     """
 
     reference: Reference | None  # scores rollouts if the loss reads ref_logprobs
-    async_sampling: AsyncSampling[tuple[list[list[Rollout]], dict[str, float]]] | None = None
 
     def __init__(self, config: RLRunConfig, sampler: Sampler | None = None) -> None:
         check_settings(config, sampler)
+        # The rollouts that a RemoteSampler samples, and the number of optimizer steps of its weights.
+        self._pending: tuple[Future[StepRollouts], int] | None = None
         super().__init__(config, sampler)
 
     def open_data(self) -> int:
@@ -160,10 +176,7 @@ class RLTrainer(EpisodeTrainer):
             self._custom_sampler = build_server_sampler(config, self.model, self.folder.run)
         needs_reference = self.tree_step.loss.needs_reference
         self.reference = Reference(config, self.tree_step) if needs_reference else None
-        steps = super().open_data()
-        if isinstance(self.sampler, RemoteSampler):
-            self.async_sampling = AsyncSampling(self.sampler, self.rollouts, config.rl.async_steps, steps)
-        return steps
+        return super().open_data()
 
     def resume_data(self) -> None:
         """Checks that the reference is that of the run so far."""
@@ -177,18 +190,15 @@ class RLTrainer(EpisodeTrainer):
         try:
             super().train()
         finally:
-            if self.async_sampling is not None:
-                self.async_sampling.close()
+            if isinstance(self.sampler, RemoteSampler):
+                self.sampler.close()
 
     def paths(self, step: int) -> list[list[TokenPath]]:
         """Returns the rollouts of each task, branches included, with advantages and log-probs."""
-        if self.async_sampling is None:
-            groups, values = self.rollouts(step)
+        if isinstance(self.sampler, RemoteSampler):
+            groups, values = self._remote_rollouts(step, self.sampler)
         else:
-            (groups, values), sampled_after = self.async_sampling.step(
-                step, self.model, is_interrupted=lambda: self.stopping.signals.received
-            )
-            values["weights_age"] = step - 1 - sampled_after
+            groups, values = self.rollouts(step)
         self.rollout_values = values
         rl = self.config.rl
         by_task = [
@@ -216,7 +226,34 @@ class RLTrainer(EpisodeTrainer):
         values["scoring_s"] = time.perf_counter() - started
         return by_task
 
-    def rollouts(self, step: int) -> tuple[list[list[Rollout]], dict[str, float]]:
+    def _remote_rollouts(self, step: int, sampler: RemoteSampler) -> StepRollouts:
+        """Returns the rollouts of ``step``, and starts to sample the next step if there are async steps.
+
+        Without async steps, step n samples right before it trains, from the weights after step n - 1. With
+        one, it samples while step n - 1 trains, from the weights after step n - 2.
+
+        Raises:
+            InterruptedSampling: a signal arrived during the wait.
+            Exception: whatever the sampling or the update of its weights raised.
+        """
+
+        def start(next_step: int) -> tuple[Future[StepRollouts], int]:
+            sampler.update(self.model, step - 1)
+            return in_daemon(partial(self.rollouts, next_step), "rollouts"), step - 1
+
+        future, sampled_after = self._pending or start(step)
+        self._pending = None
+        while not future.done():
+            if self.stopping.signals.received:
+                raise InterruptedSampling
+            time.sleep(POLL_S)
+        groups, values = future.result()
+        values["weights_age"] = step - 1 - sampled_after
+        if self.config.rl.async_steps and step < self.num_steps:
+            self._pending = start(step + 1)
+        return groups, values
+
+    def rollouts(self, step: int) -> StepRollouts:
         """Returns the rollouts of each task of a step, branches included, and the metrics of the step."""
         started, rl, tasks = time.perf_counter(), self.config.rl, self._tasks(step)
         groups = self.sample(tasks, rl.rollouts)

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from titan_tree.errors import UserError
 from titan_tree.models.pretrained import snapshot_tensors
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.rl.async_sampling import in_daemon
+from titan_tree.rl.sampler import in_daemon
 from titan_tree.rl.server.client import Json, ServerClient
 
 T = TypeVar("T")
