@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from titan_tree.errors import UserError
 
-if TYPE_CHECKING:  # at run time, nothing is imported before it is used
+# At run time, nothing is imported before it is used. These types are the classes that extensions subclass,
+# documented where they are; a protocol here would state each of them twice.
+if TYPE_CHECKING:
     import torch
 
     from titan_tree.components.tree_attention.operator import AttentionBackend

@@ -33,7 +33,7 @@ from common import (
 
 from titan_tree import TreeTokenizer
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
-from titan_tree.components.tree_tokenizer.samples import ConversationSampler
+from titan_tree.components.tree_tokenizer.samples import ConversationSamples
 from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
 
@@ -71,8 +71,8 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
     encoder, template = tokenizer._encoder, tokenizer._template
     assert template is not None
 
-    def samplers() -> Iterator[ConversationSampler]:
-        return (ConversationSampler(encoder, template, *conversation, {}) for conversation in conversations)
+    def all_samples() -> Iterator[ConversationSamples]:
+        return (ConversationSamples(encoder, template, *conversation, {}) for conversation in conversations)
 
     def render_once() -> list[str]:
         return [template.render(messages, tools, False, {}) for messages, tools in conversations]
@@ -86,12 +86,12 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
         return [len(p) for messages, tools in conversations for p in tokenizer.samples(messages, tools)]
 
     def encode_turns() -> None:
-        for sampler, turns in zip(samplers(), rendered_turns, strict=True):
+        for of_conversation, turns in zip(all_samples(), rendered_turns, strict=True):
             for turn in turns:
-                sampler.encode(turn)
+                of_conversation.encode(turn)
 
     texts = render_once()
-    rendered_turns = [[s.render_turn(i) for i in s.assistant_turns()] for s in samplers()]
+    rendered_turns = [[s.render_turn(i) for i in s.assistant_turns()] for s in all_samples()]
     work: dict[str, Callable[[], object]] = {
         "once": lambda: encode_once(render_once()),
         "each": samples,
