@@ -76,6 +76,7 @@ __all__ = sorted([*_MODULES, "__version__"])
 
 _MOVED = {  # modules that the documentation of version 0.1.0 named -> their successors
     "build": "run.build",
+    "components.tree_attention.backend": "components.tree_attention.operator",
     "components.tree_gdn.backend": "components.tree_gdn.operator",
     "config.rl_tables": "config.rl",
     "config.run_tables": "config.training",

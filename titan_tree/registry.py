@@ -18,7 +18,7 @@ from titan_tree.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from titan_tree.components.tree_attention.backend import AttentionBackend
+    from titan_tree.components.tree_attention.operator import AttentionBackend
     from titan_tree.components.tree_gdn.operator import GdnBackend
     from titan_tree.components.tree_loss.spec import LossFunction
     from titan_tree.data.advantages import Estimator
@@ -277,7 +277,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "console": "titan_tree.metrics.builtin_loggers:ConsoleLogger",
         "csv": "titan_tree.metrics.builtin_loggers:CsvLogger",
         "tensorboard": "titan_tree.metrics.builtin_loggers:TensorBoardLogger",
-        "wandb": "titan_tree.metrics.builtin_loggers:WandbLogger",
+        "wandb": "titan_tree.metrics.wandb:WandbLogger",
     },
 )
 

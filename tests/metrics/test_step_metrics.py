@@ -38,7 +38,6 @@ RESULT = StepResult(
     extra_forward_tokens=torch.tensor(7),
     dummy_forwards=torch.tensor(1),
     chain_peak=30,
-    num_micro_batches=2,
 )
 REPORT = StepReport(
     result=RESULT,

@@ -1,5 +1,6 @@
 """The model family of docs/extending.md: one class made of existing parts, and one registry entry."""
 
+import json
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -70,6 +71,11 @@ def test_a_new_family_refuses_what_it_does_not_compute(hf, tmp_path):
     hf.config.sliding_window = 4096
     hf.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding_window: titan_tree's Mistral supports null only, got 4096"):
+        model_from_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sliding_window"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="supports null only, got no such field"):
         model_from_config(tmp_path)
 
 

@@ -22,7 +22,8 @@ from titan_tree.distributed.parallelize import parallelize
 from titan_tree.models.decoder import Decoder
 from titan_tree.models.llama import Llama
 from titan_tree.models.lora.adapters import add_lora
-from titan_tree.models.transformers import TransformersModel, generating
+from titan_tree.models.transformers import TransformersModel
+from titan_tree.models.transformers.generation import generating
 from titan_tree.models.transformers.support import SUPPORTED
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.cached_sampler import CachedSampler

@@ -92,7 +92,6 @@ class Balancing:
         )
 
     def start_step(self) -> None:
-        """Starts to measure a step."""
         if self.timer:
             self.timer.start()
 

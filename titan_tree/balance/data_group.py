@@ -65,7 +65,6 @@ class DataAddress:
         )
 
     def store(self) -> dist.Store:
-        """Returns a connection to the store."""
         timeout = timedelta(seconds=self.start_timeout_s)
         return dist.PrefixStore(self.prefix, dist.TCPStore(self.host, self.port, timeout=timeout))
 
@@ -156,5 +155,4 @@ class DataGroup:
 
 
 def _tensor(content: bytes) -> Tensor:
-    """Returns bytes as a tensor, [bytes] uint8."""
     return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))

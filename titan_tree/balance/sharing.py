@@ -53,11 +53,9 @@ class BalancedSharing(TreeSharing):
     _logged: set[str] = field(default_factory=set, init=False)
 
     def join(self, worker: int) -> None:
-        """Joins the group of the workers with this number. Waits until those of all ranks have joined."""
         self._group = DataGroup(self.address, worker)
 
     def leave(self) -> None:
-        """Leaves the group. Workers of other ranks that still wait for this one get an error."""
         self._group = None
 
     def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
@@ -116,7 +114,6 @@ class BalancedSharing(TreeSharing):
         return [path for content in in_order if content for path in tree_from_bytes(content).paths]
 
     def choose(self, step: int, trees: Sequence[TokenTree]) -> MicroBatches:
-        """Returns this rank's micro-batches of a step whose trees are the same on all ranks."""
         numbered = dict(enumerate(trees))
         assigned = self._assign(step, tree_sizes(trees), numbered, lambda leaves: leaves)
         return self._pick(assigned, assigned.units(numbered))

@@ -58,11 +58,9 @@ class StepAssignment:
     seconds: float  # estimated time of the step
 
     def first_unit(self, tree: int) -> int:
-        """Returns the number of a tree's first unit."""
         return sum(1 + len(cuts) for cuts in self.cuts[:tree])
 
     def units(self, trees: Mapping[int, TokenTree]) -> dict[int, TokenTree]:
-        """Returns the units of some trees by number."""
         return {
             unit: piece
             for number, tree in trees.items()

@@ -54,7 +54,6 @@ class WorkTimer:
         self._passes, self._is_on = [], True
 
     def stop(self) -> None:
-        """Measures no further passes."""
         self._is_on = False
 
     def seconds(self) -> list[float]:

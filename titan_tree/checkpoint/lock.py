@@ -47,7 +47,6 @@ class FolderLock:
         self.run = call_on_rank_0(partial(self._acquire, folder))
 
     def _acquire(self, folder: Path) -> str:
-        """Locks the folder and returns the id."""
         path = folder.resolve() / "run.lock"
         if path in self._held:
             self._held.pop(path).release()

@@ -103,7 +103,6 @@ def _add_update(linear: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> T
 
 
 def is_factor(parameter: str) -> bool:
-    """Returns whether ``parameter`` is the name of a factor."""
     return FACTOR.fullmatch(parameter) is not None
 
 

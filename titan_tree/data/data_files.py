@@ -116,7 +116,6 @@ class DataFiles:
         return sum(sum(islice(self._copies(number, epoch), groups)) for number, groups in counts)
 
     def num_bytes(self) -> int:
-        """Returns the size of all files on disk."""
         return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
 
     def sizes(self) -> DataSizes:

@@ -131,7 +131,6 @@ class TreeDataset:
                     yield self._shared(step, groups, sharing)
 
     def first_group(self) -> Group:
-        """Returns the group at the current position."""
         return next(self._stream(self.epoch, self.group))[2]
 
     def num_steps(self, sizes: DataSizes) -> int:
@@ -189,7 +188,6 @@ class TreeDataset:
             epoch, skip = epoch + 1, 0
 
     def _trees(self, batch: Sequence[Group]) -> list[TokenTree]:
-        """Returns this rank's trees of a global batch."""
         if self.config.merge == "group":
             return self._own_trees(batch)
         paths = [path for group in batch for path in self._paths(group)]
@@ -212,11 +210,9 @@ class TreeDataset:
         return sharing.choose(step, self._merged(sharing.all_paths(own_paths)))
 
     def _own_trees(self, batch: Sequence[Group]) -> list[TokenTree]:
-        """Returns the trees of the groups that this rank reads."""
         return [tree for group in batch[self.rank :: self.world_size] for tree in self._group_trees(group)]
 
     def _merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
-        """Returns the trees of all paths of a global batch."""
         if self.config.layout == "flat":
             return flat_trees(paths, self.config.replay)
         return merged_trees(paths, self.config.max_tokens, self.config.replay)

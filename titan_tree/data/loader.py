@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import QueueHandler
 from multiprocessing import resource_tracker
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from titan_tree.signals import SIGNALS
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
 Position = dict[str, int]
+# The input of a step, as it travels through a pipe: a pickle with (offset, shape, dtype) in place of every
+# tensor, and the bytes of the tensors.
+StepBytes = tuple[bytes, bytearray]
 
 PREFETCH = 2  # steps that each worker makes in advance
 
@@ -219,25 +222,19 @@ def _unchanged(item: T) -> T:
     return item
 
 
-class StepBytes(NamedTuple):
-    """The input of a step as two byte strings, which travel through a pipe."""
-
-    skeleton: bytes  # a pickle, with (offset, shape, dtype) in place of every tensor
-    content: bytearray
-
-
 def to_bytes(value: object) -> StepBytes:
     """Turns an object that contains CPU tensors into two byte strings."""
-    file, tensors = io.BytesIO(), _Tensors()
-    _Pickler(file, tensors).dump(value)
-    return StepBytes(file.getvalue(), tensors.content)
+    file, content = io.BytesIO(), bytearray()
+    _Pickler(file, content).dump(value)
+    return file.getvalue(), content
 
 
 def from_bytes(step_bytes: StepBytes, pin: bool = False) -> Any:
     """Returns the object. Its tensors are views of one buffer, page-locked with ``pin``."""
-    content = torch.frombuffer(step_bytes.content or bytearray(1), dtype=torch.uint8)
-    unpickler = pickle.Unpickler(io.BytesIO(step_bytes.skeleton))
-    buffer = content.pin_memory() if pin else content
+    skeleton, content = step_bytes
+    buffer = torch.frombuffer(content or bytearray(1), dtype=torch.uint8)
+    unpickler = pickle.Unpickler(io.BytesIO(skeleton))
+    buffer = buffer.pin_memory() if pin else buffer
 
     def tensor(location: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
         offset, shape, dtype = location
@@ -248,29 +245,18 @@ def from_bytes(step_bytes: StepBytes, pin: bool = False) -> Any:
     return unpickler.load()
 
 
-class _Tensors:
-    """The bytes of tensors, one after another."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def add(self, tensor: Tensor) -> int:
-        """Appends a tensor and returns its offset."""
-        self.content += padding(len(self.content))
-        offset = len(self.content)
-        values = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.content += values.view(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
-        return offset
-
-
 class _Pickler(pickle.Pickler):
-    """Stores tensors in ``tensors`` and pickles (offset, shape, dtype) instead."""
+    """Appends the bytes of tensors to ``content`` and pickles (offset, shape, dtype) instead."""
 
-    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
+    def __init__(self, file: io.BytesIO, content: bytearray) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors = tensors
+        self.content = content
 
     def persistent_id(self, value: object) -> object:
         if not isinstance(value, Tensor):
             return None
-        return self.tensors.add(value), tuple(value.shape), value.dtype
+        self.content += padding(len(self.content))
+        offset = len(self.content)
+        values = value.detach().clone(memory_format=torch.contiguous_format)
+        self.content += values.view(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
+        return offset, tuple(value.shape), value.dtype

@@ -111,7 +111,6 @@ def _encode(name: str, values: list[Any], arrays: dict[str, np.ndarray]) -> dict
 def _decode(
     name: str, description: dict[str, Any], arrays: dict[str, np.ndarray], path_offsets: np.ndarray
 ) -> list[Any]:
-    """Returns the values of a field, one per path."""
     num_paths = len(path_offsets) - 1
     if description["kind"] == "none":
         return [None] * num_paths

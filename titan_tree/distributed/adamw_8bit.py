@@ -86,7 +86,6 @@ class AdamW8bit(torch.optim.Optimizer):
         return state
 
     def _zeros(self, weight: Tensor, signed: bool) -> Tensor:
-        """Returns a moment that is zero, sharded as the weight."""
         local = _local(weight)
         if _is_quantized(local.numel()):
             zeros = self._quantized.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)

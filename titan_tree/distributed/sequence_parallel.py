@@ -66,7 +66,6 @@ class AllToAllExchange:
         return max(num_heads // self.token_shard.num_ranks, 1)
 
     def local_heads(self, num_heads: int) -> slice:
-        """Returns the heads that this rank holds."""
         first = self.token_shard.rank * num_heads // self.token_shard.num_ranks
         return slice(first, first + self.num_local_heads(num_heads))
 

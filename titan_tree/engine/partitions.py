@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,7 +72,9 @@ class GatewayCache:
         leaves = [rows.data[:stop] for rows, stop in zip(self.rows, stops, strict=True)]
         if torch.is_grad_enabled():
             for leaf, gradients in zip(leaves, self.gradients, strict=True):
-                leaf.requires_grad_().register_post_accumulate_grad_hook(_AddTo(gradients[: len(leaf)]))
+                leaf.requires_grad_().register_post_accumulate_grad_hook(
+                    partial(_move_gradient, gradients[: len(leaf)])
+                )
         return leaves
 
     def gradient(self, batch: TreeBatch, i: int) -> Tensor:
@@ -84,16 +87,11 @@ class GatewayCache:
         return slice(start, start + length)
 
 
-@dataclass
-class _AddTo:
-    """A hook that moves a leaf's gradient into ``total``."""
-
-    total: Tensor
-
-    def __call__(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        add_gradient(self.total, leaf.grad)
-        leaf.grad = None
+def _move_gradient(total: Tensor, leaf: Tensor) -> None:
+    """Moves a leaf's gradient into ``total``."""
+    assert leaf.grad is not None
+    add_gradient(total, leaf.grad)
+    leaf.grad = None
 
 
 ComputeLoss = Callable[[TreeBatch, ModelOutput], Tensor | None]

@@ -67,7 +67,6 @@ class StepCounts:
         return cls(**{field.name: types[str(field.type)](value) for field, value in named})
 
     def values(self) -> tuple[float, ...]:
-        """Returns the counts in the order of the fields."""
         return dataclasses.astuple(self)
 
     @property
@@ -153,7 +152,6 @@ class StepResult:
     extra_forward_tokens: Tensor
     dummy_forwards: Tensor  # forward passes without trees, run because other ranks had more
     chain_peak: int  # maximum over ranks
-    num_micro_batches: int  # maximum over ranks
     statistics: GlobalStatistics | None = None  # what the loss depended on, for ``TreeStep.find_cause``
 
 

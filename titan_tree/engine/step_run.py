@@ -30,6 +30,7 @@ from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.models.tree_model import ModelOutput, TreeModel
 from titan_tree.tree.batch import TreeBatch
 
+BatchLoss = Callable[[TreeBatch, ModelOutput], Tensor]  # the loss of a batch, from its log-probs
 # A sweep over the partitions of a micro-batch: what it does, and the micro-batch's number.
 Pass = tuple[Literal["count", "measure", "score", "train"], int]
 
@@ -56,8 +57,12 @@ def plan_passes(
     return passes
 
 
-class WholePathLoss:
-    """The loss of one partitioned micro-batch, as a weighted sum of the log-probs of its edges.
+def whole_path_loss(
+    scores: ModelOutput,
+    unpartitioned: TreeBatch,
+    loss_function: Callable[[ModelOutput, TreeBatch], Tensor],
+) -> BatchLoss:
+    """Returns the loss of one partitioned micro-batch, as a weighted sum of the log-probs of its edges.
 
     In a loss of whole paths, a token's term depends on other tokens of its path (GSPO's sequence ratio), and
     a partition holds only parts of the paths. A score pass therefore computes the log-probs of all edges
@@ -69,30 +74,27 @@ class WholePathLoss:
         scores: the scores of all edges, from ``join_outputs``.
         unpartitioned: the micro-batch as a single batch, on the same device.
         loss_function: maps scores and batch to the loss.
+    Returns:
+        A function of a partition's batch and output. It returns a 0-dim tensor. Its gradients, summed over
+        all partitions, are those of the loss.
     """
+    fields = {"logprobs": scores.logprobs, "entropy": scores.entropy}
+    leaves = {name: score.requires_grad_() for name, score in fields.items() if score is not None}
+    loss = loss_function(scores, unpartitioned)
+    # A loss may use entropies for its metrics alone. They then have no derivative.
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = zip(leaves, gradients, strict=True)
+    derivatives = {name: gradient for name, gradient in named if gradient is not None}
+    edge_token = unpartitioned.edge_token
 
-    def __init__(
-        self,
-        scores: ModelOutput,
-        unpartitioned: TreeBatch,
-        loss_function: Callable[[ModelOutput, TreeBatch], Tensor],
-    ) -> None:
-        fields = {"logprobs": scores.logprobs, "entropy": scores.entropy}
-        leaves = {name: score.requires_grad_() for name, score in fields.items() if score is not None}
-        loss = loss_function(scores, unpartitioned)
-        # A loss may use entropies for its metrics alone. They then have no derivative.
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        named = zip(leaves, gradients, strict=True)
-        self._derivatives = {name: gradient for name, gradient in named if gradient is not None}
-        self._edge_token = unpartitioned.edge_token
-
-    def __call__(self, batch: TreeBatch, out: ModelOutput) -> Tensor:
-        """Returns a 0-dim tensor. Its gradients, summed over all partitions, are those of the loss."""
+    def partition_loss(batch: TreeBatch, out: ModelOutput) -> Tensor:
         if batch.is_dummy:
             return out.logprobs.sum() * 0.0
-        index = torch.searchsorted(self._edge_token, batch.edge_token)
-        terms = [(d[index] * getattr(out, name)).sum() for name, d in self._derivatives.items()]
+        index = torch.searchsorted(edge_token, batch.edge_token)
+        terms = [(d[index] * getattr(out, name)).sum() for name, d in derivatives.items()]
         return torch.stack(terms).sum()
+
+    return partition_loss
 
 
 @dataclass(kw_only=True)
@@ -127,7 +129,7 @@ class StepRun:
         )
         self._loss = torch.zeros((), device=self._device)  # of this rank, without router losses
         self._loss_sums: dict[str, Tensor] = {}  # the sums that ``loss_function`` returns
-        self._whole_path_losses: dict[int, WholePathLoss] = {}  # by micro-batch
+        self._whole_path_losses: dict[int, BatchLoss] = {}  # by micro-batch
         self._measured = torch.zeros(2, dtype=torch.float64)
 
     def run(self, passes: Sequence[Pass]) -> None:
@@ -173,7 +175,7 @@ class StepRun:
                 pass
             return
         scores = join_outputs(outputs, whole.edge_token, self.model.sequence_group)
-        self._whole_path_losses[i] = WholePathLoss(scores, whole, self._add_whole_paths)
+        self._whole_path_losses[i] = whole_path_loss(scores, whole, self._add_whole_paths)
 
     def train(self, i: int, is_last: bool) -> None:
         """Runs forward and backward passes of micro-batch ``i``."""
@@ -213,7 +215,6 @@ class StepRun:
             extra_forward_tokens=extra,
             dummy_forwards=dummies,
             chain_peak=sizes.chain_peak,
-            num_micro_batches=sizes.max_micro_batches,
         )
 
     def _partition_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
@@ -227,8 +228,8 @@ class StepRun:
         return loss
 
     def _tree_loss(self, i: int, batch: TreeBatch, out: ModelOutput) -> Tensor:
-        if (whole_path_loss := self._whole_path_losses.get(i)) is not None:
-            return whole_path_loss(batch, out)
+        if (partition_loss := self._whole_path_losses.get(i)) is not None:
+            return partition_loss(batch, out)
         if (whole := self._whole(i)) is not None:  # other ranks have the rest of its tokens
             scores = join_outputs([(batch, out)], whole.edge_token, self.model.sequence_group)
             return self._add_whole_paths(scores, whole)

@@ -222,8 +222,9 @@ class AReaL:
         the trained tokens of a micro-batch.
 
         Args:
-            batch: as rollouts return it, or as ``compute_advantages`` does: then it has "advantages", and
-                "loss_mask" and "logprobs" are moved to the left. "prox_logp" and "ref_logp" always are.
+            batch: the batch that rollouts return, or the one that ``compute_advantages`` returns, in which
+                "advantages" are added, and "loss_mask" and "logprobs" are moved to the left. "prox_logp" and
+                "ref_logp" always are.
             temperature: the temperature of the sampling, and of AReaL's log-probs.
 
         Raises:

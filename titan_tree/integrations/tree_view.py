@@ -17,8 +17,8 @@ from titan_tree.engine.forward import forward_passes, join_outputs
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import Rows
-from titan_tree.models.transformers import InPlaceModel
 from titan_tree.models.transformers.attention_function import NAMES
+from titan_tree.models.transformers.in_place import InPlaceModel
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.tree_model import LayersOutput, ModelOutput
 from titan_tree.tree.batch import TreeBatch

@@ -21,7 +21,7 @@ from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.integrations.rows import RowLoss, Rows
-from titan_tree.models.transformers import InPlaceModel
+from titan_tree.models.transformers.in_place import InPlaceModel
 
 try:
     from tensordict import TensorDict

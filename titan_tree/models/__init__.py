@@ -5,7 +5,6 @@ decoder, decoder_config     the base class of titan_tree's own models, and of th
 block                       one layer: a mixer, and an MLP or a mixture of experts; Attention, a mixer
 gated_delta_net             the other kind of mixer
 layers                      norms, linears, the MLP and rotary embedding
-expert_info                 the interface to a model's experts for other packages
 weights                     shards of parameters, and random initial weights
 qwen3, ...                  one file per family, listed in titan_tree/registry.py
 pretrained, hf              load and save snapshots

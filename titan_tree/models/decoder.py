@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tree.components.lora import is_factor
-from titan_tree.components.moe import MoE, Routing
-from titan_tree.components.tree_attention import Scoring
+from titan_tree.components.moe import ExpertInfo, MoE, Routing
 from titan_tree.components.tree_gdn import TreeGDN
 from titan_tree.errors import UserError
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
-from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
@@ -105,10 +103,6 @@ class Decoder(TreeModel):
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows for layer in self.blocks for rows in layer.mixer.empty_rows(x)]
-
-    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
-        head = x.new_empty(1, 1, self.config.head_dim)
-        return [(head, head, Scoring())]
 
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         flops = matrix_flops(p for p in self.layers.parameters() if p.ndim == 2)

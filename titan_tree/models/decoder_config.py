@@ -116,7 +116,8 @@ class DecoderConfig(Checked, ABC):
         """Raises UserError unless ``ok``."""
         if not ok:
             raise UserError(
-                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, got {hf.get(field)}"
+                f"{where}: {field}: titan_tree's {cls.title} supports {expected} only, "
+                f"got {hf.get(field, 'no such field')}"
             )
 
     @classmethod

@@ -51,7 +51,6 @@ class LlamaConfig(DecoderConfig):
         return cls.from_fields(hf, where, rope_theta=rope.get("rope_theta") or 1e4, **overrides)
 
     def to_hf(self) -> ConfigJson:
-        """Returns the ``config.json`` for transformers."""
         fields = super().to_hf() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         scaling = {name: fields.pop(name) for name in SCALING}
         if self.factor != 1:

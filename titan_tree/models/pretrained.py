@@ -164,13 +164,13 @@ def _is_native(folder: Path) -> bool:
 
 
 def import_transformers() -> ModuleType:
-    """Imports titan_tree.models.transformers, and with it the library, an optional extra.
+    """Imports the snapshots of titan_tree.models.transformers, and with them the library, an optional extra.
 
     Raises:
         UserError: the library is not installed.
     """
     try:
-        from titan_tree.models import transformers
+        from titan_tree.models.transformers import snapshot
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -178,4 +178,4 @@ def import_transformers() -> ModuleType:
             "model.implementation: needs the library transformers, which is not installed: "
             f"{sys.executable} -m pip install -e '.[transformers]'"
         ) from None
-    return transformers
+    return snapshot

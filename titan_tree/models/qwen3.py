@@ -129,7 +129,6 @@ class Qwen3MoeConfig(Qwen3Config):
         }
 
     def has_experts(self, index: int) -> bool:
-        """Returns whether the layer ``index`` has experts."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 

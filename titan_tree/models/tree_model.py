@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 from titan_tree.components.edge_statistics import Statistic, edge_statistics
 from titan_tree.components.logprobs import edge_logprobs
 from titan_tree.components.lora import LoRA
-from titan_tree.components.moe import Routing
-from titan_tree.components.tree_attention import Scoring, TreeAttention
+from titan_tree.components.moe import ExpertInfo, Routing
+from titan_tree.components.tree_attention import TreeAttention
 from titan_tree.errors import UserError
-from titan_tree.models.expert_info import ExpertInfo
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, row_bytes
 from titan_tree.tree.layout import TreeLayout
@@ -131,10 +130,6 @@ class TreeModel(nn.Module, ABC):
     @abstractmethod
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         """Returns PAD zero rows for each of ``cache_streams``, in the dtype of the activations x."""
-
-    @abstractmethod
-    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
-        """Yields q, v and options as layers with attention give them to TreeAttention, in the dtype of x."""
 
     @abstractmethod
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
@@ -262,7 +257,6 @@ class TreeModel(nn.Module, ABC):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_trained(self) -> int:
-        """Returns the number of parameters that are not frozen."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def cast_ends(self) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,10 @@ class GenerateSampler:
 
     def __init__(self, model: TreeModel) -> None:
         self.model = model
-        self._generating: Any = import_transformers().generating(model)
+        import_transformers()  # raises UserError if the library is missing
+        from titan_tree.models.transformers.generation import generating
+
+        self._generating: Any = generating(model)
 
     @torch.no_grad()
     def sample(

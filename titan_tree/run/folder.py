@@ -66,7 +66,6 @@ class RunFolder:
             ) from None
 
     def close(self) -> None:
-        """Unlocks the folder."""
         self._lock.release()
 
 
@@ -85,7 +84,6 @@ def introduction(
 
 
 def data_sizes(sizes: DataSizes, groups_per_step: int) -> str:
-    """Returns one line on the sizes of the data."""
     steps = math.ceil(sizes.groups / groups_per_step)
     return (
         f"data: {sizes.groups:,} groups with {sizes.samples:,} samples; an epoch takes {steps:,} steps of "

@@ -152,7 +152,6 @@ class StopController:
             raise type(error)(f"{error}; {self._what_next()}") from None
 
     def _notice(self, error: UserError | None) -> int:
-        """Returns this rank's notice."""
         if error is not None:
             return REFUSED
         if self.signals.received:

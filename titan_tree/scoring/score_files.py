@@ -30,7 +30,7 @@ from titan_tree.run.build import build_reader, build_tokenizer
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.scoring.resumable_file import ResumableFile
 from titan_tree.scoring.score_trees import PathScores, score_trees
-from titan_tree.scoring.scored_records import GroupNames, PlacedPath, path_record, placed_paths
+from titan_tree.scoring.scored_records import PlacedPath, named_groups, path_record, placed_paths
 from titan_tree.tree.paths import LOGPROBS, TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -140,10 +140,7 @@ class _ScoreRun:
     def __call__(self) -> ScoreTotals:
         progress = call_on_rank_0(lambda: self.output.open(self._description()))
         done = ScoreTotals(**progress or {})
-        names = GroupNames()
-        groups = islice(
-            ((group, names(group)) for group in self.reader.groups(self.open_file)), done.groups, None
-        )
+        groups = islice(named_groups(self.reader.groups(self.open_file)), done.groups, None)
         slot, slots = rank() // self.sharing, world_size() // self.sharing
         size = self.config.data.global_batch_groups
         while batch := call_on_all_ranks(lambda: list(islice(groups, size))):

@@ -255,7 +255,6 @@ class _Experts:
         self.by_token = torch.empty(0, dtype=torch.int16)  # [N, L, k] on the CPU
 
     def record(self, outputs: Outputs) -> Outputs:
-        """Yields ``outputs``, and records their experts."""
         partitions = iter(self._partitions)
         for batch, out in outputs:
             if not batch.is_dummy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -53,19 +53,16 @@ def _fields(trajectory: Trajectory, default_rollout: str | None) -> dict[str, ob
     }
 
 
-class GroupNames:
-    """Gives each group of the input a name of its own: equal ids of groups would merge in one file."""
-
-    def __init__(self) -> None:
-        self._used: set[str] = set()
-
-    def __call__(self, group: Group) -> str:
+def named_groups(groups: Iterable[Group]) -> Iterator[tuple[Group, str]]:
+    """Yields each group with a name of its own: equal ids of groups would merge in one file."""
+    used: set[str] = set()
+    for group in groups:
         name, number = group.id, 1
-        while name in self._used:
+        while name in used:
             number += 1
             name = f"{group.id}#{number}"
-        self._used.add(name)
-        return name
+        used.add(name)
+        yield group, name
 
 
 def path_record(
@@ -75,7 +72,7 @@ def path_record(
 
     Args:
         group: the group of the path.
-        name: the name of the group, see ``GroupNames``.
+        name: the name of the group, see ``named_groups``.
         path: its id is kept, without the id of the group.
         fields: further fields.
         scores: arrays of numbers [T] by field; NaN becomes null. "routed_experts" is [T, L, k].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -147,16 +147,16 @@ class TreeBatch:
             UserError: see ``from_trees``.
         """
         tree, num = plan.tree, len(plan)
-        sources = _edge_sources(plan)
+        source_partition, source_index = _edge_sources(plan)
         pairs = tree_pairs(tree, edges)
         labels = edge_tokens(tree, pairs, edges)
         temperatures = label_temperatures(tree, pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
-        scoring_partition = sources.partition[tree.predecessor]
+        scoring_partition = source_partition[tree.predecessor]
         labels_of = _split(labels, scoring_partition[labels], num)
         pairs_of = _split(np.arange(len(pairs.label)), scoring_partition[pairs.label], num)
         num_paths = np.repeat(tree.node_paths, tree.node_length)
-        n_logical = np.bincount(sources.partition[:-1], num_paths, minlength=num)
+        n_logical = np.bincount(source_partition[:-1], num_paths, minlength=num)
         edge_number = np.empty(len(tree), np.int64)  # of the edge to each token, within its partition
         for labels in labels_of:
             edge_number[labels] = np.arange(len(labels))
@@ -167,7 +167,7 @@ class TreeBatch:
                 TreeBatch(
                     tokens=torch.from_numpy(tree.tokens[partition.own_tokens].astype(np.int64)),
                     layout=_layout(tree, partition, access),
-                    edge_source=torch.from_numpy(sources.own_index[tree.predecessor[labels_of[i]]]),
+                    edge_source=torch.from_numpy(source_index[tree.predecessor[labels_of[i]]]),
                     edge_label=torch.from_numpy(tree.tokens[labels_of[i]].astype(np.int64)),
                     edge_token=torch.from_numpy(labels_of[i]),
                     pairs=_path_pairs(pairs, pairs_of[i], edge_number, all_paths=num == 1),
@@ -205,23 +205,20 @@ class TreeBatch:
         return _map(self, lambda part: part.pin_memory())
 
 
-class _EdgeSources(NamedTuple):
-    """For each token, the partition that scores its outgoing edges.
+def _edge_sources(plan: PartitionPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where the outgoing edges of each token are scored, in two arrays [tokens + 1].
 
-    The arrays have one more entry, the last one, which index -1 reads ("no token").
+    The last entry is the one that index -1 reads ("no token").
+
+    Returns:
+        The number of the partition, int32, and the token's index among its own tokens, int64.
     """
-
-    partition: np.ndarray  # [tokens + 1] int32: the number of the partition that scores the token's edges
-    own_index: np.ndarray  # [tokens + 1] int64: the token's index among the own tokens of that partition
-
-
-def _edge_sources(plan: PartitionPlan) -> _EdgeSources:
-    sources = _EdgeSources(np.full(len(plan.tree) + 1, -1, np.int32), np.zeros(len(plan.tree) + 1, np.int64))
+    numbers, own_index = np.full(len(plan.tree) + 1, -1, np.int32), np.zeros(len(plan.tree) + 1, np.int64)
     for i, partition in enumerate(plan.partitions):
         (own_indices,) = partition.scores.nonzero()
-        sources.partition[partition.own_tokens[own_indices]] = i
-        sources.own_index[partition.own_tokens[own_indices]] = own_indices
-    return sources
+        numbers[partition.own_tokens[own_indices]] = i
+        own_index[partition.own_tokens[own_indices]] = own_indices
+    return numbers, own_index
 
 
 def _path_pairs(pairs: TreePairs, chosen: np.ndarray, edge_number: np.ndarray, all_paths: bool) -> PathPairs:

@@ -88,7 +88,6 @@ class TreeLayout:
         return dataclasses.replace(self, predecessor=None, state_exports=None, chunks=None, chains=None)
 
     def with_plan(self, plan: Mapping[int | None, Any]) -> TreeLayout:
-        """Returns the same layout with this ``attention_plan``."""
         return dataclasses.replace(self, attention_plan=plan)
 
     def dense_mask(self) -> Tensor:

@@ -107,7 +107,6 @@ class PartitionPlan:
 
     @cached_property
     def stats(self) -> PlanStats:
-        """Sizes of the plan."""
         tree = self.tree.stats
         return PlanStats(
             n_flat=tree.n_flat,

@@ -110,7 +110,6 @@ def split_keys(paths: Sequence[TokenPath]) -> list[np.ndarray]:
 
 
 def has_experts(path: TokenPath) -> bool:
-    """Returns whether the path recorded its experts."""
     return path.routed_experts is not None
 
 

@@ -263,7 +263,6 @@ class TokenTree:
 
     @cached_property
     def stats(self) -> TreeStats:
-        """Sizes of the tree."""
         children = np.bincount(self.node_parent[self.node_parent >= 0], minlength=1)
         level = [0] * len(self.node_parent)
         for node, parent in enumerate(self.node_parent.tolist()):

@@ -59,7 +59,6 @@ class RouterLoss(RouterLossConfig):
     """
 
     def __bool__(self) -> bool:
-        """Returns whether a coefficient is not 0."""
         return self.balance > 0 or self.z > 0
 
     def __call__(self, routing: Routing, chosen: Tensor, scope_tokens: int, all_tokens: int) -> Tensor:

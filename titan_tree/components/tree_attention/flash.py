@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import flex
-from titan_tree.components.tree_attention.backend import Scoring, plain_only
+from titan_tree.components.tree_attention.operator import Scoring, plain_only
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout
 
@@ -33,11 +33,6 @@ def refusal(q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str 
     if q.shape[-1] not in (64, 128):  # wider heads need another block size in the forward or backward pass
         return f"expected head dim 64 or 128, got {q.shape[-1]}; use 'auto'"
     return plain_only(q, v, scoring)
-
-
-def available(device: torch.device) -> bool:
-    """Returns whether flash-attn-4 is installed and ``device`` is a Hopper GPU."""
-    return _is_installed() and is_hopper(device)
 
 
 def prepare(layout: TreeLayout, window: int | None = None) -> BlockMask:

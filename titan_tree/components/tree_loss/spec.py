@@ -72,7 +72,6 @@ class LossSpec:
         return function if isinstance(function, cls) else cls(function)
 
     def __call__(self, logprobs: Tensor, pairs: PathPairs, *args: object, **options: object) -> LossResult:
-        """Calls the function."""
         return self.function(logprobs, pairs, *args, **options)
 
 

@@ -44,7 +44,6 @@ def ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
 
 
 def node_tokens(tree: TokenTree, nodes: Sequence[int]) -> np.ndarray:
-    """Returns the tokens of ``nodes``, in the order given."""
     index = np.asarray(nodes, np.intp)
     return ranges(tree.node_offsets[index], tree.node_offsets[index + 1])
 

@@ -69,7 +69,6 @@ class LimitedContext(Context):
         return value
 
     def text(self, value: object) -> str:
-        """Returns ``value`` as text."""
         if isinstance(value, _SHORT):
             return str(value)
         measure(value)

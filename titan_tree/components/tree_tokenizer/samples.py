@@ -64,7 +64,6 @@ class ConversationSamples:
         return [self.encode(self.render_turn(index)) for index in indices]
 
     def assistant_turns(self) -> list[int]:
-        """Returns the indices of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def render_turn(self, index: int) -> RenderedSample:
@@ -138,7 +137,6 @@ def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:
 
 
 def _first_difference(expected: str, got: str) -> str:
-    """Describes where ``got`` first differs from ``expected``."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(got))
     return f"{expected[at : at + 30]!r} became {got[at : at + 30]!r} after {expected[max(at - 30, 0) : at]!r}"
 

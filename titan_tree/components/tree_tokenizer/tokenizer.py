@@ -260,7 +260,6 @@ def _checked(tools: Tools | None) -> Tools | None:
 
 
 def _hash(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> str:
-    """Returns ``TreeTokenizer.fingerprint``."""
     content: dict[str, object] = {"template": template and (template.source, template.constants)}
     if isinstance(vocabulary, TokenizerJson):
         content["tokenizer"] = vocabulary.spec

@@ -107,6 +107,5 @@ def not_text(where: str, kind: object) -> UserError:
 
 
 def without(row: Message, names: Iterable[str]) -> Message:
-    """Returns the row without the named members."""
     dropped = set(names)
     return {name: value for name, value in row.items() if name not in dropped}

@@ -6,7 +6,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from titan_tree.errors import UserError
 
@@ -39,18 +39,8 @@ def decompressed(raw: BinaryIO, kind: str | None) -> BinaryIO:
     """
     if kind is None:
         return raw
-    stream: Any = _Gzip(fileobj=raw) if kind == "gzip" else _ZstdStream(raw)
+    stream: Any = gzip.GzipFile(fileobj=raw) if kind == "gzip" else _ZstdStream(raw)
     return io.BufferedReader(_Limited(stream, raw), CHUNK_BYTES)
-
-
-class _Gzip(gzip.GzipFile):
-    """GzipFile leaves a file open that it did not open itself."""
-
-    def close(self) -> None:
-        raw = cast(BinaryIO | None, self.fileobj)
-        super().close()
-        if raw is not None:
-            raw.close()
 
 
 class _Limited(io.RawIOBase):
@@ -80,6 +70,7 @@ class _Limited(io.RawIOBase):
     def close(self) -> None:
         super().close()
         self._stream.close()
+        self._raw.close()
 
 
 class _ZstdStream(io.RawIOBase):
@@ -111,10 +102,6 @@ class _ZstdStream(io.RawIOBase):
         count = min(len(buffer), len(self._pending))
         buffer[:count], self._pending = self._pending[:count], self._pending[count:]
         return count
-
-    def close(self) -> None:
-        super().close()
-        self._raw.close()
 
 
 def _zstandard() -> tuple[Callable[[], Any], type[Exception]]:

@@ -42,7 +42,6 @@ class RowReader(Reader):
         """
 
     def recognizes(self, source: Source) -> bool:
-        """Returns whether the first row is of this format."""
         return any(self.recognizes_row(row) for row in first_rows(source)[:1])
 
     def records(self, source: Source) -> Iterator[tuple[Place, Record]]:

@@ -191,7 +191,6 @@ def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
 
 
 def _remove_padding(record: Record, is_real: list[bool]) -> None:
-    """Removes the tokens that are padding, and their values."""
     for field in ("tokens", "loss_mask", "routed_experts", *PER_TOKEN):
         if isinstance(values := record.get(field), list):
             if len(values) != len(is_real):

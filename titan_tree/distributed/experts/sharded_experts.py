@@ -12,7 +12,7 @@ Letters: as in exchange.py, and m intermediate size of an expert.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,8 @@ from titan_tree.distributed.experts.exchange import (
     waits,
 )
 
-
-class Products(NamedTuple):
-    """For each weight, the inputs of its matrix product and the gradients of the outputs."""
-
-    gate_up: tuple[Tensor, Tensor]
-    down: tuple[Tensor, Tensor]
+# For the matrix product of a weight: its inputs, and the gradients of its outputs.
+Product = tuple[Tensor, Tensor]
 
 
 class ShardedExperts:
@@ -138,7 +134,7 @@ def sharded_experts_backward(
             wait()
         drows = dy[half.arrived]
         new: list[Tensor] = []
-        products: Products | None = None
+        products: tuple[Product, Product] | None = None
         if len(drows):
             dcopies, dscale, products = _backward_of_half(a, half, ends, drows, gate_up, down)
             drows = sum_rows(dcopies, a.copy[half.arrived])
@@ -146,8 +142,8 @@ def sharded_experts_backward(
         for out, rows in ((dx, drows), (dweight, dslots[half.arrived])):
             returns.append(start_all_to_all(out[half.own], rows, half.sent, half.received, group))
         if products is not None:
-            new = gate_up.gradients(*products.gate_up, ends, is_trained[:3])
-            new += down.gradients(*products.down, ends, is_trained[3:])
+            new = gate_up.gradients(*products[0], ends, is_trained[:3])
+            new += down.gradients(*products[1], ends, is_trained[3:])
             dexperts = [total.add_(n) for total, n in zip(dexperts, new, strict=True)] if dexperts else new
     for wait in returns:
         wait()
@@ -174,16 +170,16 @@ def _source(a: Arrived, half: TokenHalf) -> Tensor:
 
 def _backward_of_half(
     a: Arrived, half: TokenHalf, ends: Tensor, drows: Tensor, gate_up: ExpertWeight, down: ExpertWeight
-) -> tuple[Tensor, Tensor, Products]:
+) -> tuple[Tensor, Tensor, tuple[Product, Product]]:
     """Computes gradients from those of the rows of a half: of the copies, and of their scale.
 
-    It also returns what the gradients of gate_up and down are computed from.
+    It also returns what the gradients of gate_up and of down are computed from.
     """
     source, scale = _source(a, half), a.scale[half.copies]
     copies, dy = a.rows[half.arrived].index_select(0, source), drows.index_select(0, source)
     h = gate_up.linear(copies, ends)
     hidden, dh, dscale = swiglu_backward(h, scale, down.transposed(dy, ends))
-    return gate_up.transposed(dh, ends), dscale, Products((copies, dh), (hidden, dy))
+    return gate_up.transposed(dh, ends), dscale, ((copies, dh), (hidden, dy))
 
 
 @sharded_experts.register_fake

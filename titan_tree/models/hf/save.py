@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -51,23 +50,6 @@ COPIED_FILES = (  # from a model's source to its export
 )
 
 
-@dataclass
-class _Export:
-    """What a snapshot holds besides the model's weights.
-
-    Attributes:
-        config: the content of config.json.
-        prefix: how the names of the model's weights begin.
-        other_weights: weights of the source that the model did not load, by their names there.
-        files: files of the source to copy.
-    """
-
-    config: ConfigJson
-    prefix: str = PREFIX
-    other_weights: dict[str, Tensor] = field(default_factory=dict)
-    files: Sequence[Path] = ()
-
-
 def save_pretrained(
     model: Decoder,
     folder: str | Path,
@@ -82,12 +64,17 @@ def save_pretrained(
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for n, w in weights.items() if n not in biases})
     assert len(dtypes) == 1, f"one dtype expected, got {dtypes}"
     config = {**model.config.to_hf(), "dtype": dtypes[0]}
-    exported = _Export(config) if source is None else _with_source(model, config, Path(source))
+    prefix, others, files = PREFIX, dict[str, Tensor](), list[Path]()
+    if source is not None:
+        files = copied_files(Path(source))
+        if (Path(source) / CONFIG).is_file():
+            config, prefix = _merged_config(model, config, Path(source) / CONFIG)
+            others = _weights_not_loaded(Path(source))
 
     with all_or_nothing(Path(folder)) as temporary:
-        named = snapshot_tensors(model, weights, exported.prefix)
-        _write_weights(named | exported.other_weights, temporary, max_shard_bytes)
-        write_json(temporary / CONFIG, exported.config)
+        named = snapshot_tensors(model, weights, prefix)
+        _write_weights(named | others, temporary, max_shard_bytes)
+        write_json(temporary / CONFIG, config)
         if biases:
             write_json(temporary / ROUTER_BIASES, {name: bias.tolist() for name, bias in biases.items()})
             logger.warning(
@@ -95,7 +82,7 @@ def save_pretrained(
                 folder,
                 ROUTER_BIASES,
             )
-        for file in exported.files:
+        for file in files:
             shutil.copyfile(file, temporary / file.name)
 
 
@@ -123,15 +110,6 @@ def snapshot_prefix(source: str | Path | None) -> str:
     """Returns how the names of a text model's weights begin in the snapshot ``source``. None: its default."""
     nested = source is not None and "text_config" in read_json(Path(source) / CONFIG)
     return TEXT_PREFIX if nested else PREFIX
-
-
-def _with_source(model: Decoder, config: ConfigJson, source: Path) -> _Export:
-    """Returns the export of a model that was loaded from ``source``, with the model's own ``config``."""
-    files = copied_files(source)
-    if (source / CONFIG).is_file():
-        merged, prefix = _merged_config(model, config, source / CONFIG)
-        return _Export(merged, prefix, _weights_not_loaded(source), files)
-    return _Export(config, files=files)
 
 
 def copied_files(source: Path) -> list[Path]:
@@ -169,7 +147,7 @@ def _merged_config(model: Decoder, sizes_to_save: ConfigJson, path: Path) -> tup
 
 
 def _weights_not_loaded(folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of a snapshot that loading skips; {} if the snapshot has no weights."""
+    """Returns the weights that loading skips, by the snapshot's names; {} if the snapshot has no weights."""
     if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
         return {}
     others: dict[str, Tensor] = {}

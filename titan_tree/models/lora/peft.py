@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -49,13 +49,6 @@ KNOWN_FIELDS = frozenset(
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
-class Adapter(NamedTuple):
-    """An adapter that was read from a folder."""
-
-    lora: LoRA  # its targets are whole names
-    weights: dict[str, Tensor]  # on the CPU, by the names of parameters here
-
-
 def load_adapter(model: TreeModel, folder: str | Path) -> None:
     """Adds an adapter of PEFT to ``model``, in place. The weights of the model are then frozen.
 
@@ -65,13 +58,17 @@ def load_adapter(model: TreeModel, folder: str | Path) -> None:
     Raises:
         UserError: the adapter is incomplete, does not fit the model, or is more than plain LoRA.
     """
-    adapter = read_adapter(model, folder)
-    add_lora(model, adapter.lora)
-    fill_lora(whole_weights(model), adapter.weights)
+    lora, weights = read_adapter(model, folder)
+    add_lora(model, lora)
+    fill_lora(whole_weights(model), weights)
 
 
-def read_adapter(model: TreeModel, folder: str | Path) -> Adapter:
-    """Reads an adapter of PEFT for ``model``, which may be on the meta device. Raises as ``load_adapter``."""
+def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, Tensor]]:
+    """Reads an adapter of PEFT for ``model``, which may be on the meta device. Raises as ``load_adapter``.
+
+    Returns:
+        The settings, whose targets are whole names, and the factors on the CPU, by the model's names.
+    """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
@@ -102,7 +99,7 @@ def read_adapter(model: TreeModel, folder: str | Path) -> Adapter:
     )
     if not chosen:
         raise UserError(f"{folder / ADAPTER}: expected factors of linears, found no tensors")
-    return Adapter(lora, _from_peft(model, lora, weights, folder / ADAPTER))
+    return lora, _from_peft(model, lora, weights, folder / ADAPTER)
 
 
 def fill_lora(shards: WeightShards, weights: Mapping[str, Tensor]) -> None:
@@ -147,7 +144,6 @@ def save_adapter(
 
 
 def _config(lora: LoRA, source: str | Path | None) -> dict[str, Any]:
-    """Returns the content of adapter_config.json."""
     experts = [target for target in lora.targets if is_expert(f".{target}")]
     return {
         "peft_type": "LORA",
@@ -222,7 +218,6 @@ def _expert_b(stored: Tensor, num_experts: int) -> Tensor:
 
 
 def _to_peft(factor: Tensor, letter: str) -> Tensor:
-    """Returns a factor as PEFT's matrix."""
     if factor.ndim == 2:
         return factor
     return factor.flatten(0, 1) if letter == "A" else factor.permute(1, 2, 0).flatten(1)

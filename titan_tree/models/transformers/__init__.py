@@ -15,9 +15,6 @@ a layer treats tokens one by one.
 """
 
 from titan_tree.models.transformers.attention_function import TreeInputs
-from titan_tree.models.transformers.generation import generating
-from titan_tree.models.transformers.in_place import InPlaceModel
-from titan_tree.models.transformers.snapshot import fill, from_config, save
 from titan_tree.models.transformers.transformers_model import TransformersModel
 
-__all__ = ["InPlaceModel", "TransformersModel", "TreeInputs", "fill", "from_config", "generating", "save"]
+__all__ = ["TransformersModel", "TreeInputs"]

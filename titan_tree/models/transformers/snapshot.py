@@ -100,7 +100,6 @@ def _read_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def _read(folder: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Reads a model on the CPU."""
     config = _read_config(folder)
     weight_files(Path(folder))  # refuses pickles
     with _errors_in_one_line(folder):

@@ -138,14 +138,12 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """Returns the factor of the logits."""
     if config.model_type == "cohere2":
         return config.logit_scale
     return 1 / config.logits_scaling if config.model_type == "granite" else 1.0
 
 
 def logit_cap(config: PreTrainedConfig) -> float | None:
-    """Returns the cap of the logits, or None."""
     return config.final_logit_softcapping if config.model_type in LOGIT_CAP else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from titan_tree.components.tree_attention import Scoring
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv
 from titan_tree.errors import UserError
 from titan_tree.models.transformers.attention_function import NAME, arguments
@@ -114,7 +113,6 @@ class TransformersModel(TreeModel):
         base.layers = LayerCalls(self.layers)
 
     def _survey(self, survey: Survey | None = None) -> list[LayerSizes]:
-        """Returns the sizes of all layers."""
         survey = survey or Survey()
         with torch.no_grad():
             two = torch.zeros(2, dtype=torch.int64, device=self.embedding_weight.device)
@@ -139,12 +137,6 @@ class TransformersModel(TreeModel):
 
     def empty_rows(self, x: Tensor) -> list[Tensor]:
         return [rows for layer in self.sizes for rows in layer.empty_rows(x)]
-
-    def attention_inputs(self, x: Tensor) -> Iterable[tuple[Tensor, Tensor, Scoring]]:
-        for layer in self.sizes:
-            if layer.call is not None:
-                q, v = (x.new_empty(1, 1, dim) for dim in layer.call.head_dims)
-                yield q, v, layer.call.scoring
 
     def layer_flops(self, num_tokens: int, num_visible_pairs: int) -> int:
         """Returns the operations as defined by ``TreeModel``. Windows count all pairs."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from titan_tree.components.rings import is_hopper
 from titan_tree.components.tree_attention import operator, triton_kernels
-from titan_tree.components.tree_attention.backend import Scoring, plain_only
 from titan_tree.components.tree_attention.hopper import forward_pass, key_pass, query_pass, wide_key_pass
+from titan_tree.components.tree_attention.operator import Scoring, plain_only
 from titan_tree.components.tree_attention.plan import Plan, prepare
 from titan_tree.tree.layout import TreeLayout
 

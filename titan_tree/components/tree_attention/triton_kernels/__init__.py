@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_tree.components.tree_attention import operator
-from titan_tree.components.tree_attention.backend import Scoring
+from titan_tree.components.tree_attention.operator import Scoring
 from titan_tree.components.tree_attention.plan import KEYS, QUERIES, Plan, WindowPlan, empty_lse, prepare
 from titan_tree.components.tree_attention.triton_kernels import kernels
 from titan_tree.tree.layout import TreeLayout
