@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -53,6 +54,16 @@ class Registry(Generic[T]):
     def register(self, name: str, entry: T | str) -> None:
         """Adds an entry, or replaces the entry with this name."""
         self._entries[name] = entry
+
+    @contextmanager
+    def registered(self, name: str, entry: T | str) -> Iterator[None]:
+        """Registers an entry within a ``with`` statement. After it, the registry is as before."""
+        before = dict(self._entries)
+        self.register(name, entry)
+        try:
+            yield
+        finally:
+            self._entries = before
 
     def __getitem__(self, name: str) -> T:
         """Returns the implementation with this name. Raises UserError for an unknown name."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,14 +45,12 @@ POLICIES = {"none": None, "selective": titan.TreeSelectiveAC, "full": titan.Full
 TRACED_TOKENS = 1024
 # A backend of TreeAttention and of TreeGDN for the meta device, which no other one accepts. It keeps the same
 # tensors as "hopper" and "triton", and computes nothing.
-SHAPES = {
-    "shapes": SimpleNamespace(
-        refusal=lambda *inputs: None,
-        prepare=plan.prepare,
-        attention=partial(operator.attention, "shapes"),
-        empty_saved=empty_saved,
-    )
-}
+SHAPES: Any = SimpleNamespace(
+    refusal=lambda *inputs: None,
+    prepare=plan.prepare,
+    attention=partial(operator.attention, "shapes"),
+    empty_saved=empty_saved,
+)
 
 
 class Kept(NamedTuple):
@@ -192,8 +189,8 @@ def _compiler_settings(model: Decoder) -> Iterator[None]:
     duck_shape = torch.fx.experimental._config.use_duck_shape and "states" not in model.cache_streams
     with (
         warnings.catch_warnings(action="ignore"),
-        patch.dict(ATTENTION_BACKENDS._entries, SHAPES),
-        patch.dict(GDN_BACKENDS._entries, SHAPES),
+        ATTENTION_BACKENDS.registered("shapes", SHAPES),
+        GDN_BACKENDS.registered("shapes", SHAPES),
         torch._functorch.config.patch(unlift_effect_tokens=True),
         torch._dynamo.config.patch(specialize_float=True, do_not_emit_runtime_asserts=True),
         torch.fx.experimental._config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]
