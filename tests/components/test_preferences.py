@@ -345,7 +345,7 @@ def test_several_pairs_of_a_group_have_names(tmp_path):
         ({"tokens": [1, 2], "pair": "a"}, "pair: expected a preference beside it"),
         (
             {"messages": [USER, GOOD, USER, BAD], "preference": "chosen"},
-            "one path, got 2 turns; set turns to",
+            "a trajectory of one sample, got 2 turns; set turns to",
         ),
         ({"chosen": [USER, GOOD]}, "rejected: expected a list of messages"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": "3"}, "rejected: expected a list of messages"),
