@@ -44,7 +44,7 @@ BENCHMARKS = {
     ),
 }
 
-SLOW = {"partitions", "trl_step"}
+EXHAUSTIVE = {"partitions", "trl_step"}
 
 
 @pytest.fixture
@@ -64,7 +64,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks would use the GPU")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n in SLOW else n for n in BENCHMARKS],
+    [
+        name if name == "step" else pytest.param(name, marks=getattr(pytest.mark, mark))
+        for name in BENCHMARKS
+        for mark in ["exhaustive" if name in EXHAUSTIVE else "slow"]
+    ],
 )
 def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys):
     arguments, column = BENCHMARKS[name]

@@ -163,6 +163,7 @@ def test_changes_that_save_memory_are_listed_with_the_memory_after_them():
     assert together.bytes <= min(each.bytes for each in single)
 
 
+@pytest.mark.slow
 def test_the_suggestion_is_the_fastest_that_fits_and_keeps_partitions_possible():
     made = planner("data.max_tokens=1000", config=DEMO_MOE, gpus=4)
     assert made.estimate.sizes.is_partitioned
@@ -199,6 +200,7 @@ def test_gpus_that_wait_for_a_tree_or_cannot_hold_it_should_share_its_tokens(mon
     assert offloads.best_parallel()["parallel.sequence_parallel"] == 1
 
 
+@pytest.mark.slow
 def test_machines_should_be_replicas():
     made = planner(gpus=16)
     tried = {settings["parallel.replicate"] for settings in made.parallel_settings({1})}

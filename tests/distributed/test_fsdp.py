@@ -50,7 +50,7 @@ def config(folder: Path, name: str) -> Config:
     return tiny_config(folder, **fixed, **validation, **CASES[name])
 
 
-EVERYDAY = ("reduce after every micro-batch", "merged trees", "offload", "experts")
+EVERYDAY = ("reduce after every micro-batch", "merged trees", "experts")
 
 
 def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:

@@ -138,7 +138,6 @@ def exact_result(
 
 
 EVERYDAY = (
-    "sequence 2, recomputed",
     "sequence 2, experts 2, hybrid",
     "sequence 2, whole paths",
     "replicate 2",

@@ -101,8 +101,8 @@ def test_the_command_samples_from_a_server(
     ("api", "weights", "more"),
     [
         ("sglang", "folder", ()),
-        ("sglang", "broadcast", ()),
-        ("vllm", "folder", ("lora.rank=4", "optimizer.lr=0.05")),
+        pytest.param("sglang", "broadcast", (), marks=pytest.mark.slow),
+        pytest.param("vllm", "folder", ("lora.rank=4", "optimizer.lr=0.05"), marks=pytest.mark.slow),
         ("vllm", "adapter", ("lora.rank=4", "optimizer.lr=0.05")),
     ],
     ids=["folder", "broadcast", "merged", "adapter"],

@@ -64,7 +64,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name))
 
 
-@pytest.mark.parametrize("name", slow_except(("partitions", "bfloat16"), CASES))
+@pytest.mark.parametrize("name", slow_except(("bfloat16",), CASES))
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     alone = {"parallel__sequence_parallel": 1, "parallel__expert_parallel": 1}
     many = config(tmp_path / "two", name)  # writes the data before two processes read it

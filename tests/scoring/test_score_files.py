@@ -222,6 +222,7 @@ def on_two_ranks(rank, ports, folder):
         score(folder, "wrong.jsonl", data__files=folder / "wrong.jsonl.data")  # the group of rank 1
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_file_of_one(tmp_path):
     """Ranks get different numbers of groups and partitions, and run some in another order than one rank."""
     write_rows(tmp_path / "rows.jsonl", advantages=False)
