@@ -1,4 +1,4 @@
-"""The embedded sample is reproducible, small, and branches as real rollouts do."""
+"""The bundled sample is reproducible, small, and branches as real rollouts do."""
 
 import json
 from functools import cache

@@ -14,7 +14,7 @@ tree_bytes.py     a tree as bytes, in token stores and between ranks
 token_store.py    files of tokenized trees
 divergence.py     where and why the paths of a tree diverge, for `titan-tree inspect --report`
 show.py           a sample as text, with its trained tokens marked
-demo.py           the embedded demo data
+demo.py           the bundled sample
 
 This package works with files and NumPy. Only loader.py imports torch. No file imports omegaconf.
 """

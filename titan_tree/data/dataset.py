@@ -42,7 +42,7 @@ class TreeSharing(Protocol):
         """Joins the workers with this number on all ranks. Waits until all have joined."""
 
     def leave(self) -> None:
-        """Leaves the group. Workers of other ranks that still wait for this one get an error."""
+        """Leaves the group of ranks. Workers of other ranks that still wait for this one get an error."""
 
     def own_micro_batches(self, step: int, read: Callable[[], list[TokenTree]]) -> MicroBatches:
         """Returns this rank's micro-batches of a step, of which each rank reads some trees with ``read``."""
@@ -101,7 +101,7 @@ class TreeDataset:
         self.epochs = epochs
         self.rank, self.world_size = rank, world_size
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
-        self._warned_about_records = False
+        self._warned_about_routed_experts = False
 
     def __iter__(self) -> Iterator[MicroBatches]:
         """Yields the steps from the current position on. ``state_dict`` moves with each item."""
@@ -146,7 +146,7 @@ class TreeDataset:
         return math.ceil(sum(groups) / self.config.global_batch_groups)
 
     def position(self) -> dict[str, int]:
-        """Returns the position after the last item: epochs done, and groups of the current epoch."""
+        """Returns the position after the last item: the epoch's index, and groups of it already yielded."""
         return {"epoch": self.epoch, "group": self.group}
 
     def state_dict(self) -> dict[str, object]:
@@ -224,25 +224,25 @@ class TreeDataset:
             self._check_path_sizes(paths)
             return flat_trees(paths, self.config.replay)
         tree = self.reader.tree(group)
-        self._warn_about_records(tree.paths)
+        self._warn_about_routed_experts(tree.paths)
         place, _ = group.records[0]
         self._check_size(f"{place}: the tree of group {group.id}, {len(tree.paths)} paths,", len(tree))
         return [tree]
 
     def _paths(self, group: Group) -> list[TokenPath]:
         paths = self.reader.paths(group)
-        self._warn_about_records(paths)
+        self._warn_about_routed_experts(paths)
         return paths
 
-    def _warn_about_records(self, paths: Sequence[TokenPath]) -> None:
+    def _warn_about_routed_experts(self, paths: Sequence[TokenPath]) -> None:
         """Warns once about routed experts that are unused, or that are missing although they are needed."""
-        if self._warned_about_records:
+        if self._warned_about_routed_experts:
             return
         is_used = self.config.replay != "off"
         odd = next((path for path in paths if has_experts(path) != is_used), None)
         if odd is None:
             return
-        self._warned_about_records = True
+        self._warned_about_routed_experts = True
         if is_used:
             logger.warning(
                 "path %s has no routed_experts to replay; the model's router chooses its experts",

@@ -1,4 +1,4 @@
-"""The embedded sample: branching tool-use rollouts that a tiny byte-level model learns in a few dozen steps.
+"""The bundled sample: branching tool-use rollouts that a tiny byte-level model learns in a few dozen steps.
 
 A customer asks a shop clerk for the number of two items, and then of a third one. The clerk looks the numbers
 up and adds them. The trials of a task diverge where those of real agents do. Tools are called in parallel or

@@ -46,6 +46,8 @@ NO_LIMITS = ModelLimits()
 class SampleReader(DataFiles):
     """Reads the groups of the configured files, and turns a group into training samples.
 
+    A reader is a set of files, because its users need the groups, sizes and checksums as well as the samples.
+
     Args:
         config: ``files`` and ``format`` choose the records, and ``ignore_fields`` the fields that are not
             read; ``sample``, ``advantage`` and ``replay`` choose how records become training samples.

@@ -70,7 +70,11 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
 
 
 class Optimizers(titan.OptimizersContainer):
-    """torchtitan's container of optimizers, for any ``OptimizerSpec``."""
+    """torchtitan's container of optimizers, for any ``OptimizerSpec``.
+
+    Iterating over it yields torch optimizers, one per part of the model; here, the model is the only part.
+    torchtitan writes ``fused`` into each parameter group, from the container's ``implementation``.
+    """
 
     def __init__(
         self, config: OptimizerConfig, param_groups: list[titan.ParamGroupConfig], model: nn.Module

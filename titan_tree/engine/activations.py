@@ -96,7 +96,9 @@ class Activations:
         """Returns the context for a partition's forward pass, which stores the tensors that autograd saves.
 
         Args:
-            is_suspended: whether descendants will run before the backward pass of this partition.
+            is_suspended: whether descendants will run before the backward pass of this partition. If not,
+                "offload" and "auto" keep its activations on the device up to ``device_bytes``. Without
+                ``device_bytes``, the context then does nothing.
             shared: tensors that other partitions use too; they stay on the device.
         """
         limit = 0.0 if self.policy == "offload" and is_suspended else self.device_bytes

@@ -179,12 +179,13 @@ class _Runner:
         out: ModelOutput = self.model(batch, entropy=self.entropy, gateway=self.cache.read(batch))
         return out
 
-    def _differentiate_loss(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
-        """Computes the partition's loss and differentiates it down to the loss boundary.
+    def _begin_backward(self, partition: _Partition, out: ModelOutput, compute_loss: ComputeLoss) -> None:
+        """Computes the partition's loss and stores where its backward pass will start.
 
-        The vocabulary projection lies above this boundary, so no logits stay in memory while the children
-        run. The backward pass of the blocks below it starts when the children have added their gradients.
-        Without partitions, there is no boundary, and one backward pass starts at the loss itself.
+        In a partition, the loss is differentiated at once, down to the loss boundary. The vocabulary
+        projection lies above this boundary, so no logits stay in memory while the children run. The backward
+        pass of the blocks below it starts when the children have added their gradients. Without partitions,
+        there is no boundary: nothing is differentiated here, and the backward pass starts at the loss itself.
         """
         loss = compute_loss(partition.batch, out)
         if loss is not None and loss.requires_grad:
@@ -243,5 +244,5 @@ class _Runner:
     ) -> ModelOutput:
         with self.activations.saving(is_suspended, shared=self.cache.rows):
             out = self._forward(partition.batch)
-        self._differentiate_loss(partition, out, compute_loss)
+        self._begin_backward(partition, out, compute_loss)
         return out

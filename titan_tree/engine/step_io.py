@@ -34,7 +34,7 @@ from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 class StepCounts:
     """Sizes of an optimizer step: one rank's in ``StepInput``, those of all ranks in ``StepResult``.
 
-    Both add up over ranks and steps.
+    The counts of ranks can be added (``all_reduce_counts``), and so can those of steps.
     """
 
     normalizer: float  # Z, the loss's divisor
@@ -216,8 +216,8 @@ class StepPreparer:
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
-        plan = one_pass if self.partitioner is None else partial(self.partitioner.plan, costs=self.costs)
-        plans = [plan(TokenTree.forest(trees)) for trees in micro_batches]
+        make_plan = one_pass if self.partitioner is None else partial(self.partitioner.plan, costs=self.costs)
+        plans = [make_plan(TokenTree.forest(trees)) for trees in micro_batches]
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
         all_batches = [batch for partitions in batches for batch in partitions]

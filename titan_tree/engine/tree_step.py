@@ -170,7 +170,7 @@ class TreeStep:
             parameter.grad = None
 
     def evaluate(self, steps: Iterable[StepInput]) -> dict[str, float]:
-        """Scores held-out trees, see ``evaluate``."""
+        """Scores held-out trees, see ``forward.evaluate``."""
         self._gradient_sync.hold(False)  # the last step may have left gathered weights in place
         return evaluate(self.model, steps, self.device)
 
@@ -192,9 +192,9 @@ class TreeStep:
             ]
 
     def find_cause(self, step: StepInput, statistics: GlobalStatistics | None = None) -> str:
-        """Names the paths that made the loss or the gradient of ``step`` not finite, see ``find_cause``.
+        """Names the paths that made the loss or the gradient of ``step`` not finite.
 
-        Call it on every rank, before the weights change.
+        See ``bad_steps.find_cause``. Call it on every rank, before the weights change.
 
         Args:
             statistics: ``StepResult.statistics`` of the step. None: each batch has its own.

@@ -50,7 +50,7 @@ from titan_tree.run.build import (
 )
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
-from titan_tree.run.trainer import resume_data, validate
+from titan_tree.run.trainer import restore_position, score_validation
 
 try:
     import lightning.pytorch as L
@@ -172,7 +172,7 @@ class TreeLightningModule(L.LightningModule):
 
     def validation_step(self, inputs: list[StepInput], batch_idx: int) -> None:
         """Scores all validation files."""
-        self._log(validation_values(validate(self.tree_step, inputs)))
+        self._log(validation_values(score_validation(self.tree_step, inputs)))
 
     def on_train_end(self) -> None:
         """Exports the adapter of a finished run, and its weights if the configuration says so."""
@@ -260,7 +260,7 @@ class TreeDataModule(L.LightningDataModule):
         done = module.global_step
         assert self.dataset is not None
         if module.position is not None:
-            resume_data(
+            restore_position(
                 self.dataset, self.dataset.state_dict() | module.position, config.checkpoint.allow_changes
             )
         left = max(module.num_steps - done, 0)

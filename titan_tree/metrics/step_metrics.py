@@ -26,7 +26,7 @@ class StepReport:
     loss: float
     grad_norm: float  # before clipping
     lr: float  # learning rate of the step
-    epoch: int  # number of epochs completed after the step
+    epoch: int  # index of the epoch of the step's last group, from 0
     seconds: float  # wall-clock time of the step
     world_size: int  # number of ranks
     device: torch.device  # device of this rank

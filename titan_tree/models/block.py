@@ -71,7 +71,7 @@ class Mixer(nn.Module, ABC):
         Args:
             x: [N, d].
             rope: rotary embedding of the N tokens.
-            layout: layout of the tokens, from ``Decoder.prepare``.
+            layout: layout of the tokens, from ``TreeModel.prepare``.
             gateway: one tensor per entry of ``cache_streams`` with the rows that earlier partitions exported;
                 () outside of partitions.
         Returns:
@@ -206,8 +206,8 @@ class Attention(Mixer):
         exports: tuple[Tensor, ...] = ()
         if layout.exports is not None:
             exports = (torch.stack([part.index_select(0, layout.exports) for part in (k, v)], dim=1),)
-        (context,) = gateway or (None,)
-        out = self.attention(q, k, v, layout, context)
+        (gateway_rows,) = gateway or (None,)
+        out = self.attention(q, k, v, layout, gateway_rows)
         if self.exchange is not None:
             out = self.exchange.to_tokens(out, x.shape[0])
         if gate is not None:

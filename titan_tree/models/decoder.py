@@ -93,8 +93,8 @@ class Decoder(TreeModel):
         routings: list[Routing] = []
         experts: list[Tensor] = []
         for layer, forced in zip(self.blocks, self._forced_experts(batch), strict=True):
-            context = tuple(islice(rows, len(layer.mixer.cache_streams)))
-            x, exported, routing, chosen = layer(x, rope, layout, context, forced)
+            layer_gateway = tuple(islice(rows, len(layer.mixer.cache_streams)))
+            x, exported, routing, chosen = layer(x, rope, layout, layer_gateway, forced)
             exports += exported
             if routing is not None:
                 routings.append(routing)

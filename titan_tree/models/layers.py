@@ -1,7 +1,8 @@
 """The small layers that every block is made of: RMSNorm, Linear, the SwiGLU MLP and rotary positions.
 
 Weights may have more precision than the activations, as fp32 master weights do. The activations' dtype
-decides the dtype of the computation and of the output.
+decides the dtype of the computation and of the output. The layers therefore cast their weights. The cast does
+nothing if ``cast_weights`` or FSDP2 has cast them already; a model that is called directly needs it.
 
 N tokens, d hidden size, D head dim, R rotated dims of a head.
 """

@@ -260,7 +260,12 @@ class TreeModel(nn.Module, ABC):
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def cast_ends(self) -> tuple[Tensor, Tensor]:
-        """Returns the weights of the embedding and of the output projection in the dtype of activations."""
+        """Returns the weights of the embedding and of the output projection in the dtype of activations.
+
+        Within ``cast_weights`` or under FSDP2, they have this dtype already. A model that is called directly
+        needs the cast. ``.to(None)`` returns a weight as it is, because without ``compute_dtype`` activations
+        have the dtype of the weights.
+        """
         embedding = self.embedding_weight.to(self.compute_dtype)
         if self.output_weight is None:
             return embedding, embedding

@@ -168,7 +168,7 @@ def build_balancing(
     if mesh.size() == 1 or not config.parallel.balance:
         return None
     router = config.router_loss
-    is_balanced_per_batch = router.balance > 0 and router.scope == "micro_batch"
+    is_balanced_per_micro_batch = router.balance > 0 and router.scope == "micro_batch"
     return Balancing(
         model,
         device,
@@ -176,7 +176,7 @@ def build_balancing(
         sequence_parallel=config.parallel.sequence_parallel,
         expert_parallel=config.parallel.expert_parallel > 1,
         fixed=config.training.deterministic,
-        splits=not loss.spec.compares_paths and not is_balanced_per_batch,
+        splits=not loss.spec.compares_paths and not is_balanced_per_micro_batch,
     )
 
 

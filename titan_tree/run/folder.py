@@ -83,7 +83,7 @@ def introduction(
     )
 
 
-def data_sizes(sizes: DataSizes, groups_per_step: int) -> str:
+def describe_data(sizes: DataSizes, groups_per_step: int) -> str:
     steps = math.ceil(sizes.groups / groups_per_step)
     return (
         f"data: {sizes.groups:,} groups with {sizes.samples:,} samples; an epoch takes {steps:,} steps of "

@@ -98,6 +98,7 @@ def snapshot_model(model: ModelConfig, folder: str) -> ModelConfig:
 
 
 def build_model_without_weights(model: ModelConfig) -> TreeModel:
+    """Returns the model without a snapshot's weights. Call it on the meta device to draw none either."""
     if not model.hf_path:
         if model.implementation == "transformers":
             raise UserError(

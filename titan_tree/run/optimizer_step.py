@@ -35,8 +35,10 @@ class OptimizerStep:
     """Runs the optimizer steps of a run.
 
     Args:
-        optimizers: the optimizers of all weights, see ``clip_and_step``.
-        lr_schedulers: one per optimizer.
+        optimizers: the optimizers of all weights, see ``clip_and_step``. Iterating over them yields torch
+            optimizers, as iterating over ``Optimizers`` does: one per part of the model.
+        lr_schedulers: one per optimizer. They set the learning rate of each step by torchtitan's schedule:
+            warm-up, then decay.
         router_bias: updates the router biases of a model with experts. None: they stay unchanged.
         balancing: measures the steps of several ranks. None: nothing is measured.
         seed: the run's ``training.seed``.
@@ -65,12 +67,13 @@ class OptimizerStep:
             step: the number of the step, which counts from 1.
             step_input: this rank's part of the step.
             sizes: the sizes of all ranks, from ``all_reduce_counts``.
-            epoch: number of epochs that are complete after the step.
+            epoch: index of the epoch of the step's last group, from 0.
             started: ``time.perf_counter()`` at the start of the step.
         Raises:
             AgreedError: too many steps in a row were bad.
         """
         # Each step has a seed of its own, so a resumed run needs no state of random generators.
+        # Python does not salt the hashes of integers, so every process computes the same seed from these.
         torch.manual_seed(hash((self.seed, step, rank())))
         updated, balance = None, {}
         if self.balancing:

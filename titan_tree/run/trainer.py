@@ -60,7 +60,7 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
-from titan_tree.run.folder import RunFolder, data_sizes, introduction, summary
+from titan_tree.run.folder import RunFolder, describe_data, introduction, summary
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.stopping import StopController, SynchronizedInput
@@ -195,7 +195,7 @@ class Trainer:
 
     def resume_data(self) -> None:
         """Moves the data to the position in ``progress``."""
-        resume_data(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
+        restore_position(self.dataset, self.progress.data, self.config.checkpoint.allow_changes)
 
     def data_state(self) -> dict[str, object]:
         """Returns what a checkpoint stores of the data besides the position. Runs once, in a thread."""
@@ -211,7 +211,7 @@ class Trainer:
         config, done, ranks = self.config, self.progress.step, dist.get_world_size()
         logger.info(introduction(config, self.model, ranks, self.device, self.num_steps, done))
         if self.data_sizes:
-            logger.info(data_sizes(self.data_sizes, config.data.global_batch_groups))
+            logger.info(describe_data(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
             self.log_sample()
         with self.stopping.signals as signals:
@@ -295,7 +295,7 @@ class Trainer:
         is_due = step % self.config.validation.interval == 0 or step == self.num_steps
         if not self.validation_inputs or not is_due:
             return {}
-        return validate(self.tree_step, self.validation_inputs)
+        return score_validation(self.tree_step, self.validation_inputs)
 
     def _log_summary(self) -> None:
         logger.info(summary(self.steps_trained, self.counts, self.optimizer_step.bad_steps))
@@ -304,14 +304,14 @@ class Trainer:
             logger.info("curves: %s/metrics.csv", self.config.folder)
 
 
-def validate(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:
+def score_validation(tree_step: TreeStep, inputs: Sequence[StepInput]) -> dict[str, float]:
     """Returns the mean loss and accuracy of validation inputs. Raises AgreedError if no token counts."""
     if not (values := tree_step.evaluate(inputs)):
         raise AgreedError("validation.files: expected tokens to score, but all loss masks or weights are 0")
     return values
 
 
-def resume_data(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool) -> None:
+def restore_position(dataset: TreeDataset, state: dict[str, Any], allow_changes: bool) -> None:
     """Moves the dataset to the state in a checkpoint.
 
     Args:

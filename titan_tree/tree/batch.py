@@ -95,10 +95,12 @@ PER_PAIR = tuple(f.name for f in dataclasses.fields(PathPairs) if f.name not in 
 class TreeBatch:
     """N distinct tokens of several trees, one after another without padding, and their E edges.
 
-    Edge e leads from token ``edge_source[e]``, whose hidden state predicts the next token, to
-    ``edge_label[e]``. With ``edges="all"``, every token but the first of a root is the label of one edge, and
-    the last token of a node is the source of one edge per child. With ``edges="loss"``, the edges that no
-    path's loss mask counts are missing. Edges are sorted by the DFS index of the predicted token.
+    Edge e leads from the token at index ``edge_source[e]``, whose hidden state predicts the next token, to
+    the predicted token. ``edge_label[e]`` is the predicted token's id in the vocabulary, and
+    ``edge_token[e]`` is its index in the tree. With ``edges="all"``, every token but the first of a root is
+    the label of one edge, and the last token of a node is the source of one edge per child. With
+    ``edges="loss"``, the edges that no path's loss mask counts are missing. Edges are sorted by the
+    DFS index of the predicted token.
 
     For a partition, N counts its own tokens, and edges and pairs are those that it scores.
     """

@@ -31,7 +31,10 @@ PAD = 2
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Partition:
-    """n own tokens among m keys, the columns of attention. Tokens are named by their index in the tree."""
+    """n own tokens among m keys, the columns of attention. Tokens are named by their index in the tree.
+
+    ``scores`` is a mask, not log-probs: it tells which tokens this partition scores edges of.
+    """
 
     parent: int  # number of the partition above, which holds all of the context; -1: there is no context
     keys: np.ndarray  # [m] int32: the token of each column, in DFS order

@@ -38,7 +38,7 @@ class TreeStats:
     n_branch_children: int  # children of these nodes
     max_depth: int  # nodes on the deepest path
     longest_path: int  # in tokens
-    n_rows: int = 0  # recorded token-layers of experts (tree/routed_experts.py)
+    n_rows: int = 0  # token-layers, not tokens, with recorded experts (tree/routed_experts.py)
     n_disagreeing: int = 0  # recorded token-layers on which paths disagree
 
     @property

@@ -254,7 +254,8 @@ class TreeLoss:
     def _by_pair(self, logprobs: Tensor, pairs: PathPairs) -> Tensor:
         """Returns the log-prob of each pair, [F]; 0 where the mask is 0, as old and reference log-probs are.
 
-        The ratio is then 1 there, and no gradient flows back.
+        The ratio is then 1 there, and no gradient flows back. The log-prob is also 0 where the path's weight
+        is 0, unless the loss needs whole paths.
         """
         is_counted = pairs.loss_mask > 0
         if not self.spec.needs_whole_paths:  # otherwise, the loss of another path may depend on this path

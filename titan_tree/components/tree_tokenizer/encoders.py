@@ -36,7 +36,7 @@ class TextEncoder(ABC):
     costs little more than encoding the last one.
 
     Attributes:
-        special_tokens: added token -> id.
+        special_tokens: control token -> id.
         vocab_size: largest id + 1.
     """
 
@@ -51,7 +51,7 @@ class TextEncoder(ABC):
         """Returns the ids of ``text`` as int32 arrays, to be concatenated.
 
         Args:
-            special: whether added tokens in the text become their ids, or are encoded as plain text.
+            special: whether control tokens in the text become their ids, or are encoded as plain text.
 
         Raises:
             UserError: the text contains a lone surrogate, so it is not valid Unicode.
@@ -114,14 +114,14 @@ def make_encoder(vocabulary: Vocabulary | TokenizerJson) -> TextEncoder:
 
 
 class BytePairEncoder(TextEncoder):
-    """Byte-level BPE (byte-pair encoding) with added tokens.
+    """Byte-level BPE (byte-pair encoding) with control tokens.
 
     Encoding has four steps, and their order matters:
 
-    1. Cut added tokens out of the raw text.
+    1. Cut control tokens out of the raw text.
     2. Convert each piece between them to Unicode normal form. Each piece is normalized separately, so
        ``<think>`` stays intact before a combining mark.
-    3. Cut added tokens marked ``normalized`` out of the pieces.
+    3. Cut control tokens marked ``normalized`` out of the pieces.
     4. Encode the rest by BPE.
     """
 
@@ -151,7 +151,7 @@ class BytePairEncoder(TextEncoder):
             raise UserError(f"decode: expected ids of this vocabulary, got {error.args[0]}") from None
 
     def _encode_piece(self, text: str, special: bool) -> np.ndarray:
-        """Returns the ids of text without raw added tokens (steps 2 to 4)."""
+        """Returns the ids of text without raw control tokens (steps 2 to 4)."""
         text = self._normalize(text)
         parts = self._cut_normalized(text) if special else [(text, None)]
         pieces = [self._bpe_ids(part) if ids is None else ids for part, ids in parts]
@@ -175,7 +175,7 @@ class LibraryEncoder(TextEncoder):
     """The pipeline of a tokenizer.json, such as Unigram, or BPE with ``byte_fallback``.
 
     A text is cut before control tokens, and each piece is encoded alone. This gives the ids of the whole
-    text. The library finds added tokens first, from left to right, the longest of several, and encodes the
+    text. The library finds control tokens first, from left to right, the longest of several, and encodes the
     text between two of them without regard to the rest. Some pipelines treat the beginning of a text in
     another way, but a piece behind a cut begins with a control token. A token that takes the white space to
     its left, or depends on the characters around it, is no place for a cut.

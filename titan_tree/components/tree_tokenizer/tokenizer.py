@@ -50,7 +50,7 @@ class TreeTokenizer:
         template: the chat template. Without one, ``render`` and ``samples`` raise UserError.
 
     Attributes:
-        special_tokens: added token -> id.
+        special_tokens: control token -> id, see ``AddedToken``.
         vocab_size: largest id + 1. A model's embedding may have more rows.
         template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
             Empty without a template.
@@ -125,7 +125,7 @@ class TreeTokenizer:
             template: the chat template.
 
         Raises:
-            UserError: a missing or malformed file (the error names the line), or a special token whose id a
+            UserError: a missing or malformed file (the error names the line), or a control token whose id a
                 rank already has.
         """
         vocabulary = read_tiktoken(Path(rank_file), special_tokens, pattern, normal_form)

@@ -40,7 +40,10 @@ NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is cut out of the text before BPE: a control token, or a word that a user added."""
+    """A control token: one that is cut out of the text before BPE, such as ``<|im_end|>``.
+
+    Hugging Face's files call it an added token. It can also be a word that a user added.
+    """
 
     content: str
     id: int
@@ -113,20 +116,20 @@ def read_tiktoken(
 class TokenizerJson:
     """A tokenizer.json whose pipeline only the library ``tokenizers`` reproduces."""
 
-    spec: Json  # the file's content, with the added tokens of tokenizer_config.json
+    spec: Json  # the file's content, with the control tokens of tokenizer_config.json
     file: str  # the file's path, for error messages
 
     @property
     def added(self) -> dict[str, int]:
-        """Added token -> id."""
+        """Control token -> id."""
         return {token["content"]: int(token["id"]) for token in self.spec.get("added_tokens") or []}
 
 
 def read_hf(folder: Path) -> Vocabulary | TokenizerJson:
-    """Reads tokenizer.json of a Hugging Face folder, and the added tokens of tokenizer_config.json.
+    """Reads tokenizer.json of a Hugging Face folder, and the control tokens of tokenizer_config.json.
 
     Returns:
-        A Vocabulary if tiktoken gives the same ids. It does if the pipeline cuts out added tokens, applies
+        A Vocabulary if tiktoken gives the same ids. It does if the pipeline cuts out control tokens, applies
         Unicode normal forms, splits the text by one pattern and encodes the pieces by byte-level BPE whose
         merges the file lists best first, as BPE training and conversions from tiktoken do. Else the file's
         content.
@@ -172,7 +175,7 @@ def _byte_level_bpe(spec: Json) -> Vocabulary | None:
         if len(single_bytes) < 256 or not mergeable.keys() <= vocab.keys():
             return None
         ranks = {_token_bytes(token): rank for rank, token in enumerate(mergeable)}
-        # The vocabulary may also list added tokens, spelled as text instead of as bytes.
+        # The vocabulary may also list control tokens, spelled as text instead of as bytes.
         names = {token["content"] for token in added}
         tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in mergeable or t not in names}
         if model.get("ignore_merges") and len(tokens) > len(ranks):
@@ -225,7 +228,7 @@ def _pattern(steps: list[Json]) -> str | None:
 
 
 def _added_tokens(entries: object, where: str) -> dict[str, Json]:
-    """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
+    """Reads control tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {shorten(entries)}")
     added: dict[str, Json] = {}

@@ -33,7 +33,7 @@ OpenFile = Callable[[str], BinaryIO]
 
 AUTO = "auto"  # data.format that recognizes each file by its content
 DEFAULT_FORMAT = "jsonl"  # the format of a file that no other reader recognizes
-DEMO = "demo"  # the name of the embedded sample, accepted in place of a file
+DEMO = "demo"  # the name of the bundled sample, accepted in place of a file
 HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
 
 
@@ -126,7 +126,7 @@ def read_records(
     """Yields the records of a data file, each with its place. The file may be compressed.
 
     Args:
-        file: a path, or "demo" for the embedded sample.
+        file: a path, or "demo" for the bundled sample.
         format: the name of a reader, or "auto".
         open_file: opens the file for reading; a progress bar wraps the file here.
 
