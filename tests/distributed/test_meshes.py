@@ -144,6 +144,7 @@ EVERYDAY = (
 )
 # Other cases, such as "all", have the same parts.
 COVERED = ("sequence 2, experts 4", "replicate 2, experts 2", "sequence 2 of 4, whole paths")
+MARKED_CASES = [pytest.param(n, marks=pytest.mark.exhaustive) if n in COVERED else n for n in CASES]
 
 
 def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
@@ -152,12 +153,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name, **parallel))
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_except(
-        EVERYDAY, [pytest.param(n, marks=pytest.mark.exhaustive) if n in COVERED else n for n in CASES]
-    ),
-)
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, MARKED_CASES))
 def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it
