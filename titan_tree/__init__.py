@@ -5,10 +5,18 @@ reading data and ``titan-tree inspect`` do not import torch. Type checkers read 
 ``TYPE_CHECKING`` instead; a test compares both lists.
 """
 
+import _signal  # built in; the module signal takes milliseconds to import, in which Ctrl-C would arrive
 import sys
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from typing import TYPE_CHECKING, Any
+
+# Until a command handles signals itself, Ctrl-C ends it as SIGTERM does: at once, without a traceback. While
+# Python looks for the module of ``python -m titan_tree.train``, sys.argv[0] is "-m".
+_NAMED = any(word.removeprefix("-m").split(".")[0] == "titan_tree" for word in sys.orig_argv)
+_IS_COMMAND = (sys.argv[:1] == ["-m"] and _NAMED) or "".join(sys.argv[:1]).endswith("/titan-tree")
+if _IS_COMMAND and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from titan_tree.components.tree_attention import TreeAttention as TreeAttention
@@ -103,7 +111,7 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
 }
 
 
-class _MovedModules(MetaPathFinder):
+class _MovedModules:
     """Names the successor of a module that has moved, when an import looks for it."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:

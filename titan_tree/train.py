@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from titan_tree.config.toml import load_config
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.signals import Interrupted, Signals, discard
+from titan_tree.signals import Interrupted, discard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,10 +46,9 @@ def run_command(
     )
     rank = int(os.environ.get("RANK", 0))
     try:
-        with Signals():
-            args, dashed = parser.parse_known_args(argv)
-            _log_to_stdout(rank)
-            train(args.config, [*args.overrides, *dashed])
+        args, dashed = parser.parse_known_args(argv)
+        _log_to_stdout(rank)
+        train(args.config, [*args.overrides, *dashed])
     except Interrupted as interrupted:
         return int(interrupted.code or 0)
     except UserError as error:

@@ -32,7 +32,18 @@ from types import ModuleType
 from training import ROOT, LostError
 
 # One module per campaign. Each defines TRIALS, KINDS, ``prepare(work)`` and ``trial(...)``.
-CAMPAIGNS = ("kills", "damage", "signals", "ranks", "lines", "templates", "combined", "ragged", "costs")
+CAMPAIGNS = (
+    "kills",
+    "damage",
+    "signals",
+    "starts",
+    "ranks",
+    "lines",
+    "templates",
+    "combined",
+    "ragged",
+    "costs",
+)
 AT_ONCE = 2  # trials that run in parallel
 
 

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,8 @@ def check(condition: object, problem: str) -> None:
 
 def preload() -> None:
     """Imports everything that a training run needs. It starts no thread, so that this process can fork."""
-
+    for module in ("titan_tree.train", "titan_tree.run.trainer"):
+        import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"expected one thread before a fork, got {threads}"
 
@@ -273,9 +275,8 @@ def fork(output: Path, function: Callable[[], int]) -> int:
         return pid
     status = 1
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         for path, descriptor in ((output, 1), (output.with_suffix(".err"), 2)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
         os.close(started)

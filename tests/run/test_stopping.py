@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import titan_tree.train
 from tests.support.cases import slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
@@ -106,14 +105,44 @@ def test_what_is_told_is_true(
     assert checkpoints(tmp_path) == saved
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(titan_tree.train, "_log_to_stdout", lambda rank: None)
-    monkeypatch.setattr(Trainer, "__init__", lambda trainer, config: os.kill(os.getpid(), signal.SIGTERM))
-    assert titan_tree.train.main(["--config", str(write_config(tmp_path))]) == 143
-    time.sleep(0.1)
-    assert "SIGTERM: the run ends before its first step; the same command" in capfd.readouterr().err
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_the_run_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    arguments = ["--config", str(write_config(tmp_path)), f"folder={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "titan_tree.train", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()  # a log line that precedes the first step
+    process.send_signal(number)
+    assert process.wait(30) == -number
+    assert process.communicate()[1] == ""
+    assert checkpoints(tmp_path) == []
+
+
+def test_ctrl_c_ends_a_command_from_its_import_on(tmp_path: Path) -> None:
+    """The import of the package sets the action of SIGINT."""
+    report = "import signal, sys; print(repr(signal.getsignal(signal.SIGINT)), file=sys.stderr); sys.exit()"
+    package = tmp_path / "titan_tree"
+    package.mkdir()
+    source = (ROOT / "titan_tree" / "__init__.py").read_text()
+    (package / "__init__.py").write_text(source.replace("__version__ =", f"{report}\n__version__ =", 1))
+    for command, expected in (
+        (["-m", "titan_tree.train"], "SIG_DFL"),
+        (["-mtitan_tree.cli"], "SIG_DFL"),
+        (["-c", "import titan_tree"], "default_int_handler"),
+    ):
+        ended = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+        assert expected in ended.stderr
+
+
+def test_a_signal_that_no_step_has_answered_is_sent_again() -> None:
+    arrived = []
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: arrived.append(number))
+    with Signals() as deferred:
+        signal.raise_signal(signal.SIGUSR1)
+        assert (arrived, deferred.received) == ([], signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, earlier)
+    assert arrived == [signal.SIGUSR1]
 
 
 def test_nothing_is_left_behind_if_all_signals_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +165,7 @@ def test_a_second_signal_ends_the_process_even_inside_a_long_call() -> None:
     code = (
         "import ctypes, titan_tree.signals as s\n"
         "s.REPEAT_S = 0.05\n"
-        "with s.Signals() as signals:\n"
-        "    signals.defer()\n"
+        "with s.Signals():\n"
         "    print('ready', flush=True)\n"
         "    while True:\n"
         "        ctypes.CDLL(None).pause()\n"

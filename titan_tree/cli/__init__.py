@@ -16,6 +16,7 @@ from importlib import import_module
 
 from titan_tree.errors import UserError
 from titan_tree.registry import unknown_name
+from titan_tree.signals import keyboard_interrupts
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs
     "inspect": "show how much the samples of data files share, and what is trained",
@@ -49,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = args.run(args)
-        sys.stdout.flush()
+        with keyboard_interrupts():
+            status = args.run(args)
+            sys.stdout.flush()
     except UserError as error:
         print(f"titan-tree: error: {error}", file=sys.stderr)
         return 2

@@ -214,11 +214,10 @@ class Trainer:
             logger.info(describe_data(self.data_sizes, config.data.global_batch_groups))
         if self.loggers and not done:
             self.log_sample()
-        with self.stopping.signals as signals:
-            inputs = self.inputs()  # the first ones are made while the model compiles
-            if self.num_steps > done and config.training.compile:
-                self.compile()
-            signals.defer()
+        inputs = self.inputs()  # the first ones are made while the model compiles
+        if self.num_steps > done and config.training.compile:
+            self.compile()
+        with self.stopping.signals:
             profiler_context = build_profiler(config.profiler, config.folder, self.progress.step)
             with self.loggers or nullcontext(), profiler_context as profiler:
                 while self.progress.step < self.num_steps:
