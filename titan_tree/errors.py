@@ -1,5 +1,7 @@
-"""UserError, the exception for wrong input, and helpers that check arguments, add places or quote data."""
+"""UserError, the exception for wrong input, and helpers that check arguments, quote data and hide secrets."""
 
+import base64
+import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +11,11 @@ class UserError(ValueError):
     """An error that the user can fix. Its message is one line: what is wrong, where, and how to fix it.
 
     Commands print only the message and exit with status 2. Every other exception is a bug in titan_tree and
-    shows a traceback. Messages may quote data: the constructor escapes what ``printable`` escapes.
+    shows a traceback. Messages may quote data: the constructor applies ``hide`` and ``printable``.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(hide(message)))
 
 
 class AgreedError(UserError):
@@ -39,8 +41,47 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def keep_secret(secret: str) -> None:
+    """Lets ``hide`` replace a secret, such as an API key, from now on.
+
+    Its spellings in URLs, in JSON and in base64 (also as part of a longer text) are replaced, too. A secret
+    of fewer than 4 characters is ignored, because it would occur in many words.
+    """
+    secret = secret.strip()
+    if len(secret) < 4:
+        return
+    spellings = ["".join(map(_spelled, secret))]
+    for before in range(3):  # number of bytes, modulo 3, that precede the secret in a longer text
+        content = b" " * before + secret.encode(errors="replace")
+        own = slice(
+            -(-before * 8 // 6), len(content) * 8 // 6
+        )  # characters that hold bits of the secret only
+        for symbols in (b"+/", b"-_"):
+            spellings.append(re.escape(base64.b64encode(content, symbols).decode()[own]))
+    _secrets[secret] = re.compile("|".join(spellings), re.IGNORECASE)
+
+
+def hide(text: str) -> str:
+    """Returns ``text`` with ``***`` in place of registered secrets, and of users and passwords in URLs.
+
+    >>> print(hide("cannot reach http://user:password@host:8000"))
+    cannot reach http://***@host:8000
+    """
+    for secret in _secrets.values():
+        text = secret.sub("***", text)
+    return _URL_USER.sub("***@", text)
+
+
+def _spelled(char: str) -> str:
+    """Returns a regular expression for a character as it is, percent-encoded, or escaped in JSON."""
+    encoded = "".join(f"%{byte:02x}" for byte in char.encode(errors="replace"))
+    return rf"(?:\\?{re.escape(char)}|{encoded}|\\u{ord(char):04x})"
+
+
 def shorten(value: object) -> str:
     """Returns ``repr(value)`` in at most 60 characters, also if the value is huge or deeply nested.
+
+    Secrets are hidden before the text is cut.
 
     >>> print(shorten({"a": [1] * 1000}))
     {'a': [1, 1, 1, 1, 1, 1, ...]}
@@ -49,6 +90,7 @@ def shorten(value: object) -> str:
         text = _SHORT.repr(value)
     except ValueError:  # Python does not print integers of more than 4,300 digits
         return f"a value of type {type(value).__name__}"
+    text = hide(text)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -92,5 +134,12 @@ def errors_at(place: str) -> Iterator[None]:
         raise UserError(f"{place}: brackets are nested too deeply to read") from None
 
 
-_SHORT = reprlib.Repr()
+class _Repr(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(hide(x), level)
+
+
+_secrets: dict[str, re.Pattern[str]] = {}  # each with its spellings
+_URL_USER = re.compile(r"(?<=://)[^/\s]*@")
+_SHORT = _Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 60

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from titan_tree.config.toml import load_config
-from titan_tree.errors import AgreedError, UserError
+from titan_tree.errors import AgreedError, UserError, hide
 from titan_tree.signals import Interrupted, discard
 
 
@@ -77,7 +77,7 @@ def exit_process(main: Callable[[], int]) -> None:
     try:
         status = main()
     except Exception:
-        traceback.print_exc()
+        print(hide(traceback.format_exc()), end="", file=sys.stderr, flush=True)
         status = 1
     if status:
         os._exit(status)  # a regular exit shuts down NCCL, which would wait for ranks that have stopped
@@ -91,7 +91,7 @@ class _Stdout(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), flush=True)
+            print(hide(self.format(record)), flush=True)
         except OSError:  # stdout is a pipe whose reader has ended; the run goes on
             discard(1)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import for_each
+from titan_tree import errors
 from titan_tree.config import Config, LossConfig, OptimizerConfig
 from titan_tree.config.checks import (
     Checked,
@@ -133,6 +134,15 @@ def test_an_error_in_a_file_names_the_file_and_the_key(file: Path, toml: str, sa
 )
 def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: list[str]) -> None:
     assert_says(lambda: load_config(file, [argument]), says)
+
+
+@pytest.mark.parametrize("key", ["rl.server.api_key", "training.password"])
+def test_the_value_of_a_key_that_names_a_secret_is_not_shown(
+    file: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_secrets", {})
+    with pytest.raises(UserError, match=rf"^argument '{key}=\*\*\*': unknown key"):
+        load_config(file, [f"{key}=sk-0123"])
 
 
 @pytest.mark.parametrize(

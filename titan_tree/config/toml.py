@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
-from titan_tree.errors import UserError, errors_at, require_unicode, shorten
+from titan_tree.errors import UserError, errors_at, keep_secret, require_unicode, shorten
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -121,8 +121,10 @@ def _read_file(path: str | Path) -> Table:
 
 def _read_argument(argument: str) -> tuple[str, Table]:
     """Returns a name of the argument for error messages, and the tables that it sets."""
-    source = f"argument {shorten(argument)}"
     key, separator, text = argument.lstrip("-").partition("=")
+    if re.search("key|password|secret", key):
+        keep_secret(text)
+    source = f"argument {shorten(argument)}"
     names = key.split(".")
     if not separator or not all(names):
         raise UserError(f"{source}: expected key=value, for example training.steps=10")
