@@ -3,8 +3,10 @@
 import base64
 import io
 import json
+import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,7 +56,8 @@ def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             content = answer(request, number)
             self.close_connection = True
             if isinstance(content, bytes):
-                self.wfile.write(content)
+                with suppress(ConnectionError):  # the client may have read enough
+                    self.wfile.write(content)
             elif isinstance(content, float):
                 time.sleep(content)
             elif isinstance(content, int):
@@ -168,7 +171,13 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         (turn([1, STOP, 2, STOP]), "expected a turn that ends with the stop token 7"),
         (turn([1, STOP], [None, -1.0]), "numbers as token_logprobs"),
         (turn(["1", STOP]), "expected integer token_ids"),
-        (turn([1, STOP], [float("nan"), -1.0]), "numbers as token_logprobs"),
+        (turn([1, STOP], [3.0, -1.0]), r"numbers as token_logprobs, at most 0, got 3\.0"),
+        (turn([-1, STOP]), "expected integer token_ids, at least 0, got -1"),
+        (turn([True, STOP]), "expected integer token_ids, at least 0, got True"),
+        (turn([10**400, STOP]), "expected integer token_ids, at least 0, got 1000"),
+        (turn([1, STOP], [-(10**400), -1.0]), "numbers as token_logprobs, at most 0, got -1000"),
+        (turn([1, STOP], usage={"completion_tokens": "x" * 10**5}), r"got 2, 2 and 'xxx.*xxx'; the server"),
+        ({"choices": [turn([1, STOP])["choices"][0]] * 2}, "expected one choice with token_ids"),
     ],
 )
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
@@ -259,10 +268,11 @@ def routes(length: int) -> np.ndarray:
     return np.stack([[draw.permutation(8)[:3] for _ in range(2)] for _ in range(length)])
 
 
-def npy(rows: np.ndarray) -> str:
+def npy(rows: np.ndarray, old: bytes = b"", new: bytes = b"") -> str:
+    """Returns an .npy file in base64, with ``new`` in place of ``old``."""
     file = io.BytesIO()
     np.save(file, rows)
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(file.getvalue().replace(old, new, 1)).decode()
 
 
 def as_sglang(rows: np.ndarray) -> dict[str, Any]:
@@ -313,6 +323,11 @@ def test_experts_of_all_tokens_but_the_last_one_are_kept(api: Any, answer: Any) 
         ),
         ("vllm", as_vllm(npy(routes(9))), r"expected 4 rows .* got an array of shape \(9, 2, 3\)"),
         ("vllm", as_vllm("AAAA"), "routed_experts: .*; use another version of vLLM"),
+        ("vllm", as_vllm(npy(routes(4), b"(4, 2, 3)", b"(4, 2, 3))")), "routed_experts: .*EOF in multi-line"),
+        ("vllm", as_vllm(npy(routes(4), b"(4, 2, 3)", b"(10**4,)")), "routed_experts: .*10"),
+        ("vllm", as_vllm(npy(routes(4), b"(4,", b"(4000000000000000,")), "routed_experts: "),
+        ("vllm", as_vllm([[["1"] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got <U21;"),
+        ("vllm", as_vllm([[[None] * 3] * 2], routes(4)[:3].tolist()), r"ids from 0 to 7, .* got object;"),
         (
             "vllm",
             as_vllm([[[1, 2, 3]]], [[[1, 2, 3]] * 2] * 3),
@@ -347,9 +362,146 @@ def test_closing_ends_requests_that_are_under_way() -> None:
         released.set()
 
 
-def test_a_url_without_a_host_is_refused() -> None:
-    with pytest.raises(UserError, match="url: expected a URL such as"):
-        ServerSampler("localhost:8000", "m")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "user:sk-SECRET@localhost:8000",
+        "http://user:sk-SECRET@localhost:8000",
+        "https://sk-SECRET@localhost",
+        "http://localhost:99999",
+        "http://localhost:port",
+        "http://localhost?key=sk-SECRET",
+        f"http://{'a' * 70}.example",
+    ],
+)
+def test_a_wrong_url_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UserError) as refused:
+        ServerSampler(url, "m")
+    assert str(refused.value) == (
+        "rl.server.url: expected a URL such as 'http://localhost:8000', with a port of at most 65535 and "
+        "without user, password and query; a key belongs in the variable that rl.server.api_key_env names"
+    )
+
+
+@pytest.mark.parametrize("key", ["sk-SECRET\n", "", "sk-SECRÉT", "sk SECRET", "sk-SECRET\r\nX-Other: 1"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_KEY", key)
+    with pytest.raises(UserError, match=r"^rl\.server\.api_key_env: expected a key of ASCII") as refused:
+        ServerSampler("http://localhost", "m", api_key_env="TEST_KEY")
+    assert "SECR" not in str(refused.value)
+
+
+def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown() -> None:
+    with pytest.raises(
+        UserError, match="expected the name of an environment variable that is set"
+    ) as refused:
+        ServerSampler("http://localhost", "m", api_key_env="sk-SECRET")
+    assert "SECR" not in str(refused.value)
+
+
+KEY = "sk-SECRET/+0123456789"
+
+
+@for_each(
+    "echo",
+    [
+        KEY,
+        KEY.upper(),
+        urllib.parse.quote(KEY, safe=""),
+        *(base64.b64encode(f"{user}:{KEY}".encode()).decode() for user in ("u", "us", "use")),
+        f"{'x' * 990}{KEY}",  # the quoted text ends inside of the key
+    ],
+)
+def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
+    answers: list[Any] = [
+        http(400, f"no key {echo}"),
+        http(503, f"no key {echo}"),
+        http(200, f"no key {echo}"),
+        http(302, "", f"Location: http://u:{echo}@host/"),
+        {"error": echo},
+        turn([1, STOP], [echo, -1.0]),
+        f"HTTP/1.1 200 OK\r\nbad header {echo}\r\n\r\n".encode(),
+    ]
+    parts = {echo[-24:-4], KEY, "SECRET"}
+    for answer in answers:
+        with server(lambda request, number, a=answer: a) as (url, _), pytest.raises(UserError) as refused:
+            ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], STOP, seed=0)
+        assert not [part for part in parts if part in str(refused.value)], (answer, str(refused.value))
+        assert len(str(refused.value)) < 1500
+
+
+def http(status: int, body: str | bytes, header: str = "Server: none") -> bytes:
+    """Returns a whole answer as it is sent."""
+    content = body.encode() if isinstance(body, str) else body
+    head = f"HTTP/1.1 {status} Any\r\n{header}\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+@for_each(
+    ("answer", "message"),
+    [
+        (http(200, b'{"choices": "\xff"}'), "the answer: expected UTF-8 text: .* at byte 14"),
+        (http(200, "[" * 10**5), "the answer: broken JSON: brackets are nested too deeply"),
+        (http(200, f"[{'1' * 5000}]"), "the answer: broken JSON: Exceeds the limit"),
+        (http(200, '{"choices": NaN}'), "choices: expected a finite number, got NaN"),
+        (
+            http(200, json.dumps(turn([1, STOP], [-1.5, -2.5])).replace("-1.5", "-1e999")),
+            "got -inf|finite number",
+        ),
+        (http(200, "[-Infinity]"), r"\[0\]: expected a finite number, got -Infinity"),
+        (http(200, '{"choices": [], "choices": []}'), "choices: expected every key once"),
+        (http(200, ""), "the answer: broken JSON at character 1"),
+        (http(200, b"\x1f\x8b", "Content-Encoding: gzip"), "not compressed, got the Content-Encoding 'gzip'"),
+        (http(200, b" " * 5 * 2**20), "expected an answer of at most 4,200,448 bytes, got more"),
+        (http(307, "", "Location: http://localhost:1/"), "refused a request with status 307"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+            "failed with RemoteProtocolError",
+        ),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", "failed with RemoteProtocolError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n{}", "RemoteProtocolError"),
+        (http(500, b"\x1b[2J\xff"), r"status 500: \\x1b\[2J\ufffd; check that the server"),
+    ],
+)
+def test_answers_that_are_not_what_http_and_json_allow_end_in_one_line(answer: bytes, message: str) -> None:
+    with (
+        server(lambda request, number: answer) as (url, _),
+        pytest.raises(UserError, match=message) as refused,
+    ):
+        ServerSampler(url, "m", attempts=1).sample([[1]], [5], STOP, seed=0)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"]
+)
+def test_a_server_that_sends_a_byte_at_a_time_does_not_hold_the_run(head: bytes) -> None:
+    """Each byte arrives long before a connection counts as silent."""
+    with trickle(head) as url, pytest.raises(UserError, match=r"failed with no whole answer within 0\.4 s"):
+        ServerSampler(url, "m", timeout_s=0.4, attempts=1).sample([[1]], [5], STOP, seed=0)
+
+
+@contextmanager
+def trickle(head: bytes) -> Iterator[str]:
+    """Yields the address of a server that answers with ``head``, then with a byte every 20 ms."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b"H" if not head else b" ")
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_rollouts_from_a_server_are_those_of_its_model() -> None:

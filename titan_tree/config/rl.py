@@ -57,7 +57,7 @@ class ServerConfig(Checked, table="rl.server"):
     # loads LoRA from rollout_weights/.
     weights: Literal["folder", "broadcast", "adapter"] = "folder"
     concurrency: int = setting(64, at_least(1))  # Maximum number of requests at a time.
-    timeout_s: float = setting(600.0, positive_number)  # Seconds that a connection may stay silent.
+    timeout_s: float = setting(600.0, between(0.1, 1e6))  # Seconds within which a whole answer must arrive.
     attempts: int = setting(5, at_least(1))  # Maximum number of times that a request is sent.
     api_key_env: str | None = None  # Environment variable that holds the server's key.
 

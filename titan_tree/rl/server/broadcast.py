@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.models.pretrained import snapshot_tensors
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import in_daemon
@@ -31,6 +31,7 @@ from titan_tree.rl.server.client import Json, ServerClient
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+MAX_WORKERS = 2**16  # a larger number is an error of the server
 BUCKET_BYTES = 512 * 2**20  # maximal size of several tensors in one request, which a worker allocates at once
 
 
@@ -254,7 +255,7 @@ def sglang_workers(client: ServerClient) -> int:
         copies = info.get(name) or 1
         if copies != 1 and not (name == "dp_size" and info.get("enable_dp_attention")):
             raise UserError(
-                f"{client.url}{path}: {name}: expected 1, got {copies}, because SGLang gives these "
+                f"{client.url}{path}: {name}: expected 1, got {shorten(copies)}, because SGLang gives these "
                 "workers the same ranks of the group; start it with another layout, or set "
                 'rl.server.weights = "folder"'
             )
@@ -263,10 +264,10 @@ def sglang_workers(client: ServerClient) -> int:
 
 def _positive(value: object, where: str) -> int:
     """Returns the number of workers that a server reports. Raises UserError if it reports none."""
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= MAX_WORKERS:
         raise UserError(
-            f"{where}: expected the number of workers, got {value!r}; use another version of the server, or "
-            'set rl.server.weights = "folder"'
+            f"{where}: expected the number of workers, got {shorten(value)}; use another version of the "
+            'server, or set rl.server.weights = "folder"'
         )
     return value
 

@@ -7,9 +7,8 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from json import JSONDecodeError
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -17,7 +16,8 @@ import httpx
 import tenacity
 
 from titan_tree.config.rl import ServerConfig
-from titan_tree.errors import UserError
+from titan_tree.data.readers.strict_json import parse_json
+from titan_tree.errors import UserError, hide, keep_secret, shorten
 
 Json: TypeAlias = Any  # decoded JSON, whose structure the server determines
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # its level INFO logs ever
 RETRIED = (408, 409, 425, 429)  # and 500 to 599: statuses of a server that may answer the same request later
 LONGEST_ERROR = 1000  # number of characters of a refusal that are quoted
 CONNECT_S = 30.0  # seconds until a connection must be open. ``stop`` cannot end this wait.
+LARGEST_ANSWER = 2**22  # bytes of an answer, if nothing else is said
 PAUSE_S = 1.0  # seconds before the second attempt. The pause doubles with each further attempt.
 
 
@@ -33,51 +34,55 @@ class StoppedError(RuntimeError):
     """``ServerClient.stop`` ended a request."""
 
 
+class _FailedAttempt(UserError):  # noqa: N818  # only the last one becomes an error
+    """A request failed, and may be sent again."""
+
+
 class ServerClient:
     """Sends requests to a server, each over a connection of its own. Several threads may share a client.
 
-    A request is sent again if its connection fails, its answer takes too long, or its status is 5xx or one of
-    ``RETRIED``.
+    A request is sent again if its connection fails, its answer takes too long or is not strict JSON, or its
+    status is 5xx or one of ``RETRIED``.
 
     Args:
         config: the table [rl.server], which holds the address and the limits.
         api_key: a key to send as a bearer token. By default, ``config.api_key_env`` names its variable.
 
     Raises:
-        UserError: the address is not a URL, or the variable is not set.
+        UserError: the address is not a URL, the variable is not set, or a header cannot hold the key. The
+            message shows none of them: each might be, or contain, a secret.
     """
 
     def __init__(self, config: ServerConfig, api_key: str | None = None) -> None:
-        url, key_name = config.url or "", config.api_key_env
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise UserError(f"rl.server.url: expected a URL such as 'http://localhost:8000', got {url!r}")
-        if key_name is not None and (api_key := os.environ.get(key_name)) is None:
-            raise UserError(
-                f"rl.server.api_key_env: expected the name of an environment variable, got {key_name!r}, "
-                "which is not set; export it"
-            )
-        self.url, self.timeout_s, self._attempts = url.rstrip("/"), config.timeout_s, config.attempts
-        authorization = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"Accept-Encoding": "identity"} | authorization,
-            timeout=httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, CONNECT_S), pool=None),
+        self.url, self.timeout_s, self._attempts = _checked(config.url), config.timeout_s, config.attempts
+        if config.api_key_env is not None:
+            api_key = _from_environment(config.api_key_env)
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
+        self._timeout = httpx.Timeout(self.timeout_s, connect=min(self.timeout_s, CONNECT_S), pool=None)
+        # A transport alone reads neither cookies nor the target of a redirect nor settings of proxies.
+        self._http = httpx.HTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,  # no proxies
-            verify=ssl.create_default_context(),  # the certificates of the system
+            trust_env=False,
+            # The certificates of the system, which take a while to read.
+            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
         )
         self._lock = threading.Lock()
         self._stopped = threading.Event()  # for all requests until ``stop`` sets and replaces it
         self._sockets: set[socket.socket] = set()
 
-    def post(self, path: str, body: Mapping[str, object]) -> Json:
+    def post(self, path: str, body: Mapping[str, object], largest: int = LARGEST_ANSWER) -> Json:
         """Sends ``body`` as JSON, and returns the JSON of the answer.
 
+        Args:
+            largest: maximum number of bytes of the answer.
+
         Raises:
-            UserError: the server refuses the request, or answers none of the attempts.
+            UserError: the server refuses the request, answers none of the attempts, or answers more bytes.
             StoppedError: ``stop`` ended the request.
         """
-        return self._request("POST", path, body, needs_json=True)
+        return self._request("POST", path, body, needs_json=True, largest=largest)
 
     def command(
         self,
@@ -97,7 +102,8 @@ class ServerClient:
         """
         answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise UserError(f"{self.url}{path}: expected success, got {answer}; see the log of the server")
+            reason = hide(str(answer.get("message", "")))[:LONGEST_ERROR] or shorten(answer)
+            raise UserError(f"{self.url}{path}: expected success, got {reason}; see the log of the server")
 
     def find(self, *paths: str) -> dict[str, Json] | None:
         """Returns the JSON of the first path that the server knows, or None. Raises the same as ``post``."""
@@ -108,9 +114,7 @@ class ServerClient:
         """Ends all requests that have been sent. They raise StoppedError."""
         with self._lock:
             self._stopped.set()
-            for connection in self._sockets:
-                with suppress(OSError):  # the server may have closed it
-                    connection.shutdown(socket.SHUT_RDWR)
+            _shut_down(self._sockets)
             self._stopped = threading.Event()
 
     def local_address(self) -> str:
@@ -131,6 +135,7 @@ class ServerClient:
         unknown: tuple[int, ...] = (),
         retried: tuple[int, ...] = (),
         attempts: int | None = None,
+        largest: int = LARGEST_ANSWER,
     ) -> Json:
         """Sends a request until the server answers it, and returns the JSON of the answer.
 
@@ -141,31 +146,31 @@ class ServerClient:
         where, attempts, stopped = f"{self.url}{path}", attempts or self._attempts, self._stopped
 
         def send() -> Json:
-            response = self._send(method, path, body, stopped)
-            status = response.status_code
+            status, content = self._send(method, path, body, stopped, largest)
             if status in unknown:
                 return None
             if status == 200:
                 try:
-                    return response.json()
-                except ValueError:
+                    return parse_json(content, "the answer")
+                except UserError as error:
                     if needs_json:
-                        raise
+                        raise _FailedAttempt(str(error)) from None
                     return None
-            problem = f"status {status}: {response.text[:LONGEST_ERROR]}"
+            text = hide(content.decode(errors="replace"))  # before it is cut inside of a secret
+            problem = f"status {status}: {text[:LONGEST_ERROR]}"
             if status >= 500 or status in (*RETRIED, *retried):
-                raise httpx.HTTPStatusError(problem, request=response.request, response=response)
+                raise _FailedAttempt(problem)
             raise UserError(
                 f"{where}: refused a request with {problem}; check the settings, and the version and the "
                 "options of the server"
             )
 
         def warn(state: tenacity.RetryCallState) -> None:
-            number, problem = state.attempt_number, _problem(state.outcome)
-            logger.warning("%s: attempt %d of %d failed: %s", where, number, attempts, problem)
+            problem = state.outcome and state.outcome.exception()
+            logger.warning("%s: attempt %d of %d failed: %s", where, state.attempt_number, attempts, problem)
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((httpx.HTTPError, JSONDecodeError)),
+            retry=tenacity.retry_if_exception_type(_FailedAttempt),
             stop=tenacity.stop_after_attempt(attempts) | tenacity.stop_when_event_set(stopped),
             wait=tenacity.wait_exponential(PAUSE_S),
             sleep=tenacity.sleep_using_event(stopped),
@@ -178,34 +183,113 @@ class ServerClient:
                 raise StoppedError(where) from None
             raise UserError(
                 f"{where}: no answer after {attempts} attempts, the last one failed with "
-                f"{_problem(error.last_attempt)}; check that the server runs, or raise rl.server.attempts or "
-                "rl.server.timeout_s"
+                f"{error.last_attempt.exception()}; check that the server runs, or raise "
+                "rl.server.attempts or rl.server.timeout_s"
             ) from None
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, object] | None, stopped: threading.Event
-    ) -> httpx.Response:
-        """Sends a request once. ``stop`` can shut down its sockets, which ends the wait for the answer."""
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        stopped: threading.Event,
+        largest: int,
+    ) -> tuple[int, bytes]:
+        """Sends a request once, and returns the status and the content of the answer.
+
+        ``stop`` and the end of ``timeout_s`` shut down its sockets, which ends the wait for the answer.
+        """
+        where = f"{self.url}{path}"
         if stopped.is_set():
-            raise StoppedError(f"{self.url}{path}")
+            raise StoppedError(where)
         opened: list[socket.socket] = []
+        late = threading.Event()
+
+        def expire() -> None:
+            with self._lock:
+                late.set()
+                _shut_down(opened)
 
         def register(event: str, info: Mapping[str, Any]) -> None:
             if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
                 opened.append(info["return_value"].get_extra_info("socket"))
                 with self._lock:
                     self._sockets.update(opened)
-                    if stopped.is_set():
-                        opened[-1].shutdown(socket.SHUT_RDWR)
+                    if stopped.is_set() or late.is_set():
+                        _shut_down(opened)
 
+        extensions = {"trace": register, "timeout": self._timeout.as_dict()}
+        request = httpx.Request(method, where, headers=self._headers, json=body, extensions=extensions)
+        timer = threading.Timer(self.timeout_s, expire)
+        timer.daemon = True
+        timer.start()
+        content = bytearray()
         try:
-            return self._http.request(method, path, json=body, extensions={"trace": register})
+            with closing(self._http.handle_request(request)) as response:
+                if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
+                    raise UserError(
+                        f"{where}: expected an answer that is not compressed, got the Content-Encoding "
+                        f"{shorten(encoding)}; let the server, or the proxy before it, send plain answers"
+                    )
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                for chunk in response.stream:
+                    content += chunk
+                    if len(content) > largest:
+                        raise UserError(
+                            f"{where}: expected an answer of at most {largest:,} bytes, got more; check that "
+                            "rl.server.url is the address of vLLM or SGLang, and use another version of it"
+                        )
+        except httpx.HTTPError as error:
+            if not late.is_set():
+                raise _FailedAttempt(f"{type(error).__name__}: {error}") from None
         finally:
+            timer.cancel()
             with self._lock:
                 self._sockets.difference_update(opened)
+        if late.is_set():
+            raise _FailedAttempt(f"no whole answer within {self.timeout_s:g} s")
+        return response.status_code, bytes(content)
 
 
-def _problem(attempt: tenacity.Future | None) -> str:
-    """Returns why an attempt failed."""
-    error = attempt.exception() if attempt else None
-    return str(error) if isinstance(error, httpx.HTTPStatusError) else f"{type(error).__name__}: {error}"
+def _shut_down(connections: Iterable[socket.socket]) -> None:
+    """Ends all waits for these connections."""
+    for connection in connections:
+        with suppress(OSError):  # the server may have closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _checked(address: str | None) -> str:
+    """Returns the address of a server in normal form, without a slash at its end."""
+    try:
+        url = httpx.URL(address or "")
+        host = url.raw_host.decode().encode("idna")
+    except (ValueError, httpx.InvalidURL):
+        url, host = httpx.URL(), b""
+    is_complete = url.scheme in ("http", "https") and host and (url.port or 80) < 2**16
+    if not is_complete or url.userinfo or url.query or url.fragment:
+        raise UserError(
+            "rl.server.url: expected a URL such as 'http://localhost:8000', with a port of at most 65535 and "
+            "without user, password and query; a key belongs in the variable that rl.server.api_key_env names"
+        )
+    return str(url).rstrip("/")
+
+
+def _from_environment(name: str) -> str:
+    """Returns the value of an environment variable."""
+    if (value := os.environ.get(name)) is None:
+        raise UserError(
+            "rl.server.api_key_env: expected the name of an environment variable that is set; export the "
+            "variable, and write its name here, not the key itself"
+        )
+    return value
+
+
+def _checked_key(key: str) -> str:
+    """Returns a key. Error messages and logs hide it from now on."""
+    keep_secret(key)
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise UserError(
+            "rl.server.api_key_env: expected a key of ASCII characters without spaces and line breaks, got "
+            "another value of the variable; export the key again, for example with KEY=$(cat FILE)"
+        )
+    return key

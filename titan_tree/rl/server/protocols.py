@@ -36,8 +36,10 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import Json, ServerClient
+from titan_tree.tree.path_fields import MAX_NUMBER
 from titan_tree.tree.paths import ExpertSizes
 
+LARGEST_LOGPROB = 0.01  # in nats. Rounding may put a log-prob slightly above 0.
 # The whole vocabulary at temperature 1. Some models' generation_config.json sets other defaults.
 UNTRUNCATED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -74,16 +76,16 @@ class Answer(NamedTuple):
             UserError: tokens, log-probs and experts do not form one whole turn.
         """
         tokens, logprobs = self.tokens, self.logprobs
-        if not _all_numbers(tokens, int) or not _all_numbers(logprobs, (int, float)):
-            raise UserError(
-                f"expected integer token_ids and numbers as token_logprobs, got {shorten(tokens)} and "
-                f"{shorten(logprobs)}; use another version of the server"
-            )
+        _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
+        _check_all(
+            logprobs, (int, float), -MAX_NUMBER, LARGEST_LOGPROB, "numbers as token_logprobs, at most 0"
+        )
         size = len(tokens)
         if not size == len(logprobs) == self.num_tokens or not 1 <= size <= limit:
             raise UserError(
-                f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, got "
-                f"{size}, {len(logprobs)} and {self.num_tokens}; the server loses tokens, use another version"
+                f"expected as many token_ids as token_logprobs and completion_tokens, from 1 to {limit}, "
+                f"got {size}, {len(logprobs)} and {shorten(self.num_tokens)}; the server loses tokens, use "
+                "another version"
             )
         is_ended = tokens[-1] in (stop, self.other_end) and stop not in tokens[:-1]
         is_cut_off = size == limit and stop not in tokens
@@ -114,11 +116,12 @@ class Answer(NamedTuple):
                 f"routed_experts: expected {length - 1} rows of {sizes.num_layers} layers and {sizes.top_k} "
                 f"experts, got an array of shape {experts.shape}; check that the server serves this model"
             )
-        if experts.dtype.kind not in "iu" or experts.min() < -1 or experts.max() >= sizes.num_experts:
+        are_ids = experts.dtype.kind in "iu"
+        if not are_ids or experts.min() < -1 or experts.max() >= sizes.num_experts:
+            values = f" from {experts.min()} to {experts.max()}" if are_ids else ""
             raise UserError(
                 f"routed_experts: expected ids from 0 to {sizes.num_experts - 1}, or -1 for tokens without a "
-                f"record, got {experts.dtype} from {experts.min()} to {experts.max()}; check that the server "
-                "serves this model"
+                f"record, got {experts.dtype}{values}; check that the server serves this model"
             )
         return experts[: length - 1].astype(np.int16)
 
@@ -237,11 +240,11 @@ class VLLM:
         encoded, experts = choice.get("routed_experts") if self.has_experts else None, None
         try:
             if isinstance(encoded, str):
-                experts = np.load(io.BytesIO(_decoded(encoded)), allow_pickle=False)
+                experts = np.lib.format.read_array(io.BytesIO(_decoded(encoded)), allow_pickle=False)
             elif encoded is not None and (prompt := answer.get("prompt_routed_experts")) is not None:
                 experts = np.array(prompt + encoded)
-        except (TypeError, ValueError, EOFError, OSError) as error:
-            raise UserError(f"routed_experts: {error}; use another version of vLLM") from None
+        except Exception as error:  # NumPy evaluates the header as Python, with errors of the tokenizer
+            raise UserError(f"routed_experts: {error!s:.200}; use another version of vLLM") from None
         return Answer(tokens, logprobs, size, finish, experts)
 
     def pause(self, client: ServerClient) -> None:
@@ -266,8 +269,10 @@ def _decoded(encoded: str) -> bytes:
     return base64.b64decode(encoded, validate=True)
 
 
-def _all_numbers(values: Json, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, kind) and type(value) is not bool and math.isfinite(value)  # type: ignore[arg-type]
-        for value in values
-    )
+def _check_all(values: Json, kinds: tuple[type, ...], low: float, high: float, expected: str) -> None:
+    """Raises UserError unless ``values`` is a list of numbers of these types, from ``low`` to ``high``."""
+    wrong: list[Json] = [values]
+    if isinstance(values, list):
+        wrong = [value for value in values if type(value) not in kinds or not low <= value <= high]
+    if wrong:
+        raise UserError(f"expected {expected}, got {shorten(wrong[0])}; use another version of the server")

@@ -16,17 +16,20 @@ import torch
 
 from titan_tree.checkpoint.export import gathered_weights
 from titan_tree.config.rl import RLRunConfig, ServerConfig
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.models.lora.peft import save_adapter
 from titan_tree.models.pretrained import save_pretrained
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
-from titan_tree.rl.server.client import ServerClient, StoppedError
+from titan_tree.rl.server.client import LARGEST_ANSWER, ServerClient, StoppedError
 from titan_tree.rl.server.protocols import PROTOCOLS
 from titan_tree.tree.paths import ExpertSizes
 
 logger = logging.getLogger(__name__)
+
+# Bounds of an answer: bytes for the text, the id and the log-probs of a token, and for the id of an expert.
+TOKEN_BYTES, EXPERT_BYTES = 1024, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ class ServerSampler:
         if self._is_closed:
             raise StoppedError(self.client.url)
         request = self.protocol.sampling_request(context, limit, stop, seed)
-        content = self.client.post(self.protocol.sampling_path, request)
+        content = self.client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
         try:
             answer = self.protocol.read(content)
             completion = answer.completion(len(context), limit, stop, self.experts)
@@ -166,6 +169,11 @@ class ServerSampler:
             raise UserError(f"{self.client.url}: {error}") from None
         self._check_version(answer.version)
         return completion
+
+    def _largest(self, num_tokens: int) -> int:
+        """Returns the maximum number of bytes of an answer about so many tokens."""
+        ids = self.experts.num_layers * self.experts.top_k if self.experts else 0
+        return LARGEST_ANSWER + num_tokens * (TOKEN_BYTES + EXPERT_BYTES * ids)
 
     def _push_weights(self, model: TreeModel, version: str, push: PushSettings) -> None:
         """Sends all weights while the server is paused."""
@@ -210,7 +218,7 @@ class ServerSampler:
         if self._version is not None and reported not in (None, self._version):
             raise UserError(
                 f"{self.client.url}: weight version: expected {self._version!r}, which this run sent, got "
-                f"{reported!r}; does another program send weights to this server?"
+                f"{shorten(reported)}; does another program send weights to this server?"
             )
 
     def _warn_once(self, problem: str) -> None:
