@@ -1,6 +1,7 @@
 """Runs that sample from a server on loopback: from TOML alone, one step ahead, resumed and interrupted."""
 
 import copy
+import math
 import os
 import re
 import signal
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
+from tests.support import rollout_server as support
 from tests.support.cases import slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
-from tests.support.rollout_server import RolloutServer, rollout_server, server_process
+from tests.support.rollout_server import RolloutServer, random_turn, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.components.lora import LoRA
@@ -32,6 +34,7 @@ from titan_tree.rl.server.client import StoppedError
 from titan_tree.rl.server.server_sampler import build_server_sampler
 from titan_tree.rl.trainer import RLTrainer
 
+SLOW = pytest.mark.slow
 LETTERS = ("rl.environment=letters", "rl.branches=2")
 
 
@@ -86,6 +89,7 @@ def test_the_command_samples_from_a_server(
         own = options(url, api, api_key_env="ROLLOUT_KEY", concurrency=4)
         arguments = ["--config", str(DEMO), f"folder={tmp_path}", *TINY, *own, "training.steps=3"]
         assert command.main(arguments) == 0, capsys.readouterr().err
+    assert "KL divergence" not in capsys.readouterr().out
     found = rows(tmp_path)
     assert [row["step"] for row in found] == ["1", "2", "3"]
     assert all(float(row["weights_age"]) == 0 for row in found)
@@ -94,6 +98,32 @@ def test_the_command_samples_from_a_server(
     assert server.version.endswith("-2")  # the weights after step 2 sampled step 3
     assert not (tmp_path / "rollout_weights").exists()
     assert "secret" not in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("loss", "field"),
+    [("ppo", "old_logprobs"), pytest.param("decoupled_ppo", "rollout_logprobs", marks=SLOW)],
+)
+def test_logprobs_that_are_not_those_of_the_model_are_noticed(
+    loss: str,
+    field: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server says that all its tokens were certain. Without KL, the loss trains on in silence."""
+    monkeypatch.setattr(support, "random_turn", lambda *turn: certain(*random_turn(*turn)))
+    with rollout_server(RolloutServer("sglang", other_model())) as url:
+        ran(tiny(tmp_path, *options(url), f"loss.name={loss}", "training.steps=2"), RLTrainer)
+    (warning,) = [record.getMessage() for record in caplog.records if "KL divergence" in record.getMessage()]
+    found = re.fullmatch(rf"step 1: {field}: expected log-probs .* KL divergence of (\S+) nats .*", warning)
+    assert found is not None, warning
+    uniform = math.log(282)  # the model is almost uniform over this vocabulary
+    assert float(found[1]) == pytest.approx(math.expm1(-uniform) + uniform, rel=0.01)
+
+
+def certain(tokens: list[int], logprobs: list[float], experts: Any) -> tuple[list[int], list[float], Any]:
+    return tokens, [0.0] * len(logprobs), experts
 
 
 @pytest.mark.parametrize("async_steps", slow_except([1], [0, 1]))

@@ -8,6 +8,6 @@ titan_tree/registry.py lists both: METRICS and LOGGERS.
 """
 
 from titan_tree.metrics.loggers import Logger, Loggers
-from titan_tree.metrics.step_metrics import StepReport, step_values, validation_values
+from titan_tree.metrics.step_metrics import StepReport, logprob_gaps, step_values, validation_values
 
-__all__ = ["Logger", "Loggers", "StepReport", "step_values", "validation_values"]
+__all__ = ["Logger", "Loggers", "StepReport", "logprob_gaps", "step_values", "validation_values"]

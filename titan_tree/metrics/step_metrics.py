@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from titan_tree.engine.step_io import StepResult
 
 
+# The metrics that compare log-probs of paths with the trainer's, by the field of the path. The trainer makes
+# old_logprobs of losses that read rollout_logprobs, too.
+KL_METRICS = {"old_logprobs": "old_kl", "rollout_logprobs": "rollout_kl"}
+MAX_KL = 0.2  # in nats per token, far more than rounding or a policy that is a few steps older make
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """The outcome of one optimizer step that changed the weights. Metrics are computed from it."""
@@ -33,6 +39,17 @@ class StepReport:
     validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
     balance: Mapping[str, float] = field(default_factory=dict)  # see balance/balancing.py; empty on one rank
     rollouts: Mapping[str, float] = field(default_factory=dict)  # see rl/; empty unless the step samples them
+
+
+def logprob_gaps(report: StepReport) -> dict[str, float]:
+    """Returns what differs by more than ``MAX_KL`` between the trainer's log-probs and those of the paths.
+
+    Keys are the names of the fields of the paths, and values the KL divergences from the metrics of the loss.
+    The result is empty if the loss has none of these metrics.
+    """
+    metrics = report.result.loss_metrics
+    kl = {field: metrics[name].item() for field, name in KL_METRICS.items() if name in metrics}
+    return {field: value for field, value in kl.items() if value > MAX_KL}
 
 
 def step_values(report: StepReport) -> dict[str, float]:

@@ -166,6 +166,7 @@ class RLTrainer(EpisodeTrainer):
         # The rollouts that a RemoteSampler samples, and the number of optimizer steps of its weights.
         self._pending: tuple[Future[StepRollouts], int] | None = None
         super().__init__(config, sampler)
+        self.optimizer_step.is_on_policy = config.rl.async_steps == 0
 
     def open_data(self) -> int:
         config = self.config

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +25,7 @@ from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError
-from titan_tree.metrics import StepReport
+from titan_tree.metrics import StepReport, logprob_gaps
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class OptimizerStep:
         max_bad_steps: number of bad steps in a row after which training ends.
         bad_steps: number of bad steps of this process.
         bad_steps_in_a_row: number of bad steps since the last good one.
+        is_on_policy: whether the weights before each step have sampled its paths. The log-probs of the paths
+            are then compared with the model's in every step, otherwise only in the first good one.
     """
 
     tree_step: TreeStep
@@ -57,6 +59,8 @@ class OptimizerStep:
     max_bad_steps: int
     bad_steps: int = 0
     bad_steps_in_a_row: int = 0
+    is_on_policy: bool = False
+    _has_warned: bool = field(default=False, init=False)
 
     def run(
         self, step: int, step_input: StepInput, sizes: GlobalSizes, *, epoch: int, started: float
@@ -91,7 +95,7 @@ class OptimizerStep:
         if updated is None:
             return None
         result, loss, grad_norm = updated
-        return StepReport(
+        report = StepReport(
             result=result,
             loss=loss,
             grad_norm=grad_norm,
@@ -102,6 +106,9 @@ class OptimizerStep:
             device=self.tree_step.device,
             balance=balance,
         )
+        if rank() == 0 and not self._has_warned and (self.is_on_policy or step == 1 + self.bad_steps):
+            self._check_logprobs(step, report)
+        return report
 
     def update_weights(self, step_input: StepInput, sizes: GlobalSizes) -> tuple[StepResult, float, float]:
         """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
@@ -126,6 +133,18 @@ class OptimizerStep:
             assert self.tree_step.model.experts is not None
             self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
         return result, loss, grad_norm
+
+    def _check_logprobs(self, step: int, report: StepReport) -> None:
+        """Warns if the weights before the step cannot have computed the log-probs of the paths."""
+        gaps = logprob_gaps(report)
+        self._has_warned = bool(gaps)
+        for name, kl in gaps.items():
+            logger.warning(
+                "step %d: %s: expected log-probs under the weights before this step, got values with a KL "
+                "divergence of %.3g nats per token from them; check that they are log-probs, not "
+                "probabilities, and that they come from the same weights, chat template and temperature",
+                *(step, name, kl),
+            )
 
     def _skip(self, step: int, reason: BadStepError) -> None:
         """Counts and logs a bad step. Raises AgreedError if there were too many in a row."""

@@ -1,0 +1,72 @@
+"""Log-probs in data files that the model cannot have computed are noticed in the first step."""
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cases import for_each
+from tests.support.tiny_run import VOCAB, tiny_config, train
+from titan_tree.models.decoder import build_model
+from titan_tree.scoring.score_trees import tree_logprobs
+
+
+@for_each(
+    ("given", "is_noticed"),
+    [
+        (lambda own: own - 0.4, False),  # as after some steps of training: KL 0.09
+        (lambda own: own - 1.0, True),
+    ],
+)
+def test_logprobs_of_a_file_are_compared_with_those_of_the_first_step(
+    given: Callable[[Tensor], Tensor],
+    is_noticed: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    caplog.clear()
+    kl = write_rollouts(folder / "data.jsonl", given)
+    config = tiny_config(folder, loss__name="ppo", training__steps=2, metrics__loggers="[csv]")
+    train(config)
+    warnings = [record.getMessage() for record in caplog.records if "KL divergence" in record.getMessage()]
+    assert len(warnings) == is_noticed
+    for warning in warnings:
+        found = re.match(
+            r"step 1: old_logprobs: expected .*, got values with a KL divergence of (\S+) nats", warning
+        )
+        assert found is not None, warning
+        assert float(found[1]) == pytest.approx(kl, rel=0.01)
+
+
+def write_rollouts(path: Path, given: Callable[[Tensor], Tensor]) -> float:
+    """Writes the groups of one step, with ``given(log-probs of the untrained model)`` as old_logprobs.
+
+    Returns:
+        The KL divergence of the definition, averaged over all counted tokens.
+    """
+    model = build_model("qwen3", "debug", vocab_size=VOCAB, hidden_size=32, head_dim=16)
+    model.init_weights(tiny_config(path.parent).training.seed)
+    draw, records, terms = random.Random(0), [], []
+    for group in range(3):
+        for _ in range(2):
+            tokens = draw.choices(range(VOCAB), k=12)
+            with torch.no_grad():
+                (own,) = tree_logprobs(model, [tokens])
+            old = given(own)
+            record = {
+                "group_id": str(group),
+                "tokens": tokens,
+                "loss_mask": [0] * 6 + [1] * 6,
+                "advantage": 1.0,
+            }
+            records.append(record | {"old_logprobs": [0.0, *old.tolist()]})
+            terms += [math.expm1(log_ratio) - log_ratio for log_ratio in (own - old)[5:].tolist()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return sum(terms) / len(terms)
