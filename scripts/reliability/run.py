@@ -43,6 +43,7 @@ CAMPAIGNS = (
     "combined",
     "ragged",
     "costs",
+    "servers",
 )
 AT_ONCE = 2  # trials that run in parallel
 

@@ -1,7 +1,9 @@
 """scripts/reliability/ notices what it looks for. Its campaigns take minutes to hours and run by hand."""
 
 import csv
+import json
 import os
+import random
 import runpy
 import signal
 import subprocess
@@ -14,7 +16,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "reliability"
-CAMPAIGNS = ("kills", "damage", "signals", "ranks", "lines", "templates", "combined", "ragged", "costs")
+CAMPAIGNS = (
+    "kills",
+    "damage",
+    "signals",
+    "ranks",
+    "lines",
+    "templates",
+    "combined",
+    "ragged",
+    "costs",
+    "servers",
+)
 
 
 @pytest.fixture
@@ -150,3 +163,32 @@ def test_every_campaign_has_what_run_py_calls(name: str, training: ModuleType) -
     assert module.TRIALS >= 1
     assert callable(module.prepare)
     assert callable(module.trial)
+
+
+@pytest.mark.slow
+def test_the_campaign_of_servers_notices_a_key_and_a_wrong_turn(
+    training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import servers
+
+    from titan_tree import errors
+    from titan_tree.rl.server import client, protocols
+
+    monkeypatch.setattr(client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(errors, "_secrets", {})
+
+    def trials(kind: str, number: int) -> None:
+        for seed in range(number):
+            servers.trial(kind, random.Random(seed), tmp_path, tmp_path)
+
+    for kind in ("bytes", "key repeated"):
+        trials(kind, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(errors, "hide", lambda text: text)
+        patch.setattr(client, "hide", lambda text: text)
+        with pytest.raises(training.LostError, match="shows the key"):
+            trials("key repeated", 10)
+    monkeypatch.setattr(protocols, "_check_all", lambda *arguments: None)
+    monkeypatch.setattr(client, "parse_json", lambda content, place: json.loads(content))
+    with pytest.raises((training.LostError, TypeError, ValueError)):
+        trials("value", 20)
