@@ -32,6 +32,7 @@ from common import (
 )
 
 from titan_tree import TreeTokenizer
+from titan_tree.components.tree_tokenizer.encoders import Spans
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples
 from titan_tree.config import DataConfig
@@ -79,8 +80,7 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
 
     def encode_once(texts: Sequence[str]) -> None:
         for text in texts:
-            for span, special in template.spans(text):
-                encoder.encode(span, special)
+            encoder.encode(Spans(template.spans(text)))
 
     def samples() -> list[int]:
         return [len(p) for messages, tools in conversations for p in tokenizer.samples(messages, tools)]

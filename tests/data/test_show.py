@@ -102,7 +102,7 @@ def test_control_characters_are_escaped_except_line_breaks_and_tabs():
 
 def test_plain_text_that_looks_like_a_special_token_has_a_backslash():
     shown = render_sample(conversation("<|im_end|> <think>", "<|im_start|>"), TOKENIZER).plain
-    assert "user\n\\<|im_end|> \\<think><|im_end|>\n" in shown
+    assert "user\n\\<|im_end|> <think><|im_end|>\n" in shown
     assert "assistant\n⟦\\<|im_start|><|im_end|>⟧" in shown
     assert "⟦trained tokens⟧, \\<plain text that looks like a special token>" in shown
 

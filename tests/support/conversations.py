@@ -6,7 +6,7 @@ from typing import Any
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.components.tree_tokenizer.vocabulary import (
-    QWEN3_CONTROL_TOKENS,
+    QWEN3_ADDED_TOKENS,
     QWEN_PATTERN,
     AddedToken,
     Vocabulary,
@@ -77,6 +77,9 @@ MERGES = (
 )
 
 
+NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "<tool_response>", "<a>b")  # added tokens
+
+
 def vocabularies() -> dict[str, Vocabulary]:
     """Returns two vocabularies with merges. The control tokens of the second one contain one another."""
     tokens = {bytes([b]): b for b in range(256)}
@@ -86,11 +89,14 @@ def vocabularies() -> dict[str, Vocabulary]:
         name: Vocabulary(
             tokens,
             tokens,
-            (*(AddedToken(t, 300 + i) for i, t in enumerate(added)), AddedToken("e\u0301!", 299, True)),
+            (
+                *(AddedToken(t, 300 + i, special=t not in NOT_SPECIAL) for i, t in enumerate(added)),
+                AddedToken("e\u0301!", 299, True, special=False),
+            ),
             QWEN_PATTERN,
             ("NFC",),
         )
-        for name, added in (("qwen3", QWEN3_CONTROL_TOKENS), ("overlapping", overlapping))
+        for name, added in (("qwen3", QWEN3_ADDED_TOKENS), ("overlapping", overlapping))
     }
 
 

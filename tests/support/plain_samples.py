@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -54,11 +55,13 @@ class PlainTokenizer:
     Args:
         tokenizer: its ``encode`` is tested against the library ``tokenizers``.
         template: text of its chat template.
+        control: the control tokens. Default: the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: TreeTokenizer, template: str) -> None:
+    def __init__(self, tokenizer: TreeTokenizer, template: str, control: Iterable[str] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = plain_environment().from_string(template)
+        self.control = tokenizer._encoder.control_tokens if control is None else control
         self.has_text_spans = re.search(r"\|\s*text\b", template) is not None
 
     def samples(self, messages: list, tools: list | None, turns: str = "each", **variables: Any) -> Samples:
@@ -100,14 +103,32 @@ class PlainTokenizer:
         mask: list[float] = []
         bounds = [0, *(bound for turn in turns for bound in (turn.start, turn.end)), len(text)]
         for number, (start, end) in enumerate(pairwise(bounds)):
-            parts = re.split("[\ufdd0\ufdd1]", text[start:end]) if self.has_text_spans else [text[start:end]]
-            for place, part in enumerate(parts):
-                ids = self.tokenizer.encode(part, special=place % 2 == 0)
-                tokens += ids
-                mask += [float(number % 2)] * len(ids)
+            part = text[start:end]
+            ids = self.encode_spans(part) if self.has_text_spans else self.tokenizer.encode(part)
+            tokens += ids
+            mask += [float(number % 2)] * len(ids)
         if not tokens:
             raise RefusedError("expected a non-empty list of token ids")
         return tokens, mask
+
+    def encode_spans(self, marked: str) -> list[int]:
+        """Encodes all text as one, in which control tokens that touch a text span are plain text."""
+        added = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
+        parts = re.split("[\ufdd0\ufdd1]", marked)
+        text = "".join(parts)
+        # Characters of one part have one number. Even parts are the template's.
+        place = [number for number, part in enumerate(parts) for _ in part]
+        ids: list[int] = []
+        start = at = 0  # of the text that is not encoded yet
+        while at < len(text):
+            token = next((token for token in added if text.startswith(token, at)), text[at])
+            places = set(place[at : at + len(token)])
+            if token in self.control and len(places) == 1 and min(places) % 2 == 0:
+                ids += self.tokenizer.encode(text[start:at], special=False)
+                ids.append(self.tokenizer.special_tokens[token])
+                start = at + len(token)
+            at += len(token)
+        return ids + self.tokenizer.encode(text[start:], special=False)
 
 
 def assert_same_samples(

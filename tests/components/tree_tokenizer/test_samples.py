@@ -154,11 +154,11 @@ def stats(tokenizer: TreeTokenizer, name: str, per_task: bool, **options) -> tup
 
 STRIPPED = {"keep_reasoning": False, "text_before_calls_is_reasoning": True}
 ROWS = {
-    "tau, a: trials of one task": ("tau_airline", True, {"turns": "whole"}, 2_153_954, 1_036_177, 36),
-    "toolbench, b1: per turn": ("toolbench_dfsdt", False, {}, 1_713_969, 420_167, 17),
-    "toolbench, b2': stripped": ("toolbench_dfsdt", False, STRIPPED, 1_656_602, 431_886, 17),
-    "webdancer, b1: per turn": ("webdancer_think", False, {}, 377_861, 227_288, 51),
-    "webdancer, b2: stripped": ("webdancer_think", False, {"keep_reasoning": False}, 317_892, 233_271, 49),
+    "tau, a: trials of one task": ("tau_airline", True, {"turns": "whole"}, 2_146_277, 1_028_798, 36),
+    "toolbench, b1: per turn": ("toolbench_dfsdt", False, {}, 1_707_620, 418_024, 17),
+    "toolbench, b2': stripped": ("toolbench_dfsdt", False, STRIPPED, 1_650_734, 429_473, 17),
+    "webdancer, b1: per turn": ("webdancer_think", False, {}, 372_558, 224_658, 51),
+    "webdancer, b2: stripped": ("webdancer_think", False, {"keep_reasoning": False}, 312_710, 230_531, 50),
 }
 
 

@@ -12,7 +12,12 @@ from tests.support.conversations import MERGES
 from tests.support.plain_samples import plain_environment
 from tests.support.tokenizer_files import PIPELINES
 from titan_tree.components.tree_tokenizer import TreeTokenizer
-from titan_tree.components.tree_tokenizer.encoders import BytePairEncoder, LibraryEncoder, TextEncoder
+from titan_tree.components.tree_tokenizer.encoders import (
+    BytePairEncoder,
+    LibraryEncoder,
+    Spans,
+    TextEncoder,
+)
 from titan_tree.components.tree_tokenizer.samples import PrefixEncoder
 from titan_tree.components.tree_tokenizer.sandbox import JSON_TEXTS, ChatEnvironment, JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
@@ -23,13 +28,14 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     Vocabulary,
 )
 
-ADDED = ("<a>", "<a>b", "x<a>yy", "<<")  # control tokens that contain one another
+ADDED = ("<a>", "<a>b", "x<a>yy", "<<")  # added tokens that contain one another; the last is no control token
 
 
 def overlapping_encoder() -> BytePairEncoder:
     tokens = {bytes([b]): b for b in range(256)}
     tokens |= {merge.encode(): 256 + index for index, merge in enumerate(MERGES)}
-    added = tuple(AddedToken(token, 300 + index) for index, token in enumerate(ADDED))
+    added = tuple(AddedToken(token, 300 + index, special=token != "<<") for index, token in enumerate(ADDED))
+    added += (AddedToken("xy", 310, normalized=True), AddedToken("yy", 311, normalized=True, special=False))
     return BytePairEncoder(Vocabulary(tokens, tokens, added, QWEN_PATTERN, ("NFC",)))
 
 
@@ -44,7 +50,7 @@ def encoder_of(pipeline: str) -> TextEncoder:
     "source", ["{{ messages }}", "{{ messages | text }}"], ids=["one span", "text spans"]
 )
 def test_texts_that_begin_alike_are_encoded_as_if_alone(source, pipeline):
-    """Texts are cut anywhere, also inside control tokens, and continued in another way."""
+    """Texts are cut anywhere, also inside added tokens, and continued in another way."""
     rng = random.Random(0)
     encoder, template = encoder_of(pipeline), ChatTemplate(source, "(text)")
     pieces = [*ADDED, *"xyab<> \n", "\ufdd0<a>\ufdd1" if "text" in source else "", "\u0301", "word"]
@@ -57,7 +63,7 @@ def test_texts_that_begin_alike_are_encoded_as_if_alone(source, pipeline):
                 text += "\ufdd1"
             text += "".join(rng.choice(pieces) for _ in range(rng.randrange(6)))
             before = prompts._ids
-            expected = [i for s, special in template.spans(text) for i in encoder.encode(s, special)]
+            expected = encoder.encode(Spans(template.spans(text)))
             ids = prompts.encode(text)
             assert ids.tolist() == np.concatenate([np.empty(0, np.int32), *expected]).tolist(), text
             assert ids.dtype == np.int32
@@ -69,7 +75,7 @@ def test_only_new_text_is_encoded(monkeypatch):
     encoder, template = overlapping_encoder(), ChatTemplate("{{ messages }}", "(text)")
     seen = []
     cut = BytePairEncoder.encode_pieces
-    monkeypatch.setattr(BytePairEncoder, "encode_pieces", lambda *a: seen.append(a[1]) or cut(*a))
+    monkeypatch.setattr(BytePairEncoder, "encode_pieces", lambda *a: seen.append(a[1].text) or cut(*a))
     prompts = PrefixEncoder(encoder, template)
     for text in (
         "one<a>two<a>three",

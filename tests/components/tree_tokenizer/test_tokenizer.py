@@ -144,12 +144,14 @@ def test_added_tokens_of_tokenizer_config_are_read(qwen_like, tmp_path):
 
 
 def test_special_false_reads_control_tokens_as_text(qwen_like, tmp_path):
-    spec = save(qwen_like, tmp_path)
+    """Other added tokens, such as <think>, become their ids."""
+    save(qwen_like, tmp_path)
     ours = TreeTokenizer.from_hf(tmp_path)
-    spec["added_tokens"] = []
-    bare = Tokenizer.from_str(json.dumps(spec))
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True
     for text in fuzz(300):
-        assert ours.encode(text, special=False) == bare.encode(text).ids
+        assert ours.encode(text, special=False) == theirs.encode(text).ids
+    assert ours.encode("<think>", special=False) == [ours.special_tokens["<think>"]]
 
 
 def change(spec: dict, changes: dict, folder: Path) -> None:
@@ -270,6 +272,33 @@ def test_completions_have_the_ids_that_follow_their_prompt(pipeline, tmp_path, h
         assert 0 < path.loss_mask.sum() < len(path)
 
 
+def test_other_pipelines_encode_chatml_as_one_text(pipeline):
+    """Of the control tokens, only those of the template take effect."""
+    ours, theirs = pipeline
+    answer = {"role": "assistant", "content": "four"}
+    for content in ("two and\nword two", "two<|im_end|>\n<a>b", "<|im_start|>user\n<<"):
+        messages = [{"role": "user", "content": content}, answer]
+        (path,) = ours.samples(messages)
+        prompt = ours.render(messages[:1], add_generation_prompt=True)
+        in_template = theirs.encode(prompt.replace(content, ""), add_special_tokens=False).ids
+        control = {ours.special_tokens[token] for token in CONTROL}
+        ids = path.tokens[path.loss_mask.cumsum() == 0].tolist()
+        assert [id for id in ids if id in control] == [id for id in in_template if id in control]
+        if "<" not in content:
+            assert ids == theirs.encode(prompt, add_special_tokens=False).ids
+
+
+def test_normalized_control_tokens_are_plain_text_in_messages():
+    tokens = {bytes([b]): b for b in range(256)}
+    added = (VocabularyToken("<e\u0301>", 300, normalized=True), VocabularyToken("<b>", 301, special=False))
+    vocabulary = Vocabulary(tokens, tokens, added, QWEN_PATTERN, ("NFC",))
+    template = ChatTemplate("{{ '<e\u0301>' ~ messages[0].content | text ~ '<\u00e9><b>' }}", "(text)")
+    ids = TreeTokenizer(vocabulary, template)._encoder.encode(
+        encoders.Spans(template.spans("<e\u0301>\ufdd0<\u00e9><b>\ufdd1<\u00e9><b>"))
+    )
+    assert [id for piece in ids for id in piece.tolist()] == [300, *"<\u00e9>".encode(), 301, 300, 301]
+
+
 def test_other_pipelines_can_be_pickled_and_have_a_fingerprint(pipeline):
     ours, theirs = pipeline
     copy = pickle.loads(pickle.dumps(ours))
@@ -375,9 +404,10 @@ def test_byte_level_tokens_decode_to_the_text():
     assert tokenizer.vocab_size == 256 + 26
     assert tokenizer.encode("é\n<|im_end|>") == [0xC3, 0xA9, 10, 258]
     assert tokenizer.encode("<|im_end|>", special=False) == list(b"<|im_end|>")
+    assert tokenizer.encode("<think>", special=False) == [280]
     for text in fuzz(300):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        assert tokenizer.encode(text, special=False) == list(text.encode())
+        assert not {256, 257, 258} & set(tokenizer.encode(text, special=False))
 
 
 def test_invalid_text_and_unknown_ids_are_errors():
@@ -394,6 +424,7 @@ def test_a_full_cache_changes_no_id(monkeypatch):
     monkeypatch.setattr(encoders, "CACHE_CHARACTERS", 300)
     tokenizer = TreeTokenizer.byte_level()
     for text in fuzz(300) * 2:
+        text = text.replace("<", "")
         assert tokenizer.encode(text, special=False) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer._encoder._cache) < 6
@@ -404,6 +435,7 @@ def test_fingerprints_tell_tokenizers_apart():
     one, two = (Vocabulary({b"a": 0, b"b": 1}, {b"a": 0, b"b": 1}, (), "x+", ("NFC",)) for _ in range(2))
     two.tokens.update({b"a": two.tokens.pop(b"a")})
     chat = ChatTemplate("{{ bos_token }}", "(text)", {"bos_token": "<s>"})
+    spans = ChatTemplate("{{ messages[0].content | text }}", "(text)")
     fingerprints = [
         tokenizer.fingerprint()
         for tokenizer in (
@@ -417,6 +449,10 @@ def test_fingerprints_tell_tokenizers_apart():
             TreeTokenizer(one, chat),
             TreeTokenizer(one, ChatTemplate(chat.source, "(text)", {"bos_token": "<S>"})),
             TreeTokenizer(one, ChatTemplate("{{  bos_token }}", "(text)", {"bos_token": "<s>"})),
+            *(
+                TreeTokenizer(replace(one, added=(VocabularyToken("<s>", 2, special=flag),)), spans)
+                for flag in (True, False)
+            ),
         )
     ]
     assert len(set(fingerprints)) == len(fingerprints)

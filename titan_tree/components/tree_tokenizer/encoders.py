@@ -2,6 +2,9 @@
 
 BytePairEncoder  byte-level BPE with tiktoken, which needs a fifth of the time (docs/design.md, "Decisions")
 LibraryEncoder   any other pipeline of a tokenizer.json, with ``tokenizers`` itself
+
+An *added token* is cut out of the text before BPE. It is a *control token* if its file marks it as special:
+``<|im_end|>`` is one, ``<think>`` is not. Control tokens take effect only in some ``Spans`` of a text.
 """
 
 from __future__ import annotations
@@ -10,23 +13,65 @@ import json
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import tiktoken
 
-from titan_tree.components.tree_tokenizer.vocabulary import TokenizerJson, Vocabulary
+from titan_tree.components.tree_tokenizer.vocabulary import AddedToken, TokenizerJson, Vocabulary
 from titan_tree.errors import UserError, require_unicode
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken as LibraryToken
     from tokenizers import Tokenizer
 
 CACHE_CHARACTERS = 1 << 24  # capacity of the cache in characters of text; a full cache takes about 100 MB
 ENTRY_CHARACTERS = 64  # cost of a cache entry beside its text, in characters
 CONTEXT_CHARACTERS = 256  # text before a completion that LibraryEncoder looks at
-CUT_CHARACTERS = "<[{(|/#$&*+=@~"  # first characters of the control tokens at which LibraryEncoder cuts
+CUT_CHARACTERS = "<[{(|/#$&*+=@~"  # first characters of the added tokens at which LibraryEncoder cuts
+HIDDEN = "\ufdd0{}\ufdd1"  # another name of a control token
+
+
+class Spans:
+    """A text that is encoded as one, and where control tokens in it take effect.
+
+    A control token takes effect if one span contains all of it. Else it is plain text. Other added tokens and
+    the merges of BPE disregard spans.
+
+    Args:
+        spans: (text, whether control tokens in it take effect), in order. A span may be empty.
+    """
+
+    def __init__(self, spans: Sequence[tuple[str, bool]]) -> None:
+        self._spans = spans
+        if len(spans) == 1:
+            self.text, self.all_special = spans[0]
+            self._starts = [0, len(self.text)]
+        else:
+            texts, special = zip(*spans, strict=True)
+            self.text, self.all_special = "".join(texts), all(special)
+            self._starts = [0, *accumulate(map(len, texts))]
+
+    def takes_effect(self, start: int, end: int) -> bool:
+        """Returns whether a control token at these characters takes effect."""
+        index = self._index(start)
+        return self._spans[index][1] and end <= self._starts[index + 1]
+
+    def marks_before(self, position: int) -> int:
+        """Returns how many ends of spans precede a character."""
+        return self._index(position)
+
+    def part(self, start: int, end: int) -> tuple[tuple[str, bool], ...]:
+        """Returns the spans of a part of the text."""
+        bounds = zip(self._starts, self._spans, strict=False)
+        cut = ((text[max(start - at, 0) : max(end - at, 0)], special) for at, (text, special) in bounds)
+        return tuple(span for span in cut if span[0])
+
+    def _index(self, position: int) -> int:
+        return bisect_right(self._starts, position, hi=len(self._spans)) - 1
 
 
 class TextEncoder(ABC):
@@ -36,45 +81,43 @@ class TextEncoder(ABC):
     costs little more than encoding the last one.
 
     Attributes:
-        special_tokens: control token -> id.
+        special_tokens: added token -> id.
+        control_tokens: those of them that are control tokens.
         vocab_size: largest id + 1.
     """
 
     special_tokens: dict[str, int]
+    control_tokens: frozenset[str]
     vocab_size: int
 
     def __init__(self) -> None:
-        self._cache: dict[tuple[str, bool], np.ndarray] = {}
+        self._cache: dict[object, np.ndarray] = {}
         self._cached_characters = 0
 
-    def encode(self, text: str, special: bool = True) -> list[np.ndarray]:
-        """Returns the ids of ``text`` as int32 arrays, to be concatenated.
-
-        Args:
-            special: whether control tokens in the text become their ids, or are encoded as plain text.
+    def encode(self, spans: Spans) -> list[np.ndarray]:
+        """Returns the ids of a text as int32 arrays, to be concatenated.
 
         Raises:
             UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
-        return [ids for _, _, ids in self.encode_pieces(text, special)]
+        return [ids for _, _, ids in self.encode_pieces(spans)]
 
-    def encode_after(self, before: str, text: str, special: bool = True) -> list[np.ndarray]:
-        """Returns the ids of ``text``, which begins at a token boundary after the text ``before``.
+    def encode_after(self, before: Callable[[], Spans], spans: Spans) -> list[np.ndarray]:
+        """Returns the ids of a text that begins at a token boundary after other text.
 
         Args:
-            before: what comes right before ``text``, already encoded. Its ids are not returned. It matters
+            before: returns the end of the other text, already encoded. Its ids are not returned. It matters
                 only to pipelines that encode the first word of a text in another way than the same word
                 after other text (SentencePiece).
-            text: the text to encode.
-            special: see ``encode``.
+            spans: the text to encode.
         """
-        return self.encode(text, special)
+        return self.encode(spans)
 
     @abstractmethod
-    def encode_pieces(self, text: str, special: bool = True) -> Iterator[tuple[str, bool, np.ndarray]]:
-        """Yields the text in pieces: (piece, whether it begins with a control token, ids).
+    def encode_pieces(self, spans: Spans) -> Iterator[tuple[int, bool, np.ndarray]]:
+        """Yields the text in pieces: (index of the first character, whether an added token begins it, ids).
 
-        The ids of all pieces from a control token on depend on no text before it.
+        The ids of all pieces from an added token on depend on no text before it.
         """
 
     @abstractmethod
@@ -84,18 +127,6 @@ class TextEncoder(ABC):
         Raises:
             UserError: an id that the vocabulary does not have.
         """
-
-    @abstractmethod
-    def _encode_piece(self, text: str, special: bool) -> np.ndarray:
-        """Returns the ids of a piece, [n] int32."""
-
-    def _piece_ids(self, text: str, special: bool) -> np.ndarray:
-        """Returns the ids of a piece, from the cache if possible."""
-        key = text, special
-        if (ids := self._cache.get(key)) is None:
-            self._make_room(len(text) + ENTRY_CHARACTERS)
-            ids = self._cache[key] = self._encode_piece(text, special)
-        return ids
 
     def _make_room(self, characters: int) -> None:
         self._cached_characters += characters
@@ -118,10 +149,10 @@ class BytePairEncoder(TextEncoder):
 
     Encoding has four steps, and their order matters:
 
-    1. Cut control tokens out of the raw text.
+    1. Cut added tokens out of the raw text.
     2. Convert each piece between them to Unicode normal form. Each piece is normalized separately, so
        ``<think>`` stays intact before a combining mark.
-    3. Cut control tokens marked ``normalized`` out of the pieces.
+    3. Cut added tokens marked ``normalized`` out of the pieces.
     4. Encode the rest by BPE.
     """
 
@@ -129,20 +160,32 @@ class BytePairEncoder(TextEncoder):
         super().__init__()
         added = vocabulary.added
         self.special_tokens = {token.content: token.id for token in added}
+        self.control_tokens = frozenset(token.content for token in added if token.special)
         self.vocab_size = max(*vocabulary.tokens.values(), *self.special_tokens.values()) + 1
         self._normal_forms = vocabulary.normal_forms
-        self._cut_raw = _Cutter({token.content: token.id for token in added if not token.normalized})
+        self._cut_raw = _Cutter((token.content, token) for token in added if not token.normalized)
         self._cut_normalized = _Cutter(
-            {self._normalize(token.content): token.id for token in added if token.normalized}
+            (self._normalize(token.content), token) for token in added if token.normalized
         )
         self._bpe = _tiktoken_encoding(vocabulary)
         self._id_of_rank = _id_of_rank(vocabulary)
         self._token_bytes = {id: token for token, id in vocabulary.tokens.items()}
         self._token_bytes |= {id: content.encode() for content, id in self.special_tokens.items()}
 
-    def encode_pieces(self, text: str, special: bool = True) -> Iterator[tuple[str, bool, np.ndarray]]:
-        for piece, ids in self._cut_raw(text) if special else [(text, None)]:
-            yield piece, ids is not None, self._piece_ids(piece, special) if ids is None else ids
+    def encode_pieces(self, spans: Spans) -> Iterator[tuple[int, bool, np.ndarray]]:
+        # Without normalized control tokens, step 3 is the same in all spans.
+        is_uniform = spans.all_special or not self._cut_normalized.control
+        for start, end, ids in self._cut_raw(spans):
+            if ids is not None:
+                yield start, True, ids
+                continue
+            text = spans.text[start:end]
+            part = ((text, True),) if is_uniform else spans.part(start, end)
+            key = text if is_uniform else part
+            if (ids := self._cache.get(key)) is None:
+                self._make_room(end - start + ENTRY_CHARACTERS)
+                ids = self._cache[key] = self._piece_ids(part)
+            yield start, False, ids
 
     def decode(self, ids: Iterable[int]) -> str:
         try:
@@ -150,12 +193,14 @@ class BytePairEncoder(TextEncoder):
         except KeyError as error:
             raise UserError(f"decode: expected ids of this vocabulary, got {error.args[0]}") from None
 
-    def _encode_piece(self, text: str, special: bool) -> np.ndarray:
-        """Returns the ids of text without raw control tokens (steps 2 to 4)."""
-        text = self._normalize(text)
-        parts = self._cut_normalized(text) if special else [(text, None)]
-        pieces = [self._bpe_ids(part) if ids is None else ids for part, ids in parts]
-        return np.concatenate([np.empty(0, np.int32), *pieces])
+    def _piece_ids(self, spans: tuple[tuple[str, bool], ...]) -> np.ndarray:
+        """Returns the ids of text without raw added tokens (steps 2 to 4), [n] int32."""
+        normal = Spans([(self._normalize(text), special) for text, special in spans])
+        parts = [
+            self._bpe_ids(normal.text[start:end]) if ids is None else ids
+            for start, end, ids in self._cut_normalized(normal)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
 
     def _normalize(self, text: str) -> str:
         for form in self._normal_forms:
@@ -174,17 +219,19 @@ class BytePairEncoder(TextEncoder):
 class LibraryEncoder(TextEncoder):
     """The pipeline of a tokenizer.json, such as Unigram, or BPE with ``byte_fallback``.
 
-    A text is cut before control tokens, and each piece is encoded alone. This gives the ids of the whole
-    text. The library finds control tokens first, from left to right, the longest of several, and encodes the
+    A text is cut before added tokens, and each piece is encoded alone. This gives the ids of the whole
+    text. The library finds added tokens first, from left to right, the longest of several, and encodes the
     text between two of them without regard to the rest. Some pipelines treat the beginning of a text in
-    another way, but a piece behind a cut begins with a control token. A token that takes the white space to
+    another way, but a piece behind a cut begins with an added token. A token that takes the white space to
     its left, or depends on the characters around it, is no place for a cut.
+
+    If some control tokens of a text are plain text, a second pipeline encodes it. It knows control tokens by
+    other names, which replace those that take effect.
     """
 
     def __init__(self, vocabulary: TokenizerJson) -> None:
         super().__init__()
         self._tokenizer = _library_tokenizer(vocabulary.spec, vocabulary.file)
-        self._plain = _library_tokenizer(_without_added_tokens(vocabulary.spec), vocabulary.file)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items()}
         for content, id in vocabulary.added.items():
@@ -197,26 +244,44 @@ class LibraryEncoder(TextEncoder):
         if not self._ids:
             raise UserError(f"{vocabulary.file}: model.vocab: expected at least one token, got none")
         self.vocab_size = max(self._ids) + 1
-        raw = sorted((t.content for t in added.values() if not t.normalized), key=len, reverse=True)
-        self._find_raw = re.compile("|".join(map(re.escape, raw)) or "(?!)").finditer
-        free = {t.content for t in added.values() if not (t.lstrip or t.single_word)}
+        self.control_tokens = frozenset(token.content for token in added.values() if token.special)
+        self._hidden = {
+            name: HIDDEN.format(number) for number, name in enumerate(sorted(self.control_tokens))
+        }
+        self._plain = _library_tokenizer(
+            _hidden_control_tokens(vocabulary.spec, self._hidden), vocabulary.file
+        )
+        plain_ids = self._plain.get_vocab(with_added_tokens=True)
+        self._id_of_plain = np.arange(max(plain_ids.values()) + 1, dtype=np.int32)
+        for content, id in self.special_tokens.items():
+            self._id_of_plain[plain_ids[self._hidden.get(content, content)]] = id
+        raw = [token for token in added.values() if not token.normalized]
+        self._find_raw = _pattern_of_tokens(raw).finditer
+        self._find_all = _pattern_of_tokens(added.values()).finditer
+        free = {t.content for t in raw if not (t.lstrip or t.single_word)}
         self._cut_at = {content for content in free if content[0] in CUT_CHARACTERS}
 
-    def encode_pieces(self, text: str, special: bool = True) -> Iterator[tuple[str, bool, np.ndarray]]:
-        for piece, is_cut in self._split(text) if special else [(text, False)]:
-            yield piece, is_cut, self._piece_ids(piece, special)
+    def encode_pieces(self, spans: Spans) -> Iterator[tuple[int, bool, np.ndarray]]:
+        for start, is_cut, piece in self._pieces(spans, spans.all_special):
+            key = piece, spans.all_special
+            if (ids := self._cache.get(key)) is None:
+                self._make_room(len(piece) + ENTRY_CHARACTERS)
+                ids = self._cache[key] = self._encode_piece(*key)
+            yield start, is_cut, ids
 
-    def encode_after(self, before: str, text: str, special: bool = True) -> list[np.ndarray]:
+    def encode_after(self, before: Callable[[], Spans], spans: Spans) -> list[np.ndarray]:
         # Many pipelines mark the beginning of a text with a space, so the first word has another id alone.
         # Both texts are therefore encoded together, if ``before`` then ends at a token boundary.
-
-        if special and (pieces := list(self._split(before))):
-            context = pieces[-1][0][-CONTEXT_CHARACTERS:]
-            known = np.concatenate(self.encode(context))
-            both = np.concatenate(self.encode(context + text))
+        end = before()
+        all_special = end.all_special and spans.all_special
+        if pieces := list(self._pieces(end, all_special)):
+            context = pieces[-1][2][-CONTEXT_CHARACTERS:]
+            known = self._encode_piece(context, all_special)
+            text = "".join(piece for _, _, piece in self._pieces(spans, all_special))
+            both = self._encode_piece(context + text, all_special)
             if np.array_equal(both[: len(known)], known):
                 return [both[len(known) :]]
-        return self.encode(text, special)
+        return self.encode(spans)
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = [int(id) for id in ids]
@@ -224,21 +289,49 @@ class LibraryEncoder(TextEncoder):
             raise UserError(f"decode: expected ids of this vocabulary, got {min(unknown)}")
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the pieces of a text, and whether each one begins with a control token."""
-        cuts = [match.start() for match in self._find_raw(text) if match[0] in self._cut_at]
-        if cuts[:1] != [0] and text:
-            yield text[: cuts[0] if cuts else len(text)], False
-        for start, end in pairwise([*cuts, len(text)]):
-            yield text[start:end], True
+    def _pieces(self, spans: Spans, all_special: bool) -> Iterator[tuple[int, bool, str]]:
+        """Yields the pieces of a text: (index of the first character, whether it is behind a cut, piece).
 
-    def _encode_piece(self, text: str, special: bool) -> np.ndarray:
-        tokenizer = self._tokenizer if special else self._plain
+        Without ``all_special``, control tokens that take effect have their hidden names in the text.
+        """
+        text, start, is_cut = spans.text, 0, False
+        if not all_special and HIDDEN[0] in text:
+            raise UserError("text: expected no U+FDD0, which Unicode reserves; remove it")
+        renamed: list[str] = []  # the piece up to ``end``
+        end = 0
+        for match in self._find_raw(text) if all_special else self._find_all(text):
+            token, at = match[0], match.start()
+            if token in self.control_tokens and not spans.takes_effect(at, match.end()):
+                continue
+            if token in self._cut_at:
+                if at > start:
+                    yield start, is_cut, "".join([*renamed, text[end:at]])
+                start, is_cut, renamed, end = at, True, [], at
+            if not all_special and token in self._hidden:
+                renamed += [text[end:at], self._hidden[token]]
+                end = match.end()
+        if start < len(text):
+            yield start, is_cut, "".join([*renamed, text[end:]])
+
+    def _encode_piece(self, text: str, all_special: bool) -> np.ndarray:
+        """Returns the ids of a piece, [n] int32."""
+        tokenizer = self._tokenizer if all_special else self._plain
         try:
-            return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+            ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         except (UnicodeEncodeError, TypeError):
             require_unicode(text, "text")
             raise
+        return ids if all_special else self._id_of_plain[ids]
+
+
+def _pattern_of_tokens(tokens: Iterable[LibraryToken]) -> re.Pattern[str]:
+    """Returns the pattern of added tokens: the leftmost match first, and of several the longest."""
+    longest_first = sorted(tokens, key=lambda token: len(token.content), reverse=True)
+    patterns = (
+        rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+        for token in longest_first
+    )
+    return re.compile("|".join(patterns) or "(?!)")
 
 
 def _library_tokenizer(spec: dict[str, object], file: str) -> Tokenizer:
@@ -256,30 +349,30 @@ def _library_tokenizer(spec: dict[str, object], file: str) -> Tokenizer:
     return tokenizer
 
 
-def _without_added_tokens(spec: dict[str, object]) -> dict[str, object]:
-    """Returns a pipeline that reads control tokens as plain text.
+def _hidden_control_tokens(spec: dict[str, object], hidden: Mapping[str, str]) -> dict[str, object]:
+    """Returns a pipeline that knows control tokens by other names only, and reads their own as plain text.
 
-    Unigram and others may also find them as words of the vocabulary, where they get another name.
+    Unigram and others may also find control tokens as words of the vocabulary, where they get the other name
+    as well. Words that BPE merges, the tokens of bytes, and the unknown token keep theirs.
     """
     model, added = spec["model"], spec.get("added_tokens") or []
     assert isinstance(model, dict)
     assert isinstance(added, list)
     merges = model.get("merges") or []
     merged = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges}
-    control = (
-        {token["content"] for token in added if token.get("special")} - merged - {model.get("unk_token")}
-    )
-    hidden = {content: f"\ufdd0{number}\ufdd1" for number, content in enumerate(sorted(control))}
+    kept = {*merged, model.get("unk_token"), *(f"<0x{byte:02X}>" for byte in range(256))}
+    renamed = {name: other for name, other in hidden.items() if name not in kept}
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        vocab = {hidden.get(token, token): id for token, id in vocab.items()}
+        vocab = {renamed.get(token, token): id for token, id in vocab.items()}
     else:
         unk = model.get("unk_id")
         vocab = [
-            [token if index == unk else hidden.get(token, token), score]
+            [token if index == unk else renamed.get(token, token), score]
             for index, (token, score) in enumerate(vocab)
         ]
-    return {**spec, "added_tokens": [], "model": {**model, "vocab": vocab}, "post_processor": None}
+    added = [{**token, "content": hidden.get(token["content"], token["content"])} for token in added]
+    return {**spec, "added_tokens": added, "model": {**model, "vocab": vocab}, "post_processor": None}
 
 
 def _tiktoken_encoding(vocabulary: Vocabulary) -> tiktoken.Encoding:
@@ -304,15 +397,28 @@ def _id_of_rank(vocabulary: Vocabulary) -> np.ndarray | None:
 
 
 class _Cutter:
-    """Cuts given tokens out of a text: the leftmost match first, and of several the longest."""
+    """Cuts added tokens out of a text: the leftmost match first, and of several the longest.
 
-    def __init__(self, tokens: dict[str, int]) -> None:
-        self._ids = {token: np.array([id], np.int32) for token, id in tokens.items()}
-        longest_first = sorted(tokens, key=len, reverse=True)
-        matches_nothing = "(?!)"
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first)) or matches_nothing})").split
+    Args:
+        tokens: (what stands in the text, the token).
+    """
 
-    def __call__(self, text: str) -> list[tuple[str, np.ndarray | None]]:
-        """Returns the text in order: (token, its ids) and (non-empty text between tokens, None)."""
-        parts = enumerate(self._split(text))
-        return [(part, self._ids[part] if index % 2 else None) for index, part in parts if part]
+    def __init__(self, tokens: Iterable[tuple[str, AddedToken]]) -> None:
+        longest_first = sorted(tokens, key=lambda token: len(token[0]), reverse=True)
+        self._ids = {text: np.array([token.id], np.int32) for text, token in longest_first}
+        self.control = {text for text, token in longest_first if token.special}
+        self._find = re.compile("|".join(map(re.escape, self._ids)) or "(?!)").finditer
+
+    def __call__(self, spans: Spans) -> Iterator[tuple[int, int, np.ndarray | None]]:
+        """Yields the text in order: (start, end, ids) of tokens, and of non-empty text between, ids None."""
+        position = 0
+        for match in self._find(spans.text):
+            start, end = match.span()
+            if match[0] in self.control and not spans.takes_effect(start, end):
+                continue
+            if start > position:
+                yield position, start, None
+            yield start, end, self._ids[match[0]]
+            position = end
+        if position < len(spans.text):
+            yield position, len(spans.text), None

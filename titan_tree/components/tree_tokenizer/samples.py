@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.encoders import TextEncoder
+from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Spans, TextEncoder
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.sandbox import JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
@@ -122,9 +122,10 @@ class ConversationSamples:
         return TokenPath(np.concatenate(tokens), np.concatenate(mask))
 
     def _encode_part(self, before: str, part: str) -> list[np.ndarray]:
-        (first, special), *others = self.template.spans(part)
-        pieces = self.encoder.encode_after(self.template.last_span(before), first, special)
-        return pieces + [ids for span, special in others for ids in self.encoder.encode(span, special)]
+        def end() -> Spans:
+            return Spans(self.template.spans(before[-2 * CONTEXT_CHARACTERS :]))
+
+        return self.encoder.encode_after(end, Spans(self.template.spans(part)))
 
 
 def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:
@@ -142,11 +143,11 @@ def _first_difference(expected: str, got: str) -> str:
 
 
 class _Cut(NamedTuple):
-    """A point in a text before a control token. The text before it does not change how the rest is encoded.
+    """A point in a text before an added token. The text before it does not change how the rest is encoded.
 
-    Let n be the length of the longest control token. Whether a control token starts at character s depends on
-    at most n characters from s on: "<a>" may become "<ab>" or "<a>b". If another text agrees with this one in
-    the first ``needed`` characters, it therefore has the same cut.
+    Let n be the length of the longest added token. Whether an added token starts at character s depends on at
+    most n characters from s on, and the marks between them: "<a>" may become "<ab>" or "<a>b". If another
+    text agrees with this one in the first ``needed`` characters, it therefore has the same cut.
     """
 
     offset: int  # characters before the cut
@@ -157,7 +158,7 @@ class _Cut(NamedTuple):
 class PrefixEncoder:
     """Encodes rendered texts one after another, and reuses the ids of what a text shares with the one before.
 
-    Ids are equal to those of encoding each text alone, for every vocabulary and every template. Only control
+    Ids are equal to those of encoding each text alone, for every vocabulary and every template. Only added
     tokens separate reusable parts. Elsewhere, the ids of a word can depend on the words behind it.
     """
 
@@ -179,14 +180,13 @@ class PrefixEncoder:
         cuts = self._cuts[: bisect_left(self._cuts, True, key=differs)]
         offset, needed, num_ids = cuts[-1]
         pieces = [self._ids[:num_ids]]
-        for span, special in self._template.spans(text[offset:]):
-            for piece, is_control, ids in self._encoder.encode_pieces(span, special):
-                if is_control:
-                    needed = max(needed, offset + self._longest)
-                    cuts.append(_Cut(offset, needed, num_ids))
-                pieces.append(ids)
-                num_ids += len(ids)
-                offset += len(piece)
-            offset += 1  # the mark behind the span
+        spans = Spans(self._template.spans(text[offset:]))
+        for start, is_cut, ids in self._encoder.encode_pieces(spans):
+            if is_cut:
+                last = start + self._longest - 1  # the last character that matters
+                needed = max(needed, offset + last + spans.marks_before(last) + 1)
+                cuts.append(_Cut(offset + start + spans.marks_before(start), needed, num_ids))
+            pieces.append(ids)
+            num_ids += len(ids)
         self._text, self._ids, self._cuts = text, np.concatenate(pieces), cuts
         return self._ids

@@ -1,9 +1,9 @@
 """ChatTemplate renders a conversation as text with a Jinja template, exactly as Hugging Face does.
 
-It adds one filter, ``text``, which makes a *text span* of its input. A text span is tokenized separately and
-as plain text, so no string in a message can act as a control token. The built-in template chatml.jinja uses
-the filter. Templates of published models do not: their output is tokenized as one string, where control
-tokens inside messages take effect, so that all ids equal those of Hugging Face.
+It adds one filter, ``text``, which makes a *text span* of its input. Control tokens in a text span are plain
+text, so no message can begin a turn or end one. The built-in template chatml.jinja uses the filter. Templates
+of published models do not: in their output, control tokens inside messages take effect, so that all ids equal
+those of Hugging Face. All output is tokenized as one text.
 
 Two characters that Unicode reserves for internal use mark a text span in the rendered string.
 """
@@ -45,6 +45,7 @@ class ChatTemplate:
     Attributes:
         variables: names of all variables that the template reads.
         fields: names of all fields that the template reads by name, such as "role" in ``message.role``.
+        has_text_spans: whether the template uses the filter ``text``.
         reads_clock: whether the template can read the current time, so that its text may change from day to
             day.
 
@@ -65,7 +66,7 @@ class ChatTemplate:
             self.variables = jinja2.meta.find_undeclared_variables(syntax)
             self.fields = frozenset(_fields(syntax))
             self.reads_clock = any(n.name == "strftime_now" for n in syntax.find_all(jinja2.nodes.Name))
-            self._has_text_spans = any(f.name == "text" for f in syntax.find_all(jinja2.nodes.Filter))
+            self.has_text_spans = any(f.name == "text" for f in syntax.find_all(jinja2.nodes.Filter))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise self._error(error) from None
 
@@ -135,19 +136,14 @@ class ChatTemplate:
             raise self._error(error) from None
 
     def spans(self, rendered: str) -> list[tuple[str, bool]]:
-        """Cuts rendered text into (text, whether control tokens in it take effect), in order.
+        """Cuts rendered text, or the end of it, into (text, whether control tokens take effect), in order.
 
         One mark stands between two spans. A span may be empty.
         """
-        if not self._has_text_spans:
+        if not self.has_text_spans:
             return [(rendered, True)]
-        return [(part, index % 2 == 0) for index, part in enumerate(MARKS.split(rendered))]
-
-    def last_span(self, rendered: str) -> str:
-        """Returns the text of the last of the ``spans``, without cutting out the others."""
-        if not self._has_text_spans:
-            return rendered
-        return rendered[max(rendered.rfind(OPEN), rendered.rfind(CLOSE)) + 1 :]
+        begins_inside = rendered.count(CLOSE) > rendered.count(OPEN)
+        return [(part, index % 2 == begins_inside) for index, part in enumerate(MARKS.split(rendered))]
 
     def plain(self, rendered: str) -> str:
         """Returns rendered text without the marks of text spans.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_tree.components.tree_tokenizer.encoders import make_encoder
+from titan_tree.components.tree_tokenizer.encoders import Spans, make_encoder
 from titan_tree.components.tree_tokenizer.messages import (
     normalize_messages,
     text_before_calls_as_reasoning,
@@ -41,16 +41,16 @@ class TreeTokenizer:
     argument ``template`` is the name of a built-in chat template ("chatml" or "qwen3"), a .jinja file, or
     Jinja text.
 
-    Control tokens inside messages take effect under the template of a published model, and under "qwen3", as
-    they do in Hugging Face. Under "chatml" they are plain text. Other templates can use the filter ``text``
-    to the same end (templates.py).
+    Added tokens inside messages, such as ``<think>``, become their ids. Control tokens, such as
+    ``<|im_end|>``, do so under the template of a published model and under "qwen3", as in Hugging Face. Under
+    "chatml" they are plain text. Other templates can use the filter ``text`` to the same end (templates.py).
 
     Args:
         vocabulary: the tokens and how text is split.
         template: the chat template. Without one, ``render`` and ``samples`` raise UserError.
 
     Attributes:
-        special_tokens: control token -> id, see ``AddedToken``.
+        special_tokens: added token -> id, see ``AddedToken``.
         vocab_size: largest id + 1. A model's embedding may have more rows.
         template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
             Empty without a template.
@@ -119,13 +119,14 @@ class TreeTokenizer:
 
         Args:
             rank_file: one base64 token and its rank per line.
-            special_tokens: control token -> id. Default: Qwen3's, with ids that follow the ranks.
+            special_tokens: added token -> id. All are control tokens except those that Qwen3 does not mark
+                as special, such as ``<think>``. Default: Qwen3's, with ids that follow the ranks.
             pattern: regular expression that splits text into the pieces that BPE encodes.
             normal_form: Unicode normal form of the text, or None to leave it unchanged.
             template: the chat template.
 
         Raises:
-            UserError: a missing or malformed file (the error names the line), or a control token whose id a
+            UserError: a missing or malformed file (the error names the line), or an added token whose id a
                 rank already has.
         """
         vocabulary = read_tiktoken(Path(rank_file), special_tokens, pattern, normal_form)
@@ -133,7 +134,7 @@ class TreeTokenizer:
 
     @staticmethod
     def byte_level(template: str | Path = "chatml") -> TreeTokenizer:
-        """Makes a tokenizer without files: the 256 bytes and Qwen3's control tokens."""
+        """Makes a tokenizer without files: the 256 bytes and Qwen3's added tokens."""
         return TreeTokenizer(byte_vocabulary(), ChatTemplate.load(template))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -141,15 +142,16 @@ class TreeTokenizer:
 
         Args:
             text: valid Unicode.
-            special: whether ``special_tokens`` in the text become their ids, or are encoded as plain text.
+            special: whether control tokens in the text become their ids, or are encoded as plain text. Other
+                added tokens always become theirs.
 
         Raises:
             UserError: the text contains a lone surrogate, so it is not valid Unicode.
         """
-        return [id for ids in self._encoder.encode(text, special) for id in ids.tolist()]
+        return [id for ids in self._encoder.encode(Spans([(text, special)])) for id in ids.tolist()]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Returns the text of the ids, control tokens included. Bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of the ids, added tokens included. Bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             UserError: an id that the vocabulary does not have.
@@ -160,11 +162,16 @@ class TreeTokenizer:
         """Returns a hash of all that ids depend on, so that stored ids can be matched with their tokenizer.
 
         Returns:
-            SHA-256 of the vocabulary, the split pattern, the normal forms, and the template's text and
-            constants, as 64 hexadecimal digits. It is equal in every process and version of Python.
+            SHA-256 of the vocabulary, the split pattern, the normal forms, the template's text and constants,
+            and, if messages cannot hold control tokens, which tokens these are. It has 64 hexadecimal digits,
+            and is equal in every process and version of Python.
         """
         if self._fingerprint is None:
-            self._fingerprint = _hash(self._vocabulary, self._template)
+            content = _content(self._vocabulary, self._template)
+            if self._template and self._template.has_text_spans:
+                content["control tokens"] = sorted(self._encoder.control_tokens)
+            text = json.dumps(content, sort_keys=True)
+            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return self._fingerprint
 
     def render(
@@ -259,7 +266,8 @@ def _checked(tools: Tools | None) -> Tools | None:
     return tools
 
 
-def _hash(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> str:
+def _content(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None) -> dict[str, object]:
+    """Returns what a fingerprint depends on, as JSON values."""
     content: dict[str, object] = {"template": template and (template.source, template.constants)}
     if isinstance(vocabulary, TokenizerJson):
         content["tokenizer"] = vocabulary.spec
@@ -271,4 +279,4 @@ def _hash(vocabulary: Vocabulary | TokenizerJson, template: ChatTemplate | None)
             "pattern": vocabulary.pattern,
             "normal_forms": vocabulary.normal_forms,
         }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return content

@@ -29,7 +29,9 @@ _QWEN3 = """
 <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
 <tool_response> </tool_response> <think> </think>
 """
-QWEN3_CONTROL_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
+QWEN3_ADDED_TOKENS = tuple(_QWEN3.split())  # in the order of their ids
+# Of these, Qwen's tokenizer_config.json marks as special the ones before <tool_call>.
+_QWEN3_NOT_SPECIAL = QWEN3_ADDED_TOKENS[QWEN3_ADDED_TOKENS.index("<tool_call>") :]
 
 ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_BYTES = 1 << 27  # largest file of a tokenizer, decompressed
@@ -40,14 +42,12 @@ NormalForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A control token: one that is cut out of the text before BPE, such as ``<|im_end|>``.
-
-    Hugging Face's files call it an added token. It can also be a word that a user added.
-    """
+    """A token that is cut out of the text before BPE, such as ``<|im_end|>`` or ``<think>``."""
 
     content: str
     id: int
     normalized: bool = False  # whether it is cut out after Unicode normalization instead of before
+    special: bool = True  # whether it is a control token, which structures a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class Vocabulary:
 
 
 def byte_vocabulary() -> Vocabulary:
-    """Returns a vocabulary of the 256 bytes, whose ids are their values, and Qwen3's control tokens."""
+    """Returns a vocabulary of the 256 bytes, whose ids are their values, and Qwen3's added tokens."""
     tokens = {bytes([b]): b for b in range(256)}
-    added = tuple(AddedToken(token, 256 + index) for index, token in enumerate(QWEN3_CONTROL_TOKENS))
-    return Vocabulary(tokens, tokens, added, GPT2_PATTERN, ())
+    added = {token: 256 + index for index, token in enumerate(QWEN3_ADDED_TOKENS)}
+    return Vocabulary(tokens, tokens, _with_flags(added), GPT2_PATTERN, ())
 
 
 def read_tiktoken(
@@ -78,7 +78,7 @@ def read_tiktoken(
 
     Args:
         path: the rank file.
-        special_tokens: control token -> id. None: Qwen3's, with ids that follow the ranks.
+        special_tokens: added token -> id. None: Qwen3's, with ids that follow the ranks.
         pattern: regular expression that splits text into pieces.
         normal_form: Unicode normal form of the text, or None to leave it unchanged.
 
@@ -105,31 +105,36 @@ def read_tiktoken(
     _require_all_bytes(tokens, str(path))
     if special_tokens is None:
         first = max(tokens.values()) + 1
-        special_tokens = {token: first + index for index, token in enumerate(QWEN3_CONTROL_TOKENS)}
+        special_tokens = {token: first + index for index, token in enumerate(QWEN3_ADDED_TOKENS)}
     if taken := set(special_tokens.values()) & set(tokens.values()):
         raise UserError(f"special_tokens: expected ids that no rank of {path} uses, got {min(taken)}")
-    added = tuple(AddedToken(content, id) for content, id in special_tokens.items())
-    return Vocabulary(tokens, tokens, added, pattern, (normal_form,) if normal_form else ())
+    normal_forms = (normal_form,) if normal_form else ()
+    return Vocabulary(tokens, tokens, _with_flags(special_tokens), pattern, normal_forms)
+
+
+def _with_flags(tokens: Mapping[str, int]) -> tuple[AddedToken, ...]:
+    """Returns added tokens. All are control tokens except those that Qwen3 does not mark as special."""
+    return tuple(AddedToken(t, id, special=t not in _QWEN3_NOT_SPECIAL) for t, id in tokens.items())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerJson:
     """A tokenizer.json whose pipeline only the library ``tokenizers`` reproduces."""
 
-    spec: Json  # the file's content, with the control tokens of tokenizer_config.json
+    spec: Json  # the file's content, with the added tokens of tokenizer_config.json
     file: str  # the file's path, for error messages
 
     @property
     def added(self) -> dict[str, int]:
-        """Control token -> id."""
+        """Added token -> id."""
         return {token["content"]: int(token["id"]) for token in self.spec.get("added_tokens") or []}
 
 
 def read_hf(folder: Path) -> Vocabulary | TokenizerJson:
-    """Reads tokenizer.json of a Hugging Face folder, and the control tokens of tokenizer_config.json.
+    """Reads tokenizer.json of a Hugging Face folder, and the added tokens of tokenizer_config.json.
 
     Returns:
-        A Vocabulary if tiktoken gives the same ids. It does if the pipeline cuts out control tokens, applies
+        A Vocabulary if tiktoken gives the same ids. It does if the pipeline cuts out added tokens, applies
         Unicode normal forms, splits the text by one pattern and encodes the pieces by byte-level BPE whose
         merges the file lists best first, as BPE training and conversions from tiktoken do. Else the file's
         content.
@@ -175,12 +180,12 @@ def _byte_level_bpe(spec: Json) -> Vocabulary | None:
         if len(single_bytes) < 256 or not mergeable.keys() <= vocab.keys():
             return None
         ranks = {_token_bytes(token): rank for rank, token in enumerate(mergeable)}
-        # The vocabulary may also list control tokens, spelled as text instead of as bytes.
+        # The vocabulary may also list added tokens, spelled as text instead of as bytes.
         names = {token["content"] for token in added}
         tokens = {_token_bytes(t): int(id) for t, id in vocab.items() if t in mergeable or t not in names}
         if model.get("ignore_merges") and len(tokens) > len(ranks):
             return None
-        tokens_added = (AddedToken(t["content"], t["id"], bool(t.get("normalized"))) for t in added)
+        tokens_added = (AddedToken(t["content"], t["id"], t["normalized"], t["special"]) for t in added)
         vocabulary = Vocabulary(tokens, ranks, tuple(tokens_added), pattern, forms)
         tiktoken.Encoding("pattern", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
@@ -228,7 +233,7 @@ def _pattern(steps: list[Json]) -> str | None:
 
 
 def _added_tokens(entries: object, where: str) -> dict[str, Json]:
-    """Reads control tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
+    """Reads added tokens from a list of {"id", "content", ...}, or from {id: {"content", ...}}."""
     if not isinstance(entries, list | dict):
         raise UserError(f"{where}: expected a list, got {shorten(entries)}")
     added: dict[str, Json] = {}
