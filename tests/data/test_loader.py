@@ -5,10 +5,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.datasets import tree_dataset
-from titan_tree.data.loader import StepLoader, _WorkerSteps, from_bytes, to_bytes
+from titan_tree.data.loader import StepLoader, from_bytes, to_bytes
 from titan_tree.data.packing import MicroBatches
 from titan_tree.errors import UserError
 from titan_tree.signals import SIGNALS
@@ -73,6 +74,7 @@ def test_workers_resume_anywhere_and_report_what_a_thread_reports(
         caplog.clear()
         dataset = tree_dataset(file, **options)
         dataset.load_state_dict(dataset.state_dict() | {"group": 1})
+        dataset.reader.tokenizer = b"more than a pipe holds" * 1_000_000  # type: ignore[assignment]
         items, steps = [], iter(StepLoader(dataset, as_batches, 8, workers))
         for step, position in islice(steps, 3):
             items.append((tokens(step), position))
@@ -85,13 +87,6 @@ def test_workers_resume_anywhere_and_report_what_a_thread_reports(
     assert f"{file}:8: tokens" in of_thread[1]
     assert len(of_thread[2]) == 1
     assert of_thread == of_workers
-
-
-def test_a_pipe_holds_what_starts_a_worker(file: Path) -> None:
-    """Otherwise the training process would wait for each worker to start before it starts the next one."""
-    dataset = tree_dataset(file)
-    dataset.reader.tokenizer = b"vocabulary" * 1_000_000  # type: ignore[assignment]
-    assert len(ForkingPickler.dumps(_WorkerSteps(dataset, as_batches, 1))) < 65_536
 
 
 def test_reading_checksums_does_not_change_what_another_thread_pickles(file: Path) -> None:
@@ -110,9 +105,58 @@ def die(micro_batches: MicroBatches) -> None:
 def test_a_dead_worker_is_one_line(file: Path) -> None:
     loader = StepLoader(tree_dataset(file, **OPTIONS), die, 4, workers=1)
     with pytest.raises(
-        UserError, match=r"a worker process ended unexpectedly .* lower data\.workers.*__main__"
+        UserError, match=r"a worker process ended unexpectedly \(status -9\).* lower data\.workers.*__main__"
     ):
         list(loader)
+
+
+def stopped_after_first_step(file: Path) -> tuple[Iterator[Any], list[int]]:
+    """Returns an iterator whose worker is stopped, and the worker's process id."""
+    loader = StepLoader(
+        tree_dataset(file, **OPTIONS), as_batches, 50, workers=1, start_timeout_s=60, timeout_s=0.5
+    )
+    steps = iter(loader)
+    next(steps)
+    pids = [process.pid or 0 for process in multiprocessing.active_children()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return steps, pids
+
+
+def check_ended(pids: list[int]) -> None:
+    """Fails unless the worker and the thread that waits for it end within two seconds."""
+    assert len(pids) == 1
+    deadline = time.monotonic() + 2
+    while any(map(is_running, pids)) or any(t.name.startswith("data") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_one_line(file: Path) -> None:
+    steps, pids = stopped_after_first_step(file)
+    with pytest.raises(UserError) as error:
+        list(steps)
+    assert str(error.value) == (
+        f"data.workers: worker process 0 (pid {pids[0]}) did not make the input of a step within 0.5 s; it "
+        "may be stopped, or a file system may hang; if steps need longer, raise parallel.timeout_s"
+    )
+    check_ended(pids)
+
+
+@pytest.mark.slow
+def test_an_iterator_that_is_dropped_ends_its_stopped_worker(file: Path) -> None:
+    steps, pids = stopped_after_first_step(file)
+    del steps
+    check_ended(pids)
+
+
+def test_a_thread_that_hangs_is_one_line(file: Path) -> None:
+    hold = threading.Event()
+    loader = StepLoader(tree_dataset(file, **OPTIONS), lambda trees: hold.wait(60), 4, start_timeout_s=0.1)
+    with pytest.raises(UserError, match=r"the thread that reads data did not .* within 0\.1 s"):
+        next(iter(loader))
+    hold.set()
 
 
 def test_the_loader_makes_the_given_number_of_steps(file: Path) -> None:

@@ -6,6 +6,9 @@ Every worker follows the same stream of groups and renders only its own steps, s
 on W. Each item carries the position after its step. A worker sends a step through its pipe as two byte
 strings: separate tensors would each take a file descriptor and a piece of /dev/shm, which is small in
 containers.
+
+A worker may die, stop, or wait for a file system that hangs. Training waits for a limited time, and then
+kills the workers. The thread ends with them, because their pipes end.
 """
 
 from __future__ import annotations
@@ -17,16 +20,23 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count
 from logging.handlers import QueueHandler
+from math import inf
 from multiprocessing import resource_tracker
-from typing import Any, Generic, TypeVar
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Semaphore
+from multiprocessing.util import Finalize
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from titan_tree.data.dataset import TreeDataset, TreeSharing
 from titan_tree.data.packing import MicroBatches
@@ -42,6 +52,7 @@ Position = dict[str, int]
 StepBytes = tuple[bytes, bytearray]
 
 PREFETCH = 2  # steps that each worker makes in advance
+KILL_S = 5.0  # longest wait for the end of a killed worker
 
 
 def refuse_in_worker() -> None:
@@ -64,9 +75,11 @@ class StepLoader(Generic[T]):
         pin: makes the inputs in page-locked memory, from which a GPU copies without waiting.
         sharing: balances trees over ranks, all of which must use the same ``num_steps`` and ``workers``.
             None: the dataset distributes the groups.
+        start_timeout_s: longest time that training waits for the first step of each worker.
+        timeout_s: the same, for later steps.
 
     Raises:
-        UserError: bad data, also if a worker found it; or a worker died.
+        UserError: bad data, also if a worker found it; or a worker died, stopped or hangs.
     """
 
     def __init__(
@@ -77,27 +90,46 @@ class StepLoader(Generic[T]):
         workers: int = 0,
         pin: bool = False,
         sharing: TreeSharing | None = None,
+        start_timeout_s: float = inf,
+        timeout_s: float = inf,
     ) -> None:
         self.dataset, self.prepare, self.sharing = dataset, prepare, sharing
         self.num_steps, self.workers, self.pin = num_steps, min(workers, num_steps), pin
+        self.start_timeout_s, self.timeout_s = start_timeout_s, timeout_s
 
     def __iter__(self) -> Iterator[tuple[T, Position]]:
         """Starts to make the first steps, and returns an iterator over all of them."""
-        items = self._from_workers() if self.workers else self._in_this_process()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=_block_signals)
-        return self._one_ahead(items, thread, thread.submit(next, items, None))
+        if self.workers:
+            resource_tracker.ensure_running()  # if the first worker started it, it would unblock some signals
+        with _signals_blocked():  # the thread and the workers inherit this
+            workers = _Worker.start(self.workers)
+            items = self._from_workers(workers) if workers else self._in_this_process()
+            thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+            steps = self._one_ahead(items, thread, thread.submit(next, items, None), workers)
+            # Also if nobody has taken the first step, and at the end of this process.
+            Finalize(steps, _kill, (workers,), exitpriority=0)
+        return steps
 
     def _one_ahead(
         self,
         items: Iterator[tuple[T, Position]],
         thread: ThreadPoolExecutor,
         upcoming: Future[tuple[T, Position] | None],
+        workers: Sequence[_Worker],
     ) -> Iterator[tuple[T, Position]]:
         """Yields the items, of which ``upcoming`` is the first. The thread makes each one item ahead."""
-        with thread:
-            while (item := upcoming.result()) is not None:
+        try:
+            for number in count():
+                limit_s = self.start_timeout_s if number < max(len(workers), 1) else self.timeout_s
+                if not wait([upcoming], None if limit_s == inf else limit_s).done:
+                    raise UserError(_late(number, workers, limit_s))
+                if (item := upcoming.result()) is None:
+                    return
                 upcoming = thread.submit(next, items, None)
                 yield item
+        finally:
+            _kill(workers)
+            thread.shutdown(wait=False)  # without workers, a file system may hold it
 
     def _in_this_process(self) -> Iterator[tuple[T, Position]]:
         try:
@@ -110,20 +142,18 @@ class StepLoader(Generic[T]):
             if self.sharing:
                 self.sharing.leave()
 
-    def _from_workers(self) -> Iterator[tuple[T, Position]]:
-        resource_tracker.ensure_running()  # if the first worker started it, it would unblock some signals
-        _block_signals()
-        steps = DataLoader(
-            _WorkerSteps(self.dataset, self.prepare, self.num_steps, self.sharing),
-            batch_size=None,
-            num_workers=self.workers,
-            collate_fn=_unchanged,
-            multiprocessing_context="spawn",  # a fork after CUDA has started may hang
-            prefetch_factor=PREFETCH,
-        )
+    def _from_workers(self, workers: Sequence[_Worker]) -> Iterator[tuple[T, Position]]:
+        content = pickle.dumps((self.dataset, self.prepare, self.num_steps, self.sharing))
         logged: set[str] = set()
+        number = 0
         try:
-            for step_bytes, position, records in steps:
+            for worker in workers:
+                worker.connection.send_bytes(content)
+            for number in range(self.num_steps):
+                item = workers[number % len(workers)].next()
+                if item is None:
+                    return
+                step_bytes, position, records = item
                 for record in records:
                     warning = getattr(record, "warning", record.msg)
                     if warning not in logged:  # every worker gives it
@@ -132,48 +162,100 @@ class StepLoader(Generic[T]):
                 if isinstance(step_bytes, UserError):
                     raise step_bytes
                 yield from_bytes(step_bytes, self.pin), position
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):  # torch's words for a dead worker
-                raise
+        except (EOFError, ConnectionError):
+            process = workers[number % len(workers)].process
+            process.join(KILL_S)
             raise UserError(
-                f"data.workers: a worker process ended unexpectedly ({str(error).splitlines()[0]}); if host "
-                "memory ran out, lower data.workers or data.global_batch_groups; a script that trains needs "
-                'if __name__ == "__main__":, because each worker imports it'
+                f"data.workers: a worker process ended unexpectedly (status {process.exitcode}), see its "
+                "messages; if host memory ran out, lower data.workers or data.global_batch_groups; a script "
+                'that trains needs if __name__ == "__main__":, because each worker imports it'
             ) from None
 
 
-class _WorkerSteps(IterableDataset):
-    """Iterates over the steps of one worker, as bytes.
+WorkerItem = tuple[StepBytes | UserError, Position, list[logging.LogRecord]]
 
-    The dataset is pickled once into shared memory. Sent through the start-up pipe (64 KiB), its megabytes of
-    vocabulary would make worker start-ups wait for one another.
+
+@dataclass(frozen=True)
+class _Worker:
+    """A process that makes the inputs of steps, as the training process sees it.
+
+    Attributes:
+        connection: takes the dataset to the worker, and steps back.
+        ahead: counts how many more steps the worker may make.
     """
 
-    def __init__(
-        self, dataset: TreeDataset, prepare: Prepare[Any], num_steps: int, sharing: TreeSharing | None = None
-    ) -> None:
-        pickled = bytearray(pickle.dumps((dataset, prepare, num_steps, sharing)))
-        self.pickled = torch.frombuffer(pickled, dtype=torch.uint8).share_memory_()
+    process: BaseProcess
+    connection: Connection
+    ahead: Semaphore
 
-    def __iter__(self) -> Iterator[tuple[StepBytes | UserError, Position, list[logging.LogRecord]]]:
-        """Yields (step or error, position after it, log records) of each step."""
-        threading.Thread(target=_exit_with_parent, daemon=True).start()
-        threading.Thread(target=_exit_if_terminated, daemon=True).start()
-        worker = get_worker_info()
-        assert worker is not None
-        dataset, prepare, num_steps, sharing = pickle.loads(self.pickled.numpy())
-        collected = _Collector()
-        package = logging.getLogger("titan_tree")
-        package.addHandler(collected)
-        package.propagate = False
-        try:
-            if sharing:
-                sharing.join(worker.id)
-            for micro_batches in dataset.steps(num_steps, worker.id, worker.num_workers, sharing):
-                step_bytes = to_bytes(prepare(micro_batches))
-                yield step_bytes, dataset.position(), collected.take()
-        except UserError as error:
-            yield error, {}, collected.take()
+    @classmethod
+    def start(cls, number: int) -> list[Self]:
+        """Starts workers, which wait for the dataset: its megabytes of vocabulary fill any pipe."""
+        context = multiprocessing.get_context("spawn")  # a fork after CUDA has started may hang
+        workers: list[Self] = []
+        for index in range(number):
+            ours, theirs = context.Pipe()
+            ahead = context.Semaphore(PREFETCH)
+            process = context.Process(target=_work, args=(index, number, theirs, ahead), daemon=True)
+            process.start()
+            theirs.close()
+            workers.append(cls(process, ours, ahead))
+        return workers
+
+    def next(self) -> WorkerItem | None:
+        """Returns (step or error, position after it, log records), or None after the last step."""
+        item: WorkerItem | None = pickle.loads(self.connection.recv_bytes())
+        self.ahead.release()
+        return item
+
+
+def _kill(workers: Sequence[_Worker]) -> None:
+    """Ends workers at once, also those that are stopped or hang. A worker has nothing to save."""
+    for worker in workers:
+        worker.process.kill()
+    for worker in workers:
+        worker.process.join(KILL_S)
+
+
+def _work(worker: int, workers: int, connection: Connection, ahead: Semaphore) -> None:
+    """Makes every ``workers``-th step, and sends it as bytes, then None. A worker process runs it."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    # A thread sends, so that the worker makes a step while the pipe is full.
+    with ThreadPoolExecutor(1) as thread:
+        for item in chain(_worker_items(worker, workers, connection, ahead), [None]):
+            thread.submit(connection.send_bytes, pickle.dumps(item))  # fails only if nobody reads any more
+
+
+def _worker_items(
+    worker: int, workers: int, connection: Connection, ahead: Semaphore
+) -> Iterator[WorkerItem]:
+    dataset, prepare, num_steps, sharing = pickle.loads(connection.recv_bytes())
+    collected = _Collector()
+    package = logging.getLogger("titan_tree")
+    package.addHandler(collected)
+    package.propagate = False
+    try:
+        if sharing:
+            sharing.join(worker)
+        ahead.acquire()
+        for micro_batches in dataset.steps(num_steps, worker, workers, sharing):
+            step_bytes = to_bytes(prepare(micro_batches))
+            yield step_bytes, dataset.position(), collected.take()
+            ahead.acquire()
+    except UserError as error:
+        yield error, {}, collected.take()
+
+
+def _late(number: int, workers: Sequence[_Worker], limit_s: float) -> str:
+    maker = "the thread that reads data"
+    if workers:
+        index = number % len(workers)
+        maker = f"worker process {index} (pid {workers[index].process.pid})"
+    return (
+        f"data.workers: {maker} did not make the input of a step within {limit_s:g} s; it may be stopped, or "
+        "a file system may hang; if steps need longer, raise parallel.timeout_s"
+    )
 
 
 class _Collector(QueueHandler):
@@ -191,35 +273,26 @@ class _Collector(QueueHandler):
         return records
 
 
-def _block_signals() -> None:
-    """Blocks the signals that end a run in this thread and in the processes that it starts.
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Blocks the signals that end a run, in this thread until the end of the block, and in what it starts.
 
     They are for the main thread, which finishes its step and writes a checkpoint before it ends the workers.
     Ctrl-C, a closed terminal and torchrun send them to all processes of a group.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def _exit_if_terminated() -> None:
-    """Ends this worker on a SIGTERM of its parent. Those that are sent to the whole group have no effect."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(1)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _exit_with_parent() -> None:
-    """Ends this process as soon as its parent has ended, even if it was killed.
-
-    torch's workers only look between items. One that writes an item into a full pipe would wait forever.
-    """
+    """Ends this process as soon as its parent has ended, even if it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _unchanged(item: T) -> T:
-    return item
 
 
 def to_bytes(value: object) -> StepBytes:

@@ -203,12 +203,12 @@ def build_step_loader(
     """
     on_gpu, sharing = tree_step.device.type == "cuda", None
     workers = num_workers(config.data.workers, tree_step.device)
+    timeouts = start_timeout(config.parallel.timeout_s), config.parallel.timeout_s
     if balancing:
         # Hosts may have different numbers of cores, but every worker needs one of each other rank.
         workers = -int(all_reduce_max(torch.tensor(-workers)))
-        timeout_s = config.parallel.timeout_s
-        sharing = balancing.sharing(done, start_timeout(timeout_s), timeout_s, PREFETCH + 2)
-    return StepLoader(dataset, tree_step.preparer(), num_steps, workers, pin=on_gpu, sharing=sharing)
+        sharing = balancing.sharing(done, *timeouts, PREFETCH + 2)
+    return StepLoader(dataset, tree_step.preparer(), num_steps, workers, on_gpu, sharing, *timeouts)
 
 
 def warm_up(config: Config, tree_step: TreeStep) -> None:
