@@ -44,7 +44,8 @@ def run_command(
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="override a key, for example training.steps=10"
     )
-    rank = int(os.environ.get("RANK", 0))
+    number = os.environ.get("RANK", "0")
+    rank = int(number) if number.isdecimal() else 0  # ``Launch`` refuses what is no number
     try:
         args, dashed = parser.parse_known_args(argv)
         _log_to_stdout(rank)

@@ -8,20 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import titan_tree.train
 from tests.support.processes import as_rank, run_ranks, start_ranks
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train, write_config
 from titan_tree.checkpoint import lock
-from titan_tree.distributed import faults, mesh
+from titan_tree.distributed import faults
 from titan_tree.distributed.experts import exchange
 from titan_tree.errors import UserError
 from titan_tree.run.trainer import Trainer
@@ -163,27 +161,6 @@ def test_variables_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/b/flight_recorder/rank_"
-
-
-def test_restarted_ranks_do_not_use_the_keys_of_dead_ones() -> None:
-    """In the first start, rank 1 dies before rank 0 has seen it. Later, rank 1 comes before rank 0."""
-    shared = dist.HashStore()
-    shared.set("rank 1", "dead")
-    with pytest.raises(dist.DistStoreError, match=r"not all of 2 ranks have started within 0.3 s"):
-        mesh._store_of_this_start(shared, 0, 2, 0.3)
-
-    def start(*ranks: int) -> list[str]:
-        with ThreadPoolExecutor() as pool:
-            stores = []
-            for rank in ranks:
-                stores.append(pool.submit(mesh._store_of_this_start, shared, rank, 2, 30.0))
-                time.sleep(0.3)
-        for rank, store in enumerate(stores):
-            store.result().set(f"address {rank}", str(ranks))
-        return [store.result().get("address 0").decode() for store in stores]
-
-    assert start(1, 0) == ["(1, 0)"] * 2
-    assert start(0, 1) == ["(0, 1)"] * 2
 
 
 def train_in_another_folder(rank: int, ports: list[int], folder: Path) -> None:

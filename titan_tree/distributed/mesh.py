@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from titan_tree.distributed.collectives import world_size
-from titan_tree.distributed.faults import START_TIMEOUT_S
+from titan_tree.distributed.faults import START_TIMEOUT_S, start_timeout
+from titan_tree.distributed.launch import Launch
 from titan_tree.errors import UserError
-
-POLL_S = 0.1  # interval at which a rank that waits for the others reads the store
 
 
 def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, torch.device]:
@@ -28,25 +23,35 @@ def init_distributed(timeout_s: float = START_TIMEOUT_S) -> tuple[DeviceMesh, to
     without waiting for their GPUs.
 
     Args:
-        timeout_s: how long a rank waits for the others.
+        timeout_s: how long a rank waits for the others to come. Afterwards, until ``set_timeout``, it waits
+            for ``start_timeout``.
     Returns:
         The one-dimensional mesh of all ranks, and this rank's device.
+    Raises:
+        UserError: wrong environment variables, or ranks that do not come.
     """
+    launch = Launch.of()
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         # Forward passes differ in size. Without expandable segments this fragments the GPU's memory.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", launch.local_rank if launch else 0) if cuda else torch.device("cpu")
     if cuda:
+        if launch and launch.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"environment variable LOCAL_RANK: {launch.local_rank}, but this machine shows "
+                f"{torch.cuda.device_count()} GPUs; start one rank per GPU (torchrun --nproc-per-node)"
+            )
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:
-        timeout = timedelta(seconds=timeout_s)
-        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        store = _store_of_this_start(store, rank, num_ranks, timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    else:
+    if launch is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        store, timeout = launch.join(timeout_s), timedelta(seconds=start_timeout(timeout_s))
+        store.set_timeout(timeout)  # for groups that are made later
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.num_ranks, timeout=timeout
+        )
     return _mesh(device.type), device
 
 
@@ -70,36 +75,6 @@ def all_ranks(device_type: str) -> DeviceMesh | OneRank:
 
 def _mesh(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-
-
-def _store_of_this_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
-    """Returns a part of ``store`` that no earlier start has used. Collective.
-
-    When torchrun restarts all ranks, they may get the same store, which has the addresses of dead ranks. No
-    variable numbers the starts: each machine has its own TORCHELASTIC_RESTART_COUNT, and a machine that
-    rejoins begins at 0. Therefore each rank writes a new id, and rank 0 lists the ids. The list may contain
-    ids of dead ranks that are not replaced yet. Ranks count themselves in each list that has their id, so
-    only a list without dead ranks gets a full count.
-
-    Raises:
-        dist.DistStoreError: a rank did not come in time.
-    """
-    new_id, names = secrets.token_hex(8), [f"rank {other}" for other in range(num_ranks)]
-    store.set(names[rank], new_id)
-    deadline, counted = time.monotonic() + timeout_s, ""
-    while True:
-        if rank == 0:
-            store.set("ranks", " ".join(id.decode() for id in store.multi_get(names)))
-        ids = store.get("ranks").decode()
-        start = f"start {hashlib.sha256(ids.encode()).hexdigest()}"
-        if new_id in ids.split() and start != counted:
-            store.add(start, 1)
-            counted = start
-        if counted and store.add(counted, 0) == num_ranks:
-            return dist.PrefixStore(counted, store)
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"not all of {num_ranks} ranks have started within {timeout_s:g} s")
-        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from titan_tree.data.loader import refuse_in_worker
 from titan_tree.data.show import render_sample
 from titan_tree.distributed import titan
 from titan_tree.distributed.faults import record_collectives, set_timeout, start_timeout
+from titan_tree.distributed.launch import Launch
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import (
     Optimizers,
@@ -124,9 +125,9 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         refuse_in_worker()
         self.config = config
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if (launch := Launch.of()) and launch.num_ranks > 1:
             record_collectives(Path(config.folder))
-        self.mesh, self.device = init_distributed(start_timeout(config.parallel.timeout_s))
+        self.mesh, self.device = init_distributed(config.parallel.timeout_s)
         self.folder = RunFolder(config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it

@@ -21,7 +21,7 @@ from titan_tree.data.data_files import Group
 from titan_tree.data.readers import OpenFile, open_binary
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.distributed.collectives import call_on_all_ranks, call_on_rank_0, rank, world_size
-from titan_tree.distributed.faults import failures_named, start_timeout
+from titan_tree.distributed.faults import failures_named
 from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint
@@ -95,7 +95,7 @@ def score_files(
         raise UserError(f"--field: expected one of {', '.join(FIELDS)}, got {field!r}")
     is_member = dist.is_initialized()
     if not is_member:
-        init_distributed(start_timeout(config.parallel.timeout_s))
+        init_distributed(config.parallel.timeout_s)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with failures_named(lambda: "scoring", lambda: "run the same command again to continue"):
