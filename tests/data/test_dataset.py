@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from collections import Counter
 from itertools import islice
@@ -133,6 +134,50 @@ def test_resume_is_exact(file, merge, at):
     for step, *parts in zip(expected[at:], *ranks, strict=False):
         both = [tree for part in parts for micro in as_data(part) for tree in micro]
         assert sorted(both) == sorted(tree for micro in step for tree in micro)
+
+
+@pytest.mark.parametrize("change", ["rewrite", "replace", "remove"])
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
+    path = tmp_path / "data.jsonl"
+    content = "".join(json.dumps({"tokens": [1, 2, i]}) + "\n" for i in range(6))
+    path.write_text(content)
+    os.utime(path, (1e9, 1e9))
+    status = os.stat(path)
+    steps = iter(tree_dataset(path, global_batch_groups=2, max_tokens=64, shuffle_buffer=0))
+    next(steps)
+    new = path if change == "rewrite" else tmp_path / "new"
+    new.write_text(content.replace("2", "3"))  # of the same size
+    now = f"{status.st_size} bytes of .*, inode {os.stat(new).st_ino}"
+    if change == "replace":  # also with the same time
+        os.utime(new, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        new.rename(path)
+    if change == "remove":
+        path.unlink()
+        now = "missing"
+    message = (
+        rf"{path}: it has changed since this command began to read it \(was {status.st_size} bytes of .*, "
+        rf"inode {status.st_ino}, is {now}\); restore it, and write new data under another name"
+    )
+    with pytest.raises(UserError, match=f"^{message}$"):
+        next(steps)
+
+
+def test_checksums_depend_on_every_token_and_the_position(tmp_path):
+    def checksums(text: str, first: int = 0) -> list[int]:
+        path = tmp_path / "data.jsonl"
+        path.write_text(text)
+        dataset = tree_dataset(path, global_batch_groups=2, max_tokens=64, shuffle_buffer=0, epochs=1)
+        dataset.is_compared, dataset.group = True, first
+        return [dataset.checksum for _ in dataset]
+
+    lines = "".join(json.dumps({"tokens": [1, 2, i], "weight": 0.5}) + "\n" for i in range(6))
+    expected = checksums(lines)
+    assert len(set(expected)) == 3
+    assert checksums(lines, first=2) == expected[1:]
+    other = checksums(lines.replace("[1, 2, 3]", "[1, 7, 3]"))
+    assert [a == b for a, b in zip(expected, other, strict=True)] == [True, False, True]
+    other = checksums(lines.replace('4], "weight": 0.5', '4], "weight": 0.25'))
+    assert [a == b for a, b in zip(expected, other, strict=True)] == [True, True, False]
 
 
 def test_a_new_iterator_continues_after_the_last_item(file):

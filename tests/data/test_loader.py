@@ -115,9 +115,10 @@ def stopped_after_first_step(file: Path) -> tuple[Iterator[Any], list[int]]:
     loader = StepLoader(
         tree_dataset(file, **OPTIONS), as_batches, 50, workers=1, start_timeout_s=60, timeout_s=0.5
     )
+    others = set(multiprocessing.active_children())  # ranks of the session
     steps = iter(loader)
+    pids = [process.pid or 0 for process in set(multiprocessing.active_children()) - others]
     next(steps)
-    pids = [process.pid or 0 for process in multiprocessing.active_children()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     return steps, pids

@@ -78,25 +78,27 @@ def config_changes(
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
     # Checkpoints of older versions lack newer keys of these tables, which then had their defaults.
-    defaults = dict(_flat({"loss": asdict(LossConfig()), "rl": asdict(RLConfig())}))
-    old, new = defaults | dict(_flat(before)), defaults | dict(_flat(now))
+    defaults = dict(flat({"loss": asdict(LossConfig()), "rl": asdict(RLConfig())}))
+    old, new = defaults | dict(flat(before)), defaults | dict(flat(now))
     decisive: list[str] = []
     other: list[str] = []
     for key in sorted(old | new):
-        if old.get(key) == new.get(key) or key == "data.files" or _matches(key, IRRELEVANT):
+        if old.get(key) == new.get(key) or key == "data.files" or matches(key, IRRELEVANT):
             continue
         change = f"{key}: {shorten(old.get(key))} -> {shorten(new.get(key))}"
-        (decisive if _matches(key, names) else other).append(change)
+        (decisive if matches(key, names) else other).append(change)
     return decisive, other
 
 
-def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the keys of nested tables, joined by dots, with their values."""
     for name, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _matches(key: str, names: tuple[str, ...]) -> bool:
+def matches(key: str, names: tuple[str, ...]) -> bool:
+    """Returns whether ``names`` contain a key, as in ``DECISIVE``."""
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)

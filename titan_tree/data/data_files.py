@@ -8,8 +8,10 @@ resumed run skips groups at low cost.
 
 from __future__ import annotations
 
+import marshal
 import os
 import random
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -34,12 +36,28 @@ if TYPE_CHECKING:
     from titan_tree.config import DataConfig
 
 
+FileState = tuple[int, int, int]  # size in bytes, time of the last change in nanoseconds, inode
+MARSHAL = 2  # a version that depends only on values, not on which objects are shared
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The records of one group, parsed but not tokenized."""
 
     id: str
     records: list[tuple[Place, Record]]
+
+    def checksum(self, start: int = 0) -> int:
+        """Returns the CRC-32 of the records, continued from ``start``. Equal files give equal checksums."""
+        records = [
+            record | {STORED: record[STORED].checksum} if STORED in record else record
+            for _, record in self.records
+        ]
+        try:
+            content = marshal.dumps(records, MARSHAL)
+        except ValueError:  # a type that JSON does not have
+            content = repr(records).encode(errors="backslashreplace")
+        return zlib.crc32(content, start)
 
 
 class Trajectory(NamedTuple):
@@ -67,6 +85,8 @@ class DataSizes(NamedTuple):
 class DataFiles:
     """Reads the groups of the configured files.
 
+    The files must stay as they are while this object, or a pickled copy of it, exists.
+
     Attributes:
         files: the paths that ``config.files`` names, globs expanded.
         weights: how often an epoch contains each group of a file, one number per file.
@@ -82,6 +102,7 @@ class DataFiles:
         self.files = [file for files in by_name for file in files]
         self.weights = [weight for files, weight in zip(by_name, weights, strict=True) for _ in files]
         _refuse_repeated(self.files)
+        self._states = {file: _states(file) for file in self.files}
         # Set here because a thread may read ``checksums`` while another one pickles this object.
         self._checksums: list[list[int]] | None = None
 
@@ -102,6 +123,7 @@ class DataFiles:
             copies = repeat(1) if epoch is None else self._copies(number, epoch)
             for group, times in zip(group_records(records, first_places), copies):  # noqa: B905  # endless
                 yield from repeat(group, times)
+            self.check_untouched([file])
 
     def _copies(self, number: int, epoch: int) -> Iterator[int]:
         """Yields how often an epoch contains each group of file ``number``."""
@@ -114,6 +136,17 @@ class DataFiles:
         """Returns the number of groups that ``groups`` yields in an epoch."""
         counts = zip(count(), sizes.file_groups)  # endless
         return sum(sum(islice(self._copies(number, epoch), groups)) for number, groups in counts)
+
+    def check_untouched(self, files: Sequence[str] | None = None) -> None:
+        """Raises UserError if one of ``files``, by default of all, is not as it was at the beginning."""
+        for file in self.files if files is None else files:
+            for path, before in self._states[file].items():
+                if (now := _state(path)) != before:
+                    raise UserError(
+                        f"{path}: it has changed since this command began to read it (was "
+                        f"{_describe(before)}, is {_describe(now)}); restore it, and write new data under "
+                        "another name"
+                    )
 
     def num_bytes(self) -> int:
         return sum(Path(file).stat().st_size for file in self.files if file != DEMO)
@@ -170,6 +203,32 @@ class DataFiles:
                     f"{file}: its content changed since the checkpoint was written (checksum {crc:08x}, was "
                     f"{crc_before:08x}); {advice}"
                 )
+
+
+def _states(file: str) -> dict[str, FileState | None]:
+    """Returns what the file system says of a file, or of all files of a folder."""
+    if file == DEMO:
+        return {}
+    if not os.path.isdir(file):
+        return {file: _state(file)}
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(file) for name in names)
+    return {path: _state(path) for path in paths}
+
+
+def _state(path: str) -> FileState | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _describe(state: FileState | None) -> str:
+    if state is None:
+        return "missing"
+    size, changed_ns, inode = state
+    changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed_ns / 1e9))
+    return f"{size:,} bytes of {changed}, inode {inode}"
 
 
 def _refuse_repeated(files: Sequence[str]) -> None:

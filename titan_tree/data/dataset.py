@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,6 +80,11 @@ class TreeDataset:
         epochs: number of epochs; None: endless.
         rank: this process.
         world_size: number of processes that split the data.
+        is_compared: compute ``checksum``, because other processes read the same groups.
+
+    Attributes:
+        checksum: of the position and the groups of the last step that was yielded. It must be equal in all
+            processes. 0 unless ``is_compared``.
 
     Raises:
         UserError: malformed data, naming file, line and field; or a tree that is too large.
@@ -93,6 +99,7 @@ class TreeDataset:
         epochs: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        is_compared: bool = False,
     ) -> None:
         assert 0 <= rank < world_size, (rank, world_size)
         self.config = config
@@ -100,6 +107,7 @@ class TreeDataset:
         self.allow_larger = allow_larger
         self.epochs = epochs
         self.rank, self.world_size = rank, world_size
+        self.is_compared, self.checksum = is_compared, 0
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
         self._warned_about_routed_experts = False
 
@@ -125,6 +133,11 @@ class TreeDataset:
             self.epoch, self.group, _ = batch[-1]
             if step % stride == first:
                 groups = [group for *_, group in batch]
+                self.reader.check_untouched()
+                if self.is_compared:
+                    self.checksum = zlib.crc32(f"{self.epoch}/{self.group}".encode())
+                    for group in groups:
+                        self.checksum = group.checksum(self.checksum)
                 if sharing is None:
                     yield pack(self._trees(groups), self.config.max_tokens)
                 else:

@@ -46,7 +46,7 @@ from titan_tree.signals import SIGNALS
 
 T = TypeVar("T")
 Prepare = Callable[[MicroBatches], T]
-Position = dict[str, int]
+Position = dict[str, int]  # of the dataset after a step, and the "checksum" of the step's groups
 # The input of a step, as it travels through a pipe: a pickle with (offset, shape, dtype) in place of every
 # tensor, and the bytes of the tensors.
 StepBytes = tuple[bytes, bytearray]
@@ -66,6 +66,8 @@ def refuse_in_worker() -> None:
 
 class StepLoader(Generic[T]):
     """Iterates over (input, position) of the next steps. The position is the dataset's, after the step.
+
+    It also has the "checksum" of the step's groups (``TreeDataset.checksum``), for ``all_reduce_counts``.
 
     Args:
         dataset: the stream of micro-batches, at the position to start from.
@@ -137,7 +139,7 @@ class StepLoader(Generic[T]):
                 self.sharing.join(0)
             for micro_batches in self.dataset.steps(self.num_steps, sharing=self.sharing):
                 step: Any = self.prepare(micro_batches)
-                yield (step.pin_memory() if self.pin else step), self.dataset.position()
+                yield (step.pin_memory() if self.pin else step), _position(self.dataset)
         finally:
             if self.sharing:
                 self.sharing.leave()
@@ -241,10 +243,14 @@ def _worker_items(
         ahead.acquire()
         for micro_batches in dataset.steps(num_steps, worker, workers, sharing):
             step_bytes = to_bytes(prepare(micro_batches))
-            yield step_bytes, dataset.position(), collected.take()
+            yield step_bytes, _position(dataset), collected.take()
             ahead.acquire()
     except UserError as error:
         yield error, {}, collected.take()
+
+
+def _position(dataset: TreeDataset) -> Position:
+    return dataset.position() | {"checksum": dataset.checksum}
 
 
 def _late(number: int, workers: Sequence[_Worker], limit_s: float) -> str:

@@ -107,6 +107,10 @@ class StoredGroup:
     def num_paths(self) -> int:
         return int(self.store.table["n_paths"][self.index])
 
+    @property
+    def checksum(self) -> int:
+        return int(self.store.table["crc"][self.index])
+
     def tree(self) -> TokenTree:
         """Returns the tree of the group's samples. It equals ``TokenTree.from_paths`` of them."""
         return tree_from_bytes(self.store.read(self.index))

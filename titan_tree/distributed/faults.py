@@ -1,4 +1,4 @@
-"""Failures of ranks: timeouts, error messages of failed collectives, and a check that all ranks are equal.
+"""Failures of ranks: timeouts, and error messages of failed collectives.
 
 If a rank dies, collectives on gloo fail at once, and torchrun ends the ranks that wait in NCCL. If a rank
 hangs, the others wait for parallel.timeout_s. The flight recorder of torch then writes the last collectives
@@ -7,14 +7,12 @@ of each rank into the run's folder. ``torchfrtrace`` compares them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,15 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-from torch.distributed.tensor import DTensor
 
 from titan_tree.errors import UserError
 
 START_TIMEOUT_S = 3600.0  # until the first step is done: the time to compile differs between ranks
 FLIGHT_RECORDER = "flight_recorder"  # a folder in the run's folder
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 _STARTED = time.time()
 _variables: dict[str, str] = {}  # the environment variables that ``record_collectives`` has set
@@ -141,45 +136,3 @@ def _dump() -> str:
         except (OSError, AttributeError):  # not writable; a torch without a recorder for gloo
             return ""
     return f"its last collectives are in {path}; "
-
-
-def check_equal(model: nn.Module, schedule: object, step: int, interval: int) -> None:
-    """Compares the weights that ranks gather, their buffers and their schedules. Collective.
-
-    A fingerprint is the sum of a tensor's bits, read as integers. It is exact, so its order does not matter,
-    and any single flipped bit changes it. Sharded weights are gathered one by one.
-
-    Args:
-        schedule: what decides the next steps, with a ``repr`` that is the same on every rank.
-        interval: steps since the last check.
-    Raises:
-        UserError: any two ranks differ. All ranks raise it.
-    """
-    tensors = model.state_dict(keep_vars=True)  # sharded, even if the step has left gathered weights in place
-    sums = torch.stack([_fingerprint(tensor) for tensor in tensors.values()]).tolist()
-    fingerprints = (hashlib.sha256(repr(schedule).encode()).hexdigest(), *sums)
-    by_rank: list[tuple[str | int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(by_rank, fingerprints)
-    common, votes = Counter(by_rank).most_common(1)[0]
-    if votes == len(by_rank):
-        return
-    names = ["settings or data position", *tensors]
-    different = [name for i, name in enumerate(names) if len({values[i] for values in by_rank}) > 1]
-    is_majority = votes > len(by_rank) / 2
-    ranks = [str(rank) for rank, values in enumerate(by_rank) if not (is_majority and values == common)]
-    differ = "differs from the others" if is_majority else "differ"
-    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-    raise UserError(
-        f"step {step}: rank {', '.join(ranks)} {differ} in {different[0]}{more}; start all ranks with the "
-        "same files and settings; if weights differ, a GPU or a link may be faulty: remove the checkpoints "
-        f"of the last {interval} steps (parallel.check_interval), then continue without it"
-    )
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Returns the sum of the bits of a tensor, which may be sharded, as an int64 number on its device."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    whole = whole.to(whole.dtype)  # dequantizes a quantized weight, and leaves others as they are
-    return whole.contiguous().view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64)

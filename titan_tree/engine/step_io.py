@@ -20,8 +20,9 @@ from torch import Tensor
 from titan_tree.components.moe import Routing
 from titan_tree.components.tree_loss import GlobalStatistics, Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import world_size
-from titan_tree.errors import UserError
+from titan_tree.errors import AgreedError, UserError
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.costs import ModelCosts, batch_sizes
 from titan_tree.tree.partition import one_pass
@@ -90,6 +91,7 @@ class StepCounts:
         return self.executed_tokens / (self.distinct_tokens + self.split_tokens) - 1.0
 
 
+NO_CHECKSUM = -(2**62)
 NO_COUNTS = StepCounts.of([0] * len(dataclasses.fields(StepCounts)))
 
 
@@ -171,11 +173,15 @@ class GlobalSizes(NamedTuple):
         return self.max_partitions > 1
 
 
-def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
+def all_reduce_counts(step: StepInput, notice: int = 0, checksum: int | None = None) -> GlobalSizes:
     """Sums the counts of all ranks and takes the maxima of the other sizes, on the host.
 
     Args:
         notice: a number that all ranks learn, at no extra cost, before they run the step.
+        checksum: of the groups of the step (``TreeDataset.checksum``), which must be equal on all ranks, also
+            at no extra cost. None: this rank has none.
+    Raises:
+        AgreedError: ranks have read different groups.
     """
     if not isinstance(step, StepInput):
         raise UserError(
@@ -183,13 +189,18 @@ def all_reduce_counts(step: StepInput, notice: int = 0) -> GlobalSizes:
         )
     counts = torch.tensor(step.counts.values(), dtype=torch.float64)  # exact up to 2**53
     max_partitions = max(map(len, step.micro_batches), default=0)
+    # The largest checksum and the smallest one; a rank without one changes neither.
+    bounds = (NO_CHECKSUM, NO_CHECKSUM) if checksum is None else (checksum, -checksum)
     maxima = torch.tensor(
-        [len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version, notice]
+        [len(step.micro_batches), max_partitions, step.chain_peak, step.newest_version, notice, *bounds]
     )
     if world_size() > 1:
         dist.all_reduce(counts)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-    return GlobalSizes(StepCounts.of(counts.tolist()), *maxima.tolist())
+    *sizes, largest, smallest = maxima.tolist()
+    if largest != -smallest and largest != NO_CHECKSUM:
+        check_agreement({"the groups that they have read": checksum}, "data", error=AgreedError)
+    return GlobalSizes(StepCounts.of(counts.tolist()), *sizes)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from titan_tree.errors import UserError
 from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -111,6 +112,7 @@ class TreeLightningModule(L.LightningModule):
         config, device = self.config, self.trainer.strategy.root_device
         loss = build_loss(config.loss)
         self.mesh = all_ranks(device.type)
+        check_ranks(config)
         _check_backend(self.mesh.size())
         self.model = build_parallel_model(
             config.model, config.training, config.parallel, self.mesh, config.lora
@@ -156,7 +158,7 @@ class TreeLightningModule(L.LightningModule):
                 seed=self.config.training.seed,
                 max_bad_steps=min(self.config.training.max_bad_steps, self.num_steps),
             )
-        sizes = all_reduce_counts(step_input)
+        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum"))
         report = self._optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         if self.global_step < step:
             optimizer.step()  # without the gradients of a bad step, it only counts the step

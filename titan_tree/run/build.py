@@ -130,6 +130,7 @@ def build_dataset(
         epochs=epochs,
         rank=mesh.get_rank() // readers,
         world_size=mesh.size() // readers,
+        is_compared=mesh.size() > 1,
     )
 
 

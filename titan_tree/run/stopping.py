@@ -25,8 +25,9 @@ from torch import nn
 
 from titan_tree.checkpoint import Checkpoints, Progress
 from titan_tree.config import Config
+from titan_tree.distributed.agreement import check_weights
 from titan_tree.distributed.collectives import world_size
-from titan_tree.distributed.faults import check_equal, failures_named, set_timeout, start_timeout
+from titan_tree.distributed.faults import failures_named, set_timeout, start_timeout
 from titan_tree.engine.step_io import GlobalSizes, StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, LostRankError, UserError
 from titan_tree.signals import Interrupted, Signals
@@ -77,7 +78,7 @@ class StopController:
                 item, error = (StepInput.nothing(), {}), refused
             step_input, position = item
             self._running = step_input
-            sizes = all_reduce_counts(step_input, self._notice(error))
+            sizes = all_reduce_counts(step_input, self._notice(error), position.pop("checksum", None))
             if sizes.notice == REFUSED:
                 raise AgreedError(_first_message(error))
             if sizes.notice >= SIGNAL:
@@ -115,7 +116,7 @@ class StopController:
                 yield
             step, interval = self.progress.step, parallel.check_interval
             if interval and world_size() > 1 and (is_first or step % interval == 0):
-                check_equal(self.model, self._schedule(), step, interval)
+                check_weights(self.model, self._schedule(), step, interval)
             self.save(due=step == self.num_steps)
             if self._error_of_this_rank and step == self.num_steps:  # no later step tells the other ranks
                 self.checkpoints.wait()

@@ -47,6 +47,7 @@ from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS
+from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -128,6 +129,7 @@ class Trainer:
         if (launch := Launch.of()) and launch.num_ranks > 1:
             record_collectives(Path(config.folder))
         self.mesh, self.device = init_distributed(config.parallel.timeout_s)
+        check_ranks(config)
         self.folder = RunFolder(config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it

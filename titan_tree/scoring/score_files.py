@@ -26,6 +26,7 @@ from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import build_reader, build_tokenizer
 from titan_tree.run.model_setup import build_parallel_model
 from titan_tree.scoring.resumable_file import ResumableFile
@@ -99,6 +100,7 @@ def score_files(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with failures_named(lambda: "scoring", lambda: "run the same command again to continue"):
+            check_ranks(config)
             run = _ScoreRun(config, Path(out), field, entropies, routed_experts, all_ranks(device), open_file)
             return run()
     finally:
