@@ -52,7 +52,10 @@ class Parrot:
         ),
         ([*VLLM, "rl.server.weights=broadcast"], "needs vllm 0.28 or later"),
         ([*SERVER, "rl.server.weights=adapter"], 'rl.server.weights: expected "folder" or'),
-        ([*SERVER, "rl.server.api_key_env=NO_SUCH_KEY"], "'NO_SUCH_KEY', which is not set; export it"),
+        (
+            [*SERVER, "rl.server.api_key_env=NO_SUCH_KEY"],
+            "rl.server.api_key_env: expected the name of an environment variable that is set",
+        ),
         (
             [*SERVER, "model.name=qwen3_moe", "router_bias.rate=0.1"],
             "rl.server.url: expected a model without router biases",
