@@ -178,6 +178,10 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
         (turn([1, STOP], [-(10**400), -1.0]), "numbers as token_logprobs, at most 0, got -1000"),
         (turn([1, STOP], usage={"completion_tokens": "x" * 10**5}), r"got 2, 2 and 'xxx.*xxx'; the server"),
         ({"choices": [turn([1, STOP])["choices"][0]] * 2}, "expected one choice with token_ids"),
+        (
+            turn([1, STOP], usage={"completion_tokens": 2, "prompt_tokens": 3}),
+            "expected the server to read all 1 tokens of the context, got 3; start it with a longer",
+        ),
     ],
 )
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
@@ -249,6 +253,12 @@ def test_sglang_may_end_a_turn_with_another_end_of_text_token() -> None:
         ({"meta_info": {"output_token_logprobs": [3]}}, "expected meta_info with output_token_logprobs"),
         (generated([1, STOP], completion_tokens=3), "got 2, 2 and 3; the server loses tokens"),
         (generated([1, 2], finish_reason={"type": "abort"}), r"got 2 tokens .*'type': 'abort'"),
+        (generated([1, STOP], finish_reason={"type": "abort"}), r"got 2 tokens .*'type': 'abort'"),
+        (generated([1, STOP], finish_reason=None), r"got 2 tokens .*finish_reason None"),
+        (
+            generated([1, STOP], prompt_tokens=0),
+            "expected the server to read all 1 tokens of the context, got 0",
+        ),
         (generated([1, STOP], [None, -1.0]), "numbers as token_logprobs"),
     ],
 )

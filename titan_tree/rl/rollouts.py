@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.advantages import advantages
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.rl.environment import Episode, Message, Reply
 from titan_tree.rl.sampler import Sampler
 from titan_tree.tree.paths import TokenPath
@@ -250,7 +250,8 @@ def play(
 
 def _answer(rollout: Rollout, chat: Chat, max_rollout_tokens: int) -> None:
     """Lets the environment answer the newest turn."""
-    rollout.turns.append(chat.text(rollout.tokens[rollout.starts[-1] :]))
+    with errors_at("a sampled turn"):
+        rollout.turns.append(chat.text(rollout.tokens[rollout.starts[-1] :]))
     if rollout.tokens[-1] != chat.end:
         rollout.end(0.0, is_cut_off=True)
         return

@@ -53,6 +53,7 @@ class Answer(NamedTuple):
         experts: an array, which may be flat, or None if the answer has none.
         other_end: another end-of-text token of the model, which may end the turn.
         version: name of the weights that sampled, or None if the answer does not name them.
+        num_read: number of tokens of the context that the server has counted, or None.
     """
 
     tokens: Json
@@ -62,6 +63,7 @@ class Answer(NamedTuple):
     experts: np.ndarray | None
     other_end: Json = None
     version: Json = None
+    num_read: Json = None
 
     def completion(self, prompt: int, limit: int, stop: int, experts: ExpertSizes | None) -> Completion:
         """Returns the turn.
@@ -87,9 +89,15 @@ class Answer(NamedTuple):
                 f"got {size}, {len(logprobs)} and {shorten(self.num_tokens)}; the server loses tokens, use "
                 "another version"
             )
+        if self.num_read not in (None, prompt):
+            raise UserError(
+                f"expected the server to read all {prompt} tokens of the context, got "
+                f"{shorten(self.num_read)}; start it with a longer context and without truncation"
+            )
         is_ended = tokens[-1] in (stop, self.other_end) and stop not in tokens[:-1]
         is_cut_off = size == limit and stop not in tokens
-        if not (is_ended or is_cut_off):
+        reason = self.finish.get("type") if isinstance(self.finish, dict) else self.finish
+        if not (is_ended or is_cut_off) or reason not in ("stop", "length"):
             raise UserError(
                 f"expected a turn that ends with the stop token {stop} or has {limit} tokens, got {size} "
                 f"tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(self.finish)}); start "
@@ -177,6 +185,7 @@ class SGLang:
             experts=experts,
             other_end=finish.get("matched") if is_stopped else None,
             version=info.get("weight_version"),
+            num_read=info.get("prompt_tokens"),
         )
 
     def pause(self, client: ServerClient) -> None:
@@ -245,7 +254,8 @@ class VLLM:
                 experts = np.array(prompt + encoded)
         except Exception as error:  # NumPy evaluates the header as Python, with errors of the tokenizer
             raise UserError(f"routed_experts: {error!s:.200}; use another version of vLLM") from None
-        return Answer(tokens, logprobs, size, finish, experts)
+        num_read = answer["usage"].get("prompt_tokens")
+        return Answer(tokens, logprobs, size, finish, experts, num_read=num_read)
 
     def pause(self, client: ServerClient) -> None:
         client.command("/pause?mode=wait")
