@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.support.datasets import tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.readers import find_files, read_records
 from titan_tree.data.readers.row_reader import RowReader
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import READERS
 
 
@@ -127,6 +128,46 @@ def test_unreadable_files_are_errors(tmp_path):
     latin.write_bytes(b'{"id": "\xe9", "tokens": [1]}\n')
     with pytest.raises(UserError, match="latin:1: expected UTF-8"):
         read([str(latin)])
+
+
+def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    os.symlink("nowhere", "broken")
+    os.symlink("loop", "loop")
+    reasons = {
+        "fifo": "cannot be read: expected a regular file, got a FIFO; write its content to a file",
+        "/dev/zero": "cannot be read: expected a regular file, got a device",
+        "broken": "the link leads to no file",
+        "b*": "the link leads to no file",
+        "loop": "cannot be read: Too many levels of symbolic links",
+        "a" * 300: "cannot be read: File name too long",
+        "a\0b": "cannot be read: embedded null byte",
+        "x\udce9\x1b\n*": "no such file",
+        "-": "no such file",
+    }
+    for name, reason in reasons.items():
+        for format in ("auto", "jsonl"):
+            with pytest.raises(UserError) as error:
+                read([name], format=format)
+            assert str(error.value) == f"{printable('broken' if name == 'b*' else name)}: {reason}"
+
+
+def test_a_name_that_is_not_unicode_is_read(tmp_path):
+    file = write(tmp_path / "x\udce9\x1b\n", {"tokens": [1]})
+    assert read([str(tmp_path / "*")]) == [(f"{file}:1", {"tokens": [1]})]
+
+
+@pytest.mark.parametrize("text", ['[\n{"tokens": [1]}\n]', '{"tokens": [1]}\n', '{\n"tokens": [1]}'])
+def test_a_byte_order_mark_is_skipped_in_utf_8_and_refused_in_others(tmp_path, text):
+    file = tmp_path / "file"
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_text(text, encoding=encoding)
+        assert [record for _, record in read([str(file)])] == [{"tokens": [1]}]
+    for encoding in ("utf-16", "utf-32"):
+        file.write_text(text, encoding=encoding)
+        with pytest.raises(UserError, match=r"file:1: expected UTF-8 text: invalid start byte at byte 1"):
+            read([str(file)])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "wrong checksum"])

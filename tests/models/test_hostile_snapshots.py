@@ -50,6 +50,19 @@ def test_json_of_another_kind_is_refused(shards, name, content):
     assert name in refusal(shards)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "router_biases.json"])
+def test_a_fifo_is_refused_without_waiting(one, name):
+    (one / name).unlink(missing_ok=True)
+    os.mkfifo(one / name)
+    assert "regular file, got a FIFO" in (text := refusal(one)) or "found neither" in text
+
+
+def test_a_byte_order_mark_is_skipped(one):
+    file = one / "config.json"
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert load_pretrained(one).config
+
+
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_files_that_are_no_text_are_refused(shards, name):
     (shards / name).write_bytes(b'{"a": "\xff"}')

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TextIO
 
+from titan_tree.config.files import regular
 from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0
 from titan_tree.errors import UserError, shorten
 
@@ -47,15 +48,15 @@ class FolderLock:
         self.run = call_on_rank_0(partial(self._acquire, folder))
 
     def _acquire(self, folder: Path) -> str:
-        path = folder.resolve() / "run.lock"
+        path = Path(os.path.realpath(folder)) / "run.lock"
         if path in self._held:
             self._held.pop(path).release()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+", encoding="utf-8", errors="replace")
+            self._file = open(path, "a+", encoding="utf-8", errors="replace", opener=regular)  # noqa: SIM115
         except OSError as error:
             raise UserError(
-                f"{folder}: cannot be written: {error.strerror}; set folder, or checkpoint.folder"
+                f"{error.filename}: cannot be written: {error.strerror}; set folder, or checkpoint.folder"
             ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +128,8 @@ def set_aside(path: Path, ending: str) -> Path | None:
 def _read(path: Path) -> dict[str, str]:
     """Returns the content of a lock file, or {} if it is empty or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+            content = json.loads(file.read())
         return content if re.fullmatch("[0-9a-f]{8}", content["run"]) else {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 MANIFEST, TENSORS = "checkpoint.json", "tensors.json"
 CHECKPOINT = re.compile(r"step-(0|[1-9]\d{0,11})")  # the name of a checkpoint's folder
 BLOCK = 1 << 26  # bytes per checksum
+# What opening a file of a damaged checkpoint raises. ENXIO: it is no regular file.
+DAMAGE = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class DamagedCheckpointError(Exception):
@@ -65,11 +68,10 @@ class FileSum:
     @classmethod
     def of(cls, path: Path) -> FileSum:
         """Reads a file. Threads compute the blocks, because zlib releases the interpreter lock."""
-        size = path.stat().st_size
-        if size == 0:
+        if (size := path.stat().st_size) == 0 and path.is_file():
             return cls(0, ())
         with (
-            path.open("rb") as file,
+            open(path, "rb", opener=regular) as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
             memoryview(mapped) as content,
             ThreadPoolExecutor(_num_threads()) as threads,
@@ -193,7 +195,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        first, _, text = path.read_bytes().partition(b"\n")
+        with open(path, "rb", opener=regular) as file:
+            first, _, text = file.read().partition(b"\n")
         checksum = json.loads(first)["crc32"]
         if zlib.crc32(text.removesuffix(b"\n")) != checksum:
             raise DamagedCheckpointError(f"{path}: its checksum is wrong")
@@ -240,7 +243,7 @@ def verify(folder: Path, files: Mapping[str, list[int]], part: int = 0, parts: i
 
 def unreadable(path: Path, error: OSError) -> DamagedCheckpointError | UserError:
     """Returns the error for a file that cannot be read: it is damaged, or the file system refuses for now."""
-    if error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR):
+    if error.errno in DAMAGE:
         return DamagedCheckpointError(f"{path}: {error.strerror}")
     return UserError(f"{path}: cannot be read: {error.strerror}; make it readable, then run the same command")
 

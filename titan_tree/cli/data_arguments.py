@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from titan_tree.config import DataConfig
-from titan_tree.data.readers import AUTO, OpenFile
+from titan_tree.data.readers import AUTO, OpenFile, open_binary
 from titan_tree.errors import printable
 from titan_tree.registry import READERS
 
@@ -74,6 +74,7 @@ def progress_bar() -> Iterator[OpenFile]:
 
         def open_file(file: str) -> BinaryIO:
             progress.reset(task, description=escape(printable(file)))
+            open_binary(file).close()  # refuses a FIFO, which would block
             return progress.open(file, "rb", task_id=task)
 
         yield open_file

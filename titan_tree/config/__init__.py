@@ -7,6 +7,7 @@
     outputs.py    [checkpoint] [metrics] [profiler]
     rl.py         [rl] [rl.server] [warm_start], for python -m titan_tree.rl
     checks.py     the base class of tables, and the checks of their fields
+    files.py      opens regular files only
     toml.py       reads TOML files and key=value arguments, and writes TOML
 
 A component receives the values of its own table, never the whole configuration. The comment beside a key is

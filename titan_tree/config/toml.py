@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError, errors_at, keep_secret, require_unicode, shorten
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def _toml_value(value: object) -> str:
 
 def _read_file(path: str | Path) -> Table:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        with open(path, encoding="utf-8-sig", opener=regular) as file:
+            return tomllib.loads(file.read())
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
     except RecursionError:

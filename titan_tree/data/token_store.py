@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from titan_tree.config.files import regular
 from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
@@ -55,7 +56,7 @@ class TokenStore:
 
     def __init__(self, file: str | Path) -> None:
         self.file = str(file)
-        with open(file, "rb") as opened:
+        with open(file, "rb", opener=regular) as opened:
             size = os.fstat(opened.fileno()).st_size
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         offset, size, crc, magic = TRAILER.unpack(self._map[-TRAILER.size :].rjust(TRAILER.size, b"\0"))
@@ -130,7 +131,7 @@ class TokenStoreReader(Reader):
 
 def is_store(file: Path) -> bool:
     """Returns whether a file begins as a token store does."""
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=regular) as opened:
         return opened.read(len(MAGIC)) == MAGIC
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError, shorten
 from titan_tree.metrics.loggers import Logger
 
@@ -110,7 +111,7 @@ class CsvLogger(Logger):
         self.path = folder / "metrics.csv"
         self.columns: list[str] = []
         if self.path.exists():
-            with self.path.open(newline="", errors="backslashreplace") as file:
+            with open(self.path, newline="", errors="backslashreplace", opener=regular) as file:
                 rows = self._rows_up_to(start_step, csv.DictReader(file))
             self._rewrite(rows)
 
@@ -143,16 +144,16 @@ class CsvLogger(Logger):
         if not row.keys() <= set(self.columns):
             rows = []
             if self.path.exists():
-                with self.path.open(newline="") as file:
+                with open(self.path, newline="", opener=regular) as file:
                     rows = list(csv.DictReader(file))
             self.columns += [name for name in row if name not in self.columns]
             self._rewrite(rows)
-        with self.path.open("a", newline="") as file:
+        with open(self.path, "a", newline="", opener=regular) as file:
             self._writer(file).writerow(row)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         part = self.path.with_suffix(".csv.part")
-        with part.open("w", newline="") as file:
+        with open(part, "w", newline="", opener=regular) as file:
             writer = self._writer(file)
             writer.writeheader()
             writer.writerows(rows)

@@ -246,7 +246,7 @@ def build_tokenizer(config: DataConfig, hf_path: str | None) -> TreeTokenizer | 
 
 def tokenizer_folder(hf_path: str | None) -> str | None:
     """Returns the snapshot's folder if it contains a tokenizer."""
-    return hf_path if hf_path and (Path(hf_path) / "tokenizer.json").is_file() else None
+    return hf_path if hf_path and os.path.lexists(Path(hf_path) / "tokenizer.json") else None
 
 
 def build_profiler(config: ProfilerConfig, folder: str, step: int) -> titan.Profiler:

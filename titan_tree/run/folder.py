@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from titan_tree.checkpoint import FolderLock, set_aside
 from titan_tree.config import Config
+from titan_tree.config.files import regular
 from titan_tree.config.toml import dump_config
 from titan_tree.data.data_files import DataSizes
 from titan_tree.engine.step_io import StepCounts
@@ -52,8 +53,7 @@ class RunFolder:
             return None
         file, text = self.path / "config.toml", dump_config(self.config)
         try:
-            before = file.read_text(errors="replace") if file.exists() else None
-            if before != text:
+            if _text(file) != text:
                 set_aside(file, f"until-step-{step}")
                 file.write_text(text)
             if step == 0 and (earlier := set_aside(self.path / "metrics.csv", "earlier")):
@@ -67,6 +67,14 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.release()
+
+
+def _text(path: Path) -> str | None:
+    """Returns the text of a file, or None if there is no such file."""
+    if not path.exists():
+        return None
+    with open(path, errors="replace", opener=regular) as file:
+        return file.read()
 
 
 def introduction(

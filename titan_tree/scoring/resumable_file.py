@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError
 
 
@@ -49,8 +50,7 @@ class ResumableFile:
         self._description = json.loads(json.dumps(description))
         size, progress = 0, None
         if self._state.exists():
-            state = json.loads(self._state.read_text())
-            before, size, progress = state["description"], state["bytes"], state["progress"]
+            before, size, progress = self._read_state()
             differs = [key for key, value in self._description.items() if before.get(key) != value]
             if differs:
                 raise UserError(
@@ -62,14 +62,28 @@ class ResumableFile:
                     f"{self._content}: expected {size:,} bytes or more, because an interrupted run wrote "
                     "them; remove the folder, and start again"
                 )
-        with self._writing(), self._content.open("ab") as file:
+        with self._writing(), open(self._content, "ab", opener=regular) as file:
             file.truncate(size)
         return progress
+
+    def _read_state(self) -> tuple[dict[str, object], int, Any]:
+        """Returns the description, the number of complete bytes and the progress of the last round."""
+        try:
+            with open(self._state, encoding="utf-8", opener=regular) as file:
+                state = json.load(file)
+            before, size, progress = dict(state["description"]), state["bytes"], state["progress"]
+            if type(size) is not int or size < 0:
+                raise ValueError(size)
+        except OSError as error:
+            raise UserError(f"{self._state}: cannot be read: {error.strerror}; fix this") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{self._state}: is not what titan_tree writes; remove the folder") from None
+        return before, size, progress
 
     def append(self, texts: Sequence[str], progress: object) -> None:
         """Adds a round. ``progress`` are JSON values that ``open`` returns to the next process."""
         with self._writing():
-            with self._content.open("ab") as file:
+            with open(self._content, "ab", opener=regular) as file:
                 file.writelines(text.encode() for text in texts)
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,7 +104,7 @@ class ResumableFile:
             shutil.rmtree(self.folder)
 
     def _refuse_existing(self) -> None:
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise UserError(
                 f"{self.path}: expected a new file, but it exists; remove it or choose another name"
             )

@@ -19,6 +19,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
@@ -171,8 +172,8 @@ class PartitionPlan:
             UserError: ``path`` does not hold a plan, or its plan is for a different tree.
         """
         try:
-            with np.load(path) as file:
-                saved = dict(file)
+            with open(path, "rb", opener=regular) as file, np.load(file) as arrays:
+                saved = dict(arrays)
             fingerprint, strategy, reason = (str(saved[name]) for name in ("tree", "strategy", "reason"))
             parents = saved["parent"].tolist()
             arrays = {

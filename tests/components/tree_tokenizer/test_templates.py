@@ -168,6 +168,11 @@ def test_a_template_tells_whether_it_reads_the_clock():
     assert TreeTokenizer.byte_level("{% set now = strftime_now %}{{ now('%Y') }}").template_reads_clock
 
 
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path):
+    (tmp_path / "bom.jinja").write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    assert TreeTokenizer.byte_level(tmp_path / "bom.jinja").render(TRIP) == TRIP[0]["content"]
+
+
 def test_unusable_templates_are_errors(tmp_path):
     for template, message in (
         (

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import os
 import pickle
 import random
 from dataclasses import replace
@@ -309,6 +310,14 @@ def test_other_pipelines_can_be_pickled_and_have_a_fingerprint(pipeline):
 def test_missing_and_broken_files_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read: No such file"):
         TreeTokenizer.from_hf(tmp_path)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read: expected a regular file"):
+        TreeTokenizer.from_hf(tmp_path)
+    (tmp_path / "tokenizer_config.json").symlink_to("nowhere")  # an incomplete download
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: cannot be read: No such file"):
+        TreeTokenizer.from_hf(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json: broken JSON"):
         TreeTokenizer.from_hf(tmp_path)

@@ -28,6 +28,7 @@ from titan_tree.components.tree_tokenizer.sandbox import (
     ChatEnvironment,
     JsonTexts,
 )
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
@@ -82,7 +83,7 @@ class ChatTemplate:
             return ChatTemplate(name, "(text)", constants)
         path = Path(__file__).with_name(f"{name}.jinja") if name in BUILT_IN else Path(template)
         try:
-            with path.open(encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig", opener=regular) as file:
                 source = file.read(MAX_SOURCE + 1)
             return ChatTemplate(source, name, constants)
         except UserError:

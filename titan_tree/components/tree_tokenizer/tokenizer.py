@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -98,7 +99,7 @@ class TreeTokenizer:
         """
         folder = Path(folder)
         config_file = folder / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.is_file() else {}
+        config = read_json(config_file) if os.path.lexists(config_file) else {}
         if template is None:
             template = _template_in_folder(folder, config, config_file)
         tokens = {name: config[name] for name in TEMPLATE_TOKENS if config.get(name)}
@@ -247,7 +248,7 @@ def _template_in_folder(folder: Path, config: Mapping[str, object], config_file:
 
     tokenizer_config.json may list several templates by name; the one called "default" counts.
     """
-    if (file := folder / "chat_template.jinja").is_file():
+    if os.path.lexists(file := folder / "chat_template.jinja"):
         return file
     template = config.get("chat_template")
     if isinstance(template, list):

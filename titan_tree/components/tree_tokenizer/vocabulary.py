@@ -6,6 +6,7 @@ import base64
 import binascii
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import tiktoken
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError, shorten
 
 # Regular expressions by which Qwen (1 to 3) and GPT-2 split text into pieces. BPE encodes each piece.
@@ -149,7 +151,7 @@ def read_hf(folder: Path) -> Vocabulary | TokenizerJson:
         raise UserError(f"{path}: model.vocab: missing; expected a fast tokenizer of Hugging Face")
     added = _added_tokens(spec.get("added_tokens") or [], f"{path}: added_tokens")
     config = folder / "tokenizer_config.json"
-    if config.is_file():
+    if os.path.lexists(config):
         by_id = read_json(config).get("added_tokens_decoder") or {}
         for content, token in _added_tokens(by_id, f"{config}: added_tokens_decoder").items():
             added.setdefault(content, token)
@@ -197,7 +199,7 @@ def read_json(path: Path) -> Json:
     """Returns the JSON object in a file. Raises UserError with the file's name for other content."""
     content = _read_bytes(path)
     try:
-        data = json.loads(content)
+        data = json.loads(content.decode("utf-8-sig"))
     except RecursionError:
         raise UserError(f"{path}: broken JSON: brackets are nested too deeply") from None
     except ValueError as error:
@@ -274,7 +276,7 @@ def _require_all_bytes(tokens: Mapping[bytes, int], where: str) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             compressed = file.peek(2)[:2] == b"\x1f\x8b"
             data = (gzip.GzipFile(fileobj=file) if compressed else file).read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

@@ -12,7 +12,9 @@ formats      a row -> a record: openai_chat.py, anthropic.py, token_rows.py, ...
 
 from __future__ import annotations
 
+import codecs
 import glob
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +24,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from titan_tree.config.files import regular
 from titan_tree.data import demo
 from titan_tree.data.readers.decompress import DAMAGE, compression, decompressed
 from titan_tree.errors import UserError
@@ -38,8 +41,8 @@ HEAD_BYTES = 256 * 1024  # what readers see of a file when they recognize it
 
 
 def open_binary(file: str) -> BinaryIO:
-    """Opens a file for reading. This is the default of every ``open_file`` argument."""
-    return open(file, "rb")
+    """Opens a regular file for reading. This is the default of every ``open_file`` argument."""
+    return open(file, "rb", opener=regular)
 
 
 @dataclass(eq=False)
@@ -68,14 +71,17 @@ class Source:
 
     @cached_property
     def head(self) -> bytes:
-        """The first ``HEAD_BYTES`` of the decompressed content: fewer if it is damaged, none of a folder."""
+        """The first ``HEAD_BYTES`` of the decompressed content, without a byte-order mark.
+
+        They are fewer if the file is damaged, and none of a folder.
+        """
         head = b""
         if self.is_folder:
             return head
         with decompressed(open_binary(self.path), self.compression) as stream, suppress(*DAMAGE):
             while len(head) < HEAD_BYTES and (chunk := cast(BufferedIOBase, stream).read1(HEAD_BYTES)):
                 head += chunk
-        return head
+        return head.removeprefix(codecs.BOM_UTF8)
 
     def open(self) -> BinaryIO:
         """Opens the decompressed content. Only the stream of an uncompressed file can seek."""
@@ -107,17 +113,28 @@ def find_files(files: Sequence[str]) -> list[str]:
     A path may also name a folder that holds a data set.
 
     Raises:
-        UserError: no names, or a name without a file.
+        UserError: no names, or a name without a file, such as a link that leads nowhere.
     """
     if not files:
         raise UserError("data.files: expected at least one path or glob pattern, got none")
     paths: list[str] = []
     for name in files:
-        matches = [name] if name == DEMO or Path(name).exists() else sorted(glob.glob(name, recursive=True))
-        if not matches:
-            raise UserError(f"{name}: no such file")
-        paths += matches
+        is_path = name == DEMO or os.path.lexists(name)
+        paths += [name] if is_path else sorted(glob.glob(name, recursive=True)) or [name]
+    for path in paths:
+        if path != DEMO:
+            _require_existing(path)
     return paths
+
+
+def _require_existing(path: str) -> None:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        reason = "the link leads to no file" if os.path.islink(path) else "no such file"
+        raise UserError(f"{path}: {reason}") from None
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def read_records(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -114,7 +115,7 @@ def load_router_biases(model: Decoder, folder: str | Path) -> None:
         UserError: the biases do not fit the model.
     """
     path = Path(folder) / ROUTER_BIASES
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     stored = read_json(path)
     if model.experts is None:

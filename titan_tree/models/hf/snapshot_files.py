@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from titan_tree.config.files import regular
 from titan_tree.errors import UserError, shorten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -24,12 +26,13 @@ MAX_JSON_BYTES = 1 << 27  # an index of a million tensors is smaller
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file of a snapshot. Raises UserError if the file is missing or damaged."""
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
     try:
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8-sig", opener=regular) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
+                raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
+            content = json.loads(file.read())
     except UserError:
         raise
     except FileNotFoundError:
@@ -97,7 +100,7 @@ def fingerprint_files(files: Iterable[Path]) -> str:
 def open_weights(file: Path) -> Iterator[Any]:
     """Opens a safetensors file. Raises UserError if it is damaged."""
     try:
-        with safe_open(file, framework="pt") as shard:
+        with open(file, "rb", opener=regular), safe_open(file, framework="pt") as shard:
             yield shard
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error}); download it again") from None
