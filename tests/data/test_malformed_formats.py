@@ -1,5 +1,7 @@
 """Rows that a reader converts in a particular way, and rows that it refuses with one line."""
 
+import json
+
 import pytest
 
 from tests.data.fuzz_formats import fuzz
@@ -424,6 +426,22 @@ def test_broken_documents_and_tables_are_errors(tmp_path):
     (folder / "dataset_dict.json").write_text("{}")
     with pytest.raises(UserError, match=r"several splits \(train\); set data.files to one of them"):
         list(read_records(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../outside.arrow", "expected names of files in this folder, got '../outside.arrow'"),
+        ("/outside.arrow", "expected names of files in this folder, got '/outside.arrow'"),
+        (5, 'expected {"_data_files": [{"filename": str}]}; save the data set again'),
+        (None, 'expected {"_data_files": [{"filename": str}]}; save the data set again'),
+    ],
+)
+def test_a_data_set_names_only_files_in_its_folder(tmp_path, name, message):
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(UserError) as error:
+        list(read_records(str(tmp_path)))
+    assert str(error.value) == f"{tmp_path}/state.json: {message}"
 
 
 @pytest.mark.slow

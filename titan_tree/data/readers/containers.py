@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator
 from itertools import count, islice
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from titan_tree.data.readers import Place, Record, Source
 from titan_tree.data.readers.strict_json import parse_json
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -189,8 +190,8 @@ def _folder_batches(source: Source) -> Iterator[RecordBatch]:
 
 def _arrow_files(folder: Path) -> list[str]:
     if (splits := folder / "dataset_dict.json").is_file():
-        names = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-        raise UserError(f"{splits}: the data set has several splits ({names}); set data.files to one of them")
+        found = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise UserError(f"{splits}: the data set has several splits ({found}); set data.files to one of them")
     state = folder / "state.json"
     if not state.is_file():
         raise UserError(
@@ -198,11 +199,15 @@ def _arrow_files(folder: Path) -> list[str]:
             "name the files of a folder with a pattern such as folder/*.jsonl"
         )
     try:
-        return [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+        wrong = next((name for name in names if os.path.basename(name) != name), None)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f'{state}: expected {{"_data_files": [{{"filename": str}}]}}; save the data set again'
         ) from None
+    if wrong is not None:
+        raise UserError(f"{state}: expected names of files in this folder, got {shorten(wrong)}")
+    return names
 
 
 def _without_nulls(value: object) -> object:
