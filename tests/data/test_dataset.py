@@ -210,6 +210,23 @@ def test_resume_and_other_ranks_do_not_tokenize(tmp_path):
     assert dataset.position() == {"epoch": 2, "group": 24}
 
 
+def test_a_changed_template_is_refused_on_resume(tmp_path):
+    data, template = tmp_path / "data.jsonl", tmp_path / "chat.jinja"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+
+    def dataset(text):
+        template.write_text(f"{{% for m in messages %}}{text}{{{{ m.content }}}}{{% endfor %}}")
+        return tree_dataset(data, TreeTokenizer.byte_level(template))
+
+    state = json.loads(json.dumps(dataset("a").state_dict()))
+    dataset("a").load_state_dict(state)
+    with pytest.raises(UserError, match=r"data\.tokenizer: the vocabulary or the chat template has changed"):
+        dataset("b").load_state_dict(state)
+    del state["tokenizer"]  # of an older version
+    dataset("b").load_state_dict(state)
+
+
 def test_resume_is_refused_if_the_order_or_the_data_changed(file):
     state = tree_dataset(file, seed=1).state_dict()
     with pytest.raises(

@@ -163,12 +163,12 @@ class TreeDataset:
         return {"epoch": self.epoch, "group": self.group}
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the position, the settings that decide the order of groups, and checksums of the files.
+        """Returns the position, the settings that decide the order of groups, and checksums of what is read.
 
         It is the same on every rank and valid for any number of ranks.
         """
         order = {name: getattr(self.config, name) for name in ORDER_SETTINGS}
-        return self.position() | order | {"files": self.reader.checksums}
+        return self.position() | order | {"files": self.reader.checksums, "tokenizer": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position in ``state``. Raises UserError if the data or their order have changed."""
@@ -180,7 +180,16 @@ class TreeDataset:
                 )
         if "files" in state:  # versions before 2026-11-23 did not store it
             self.reader.check_unchanged(state["files"])
+        if (before := state.get("tokenizer")) and before != self._fingerprint():
+            raise UserError(
+                "data.tokenizer: the vocabulary or the chat template has changed since the checkpoint was "
+                "written; restore it, start in a new folder, or set checkpoint.allow_changes = true"
+            )
         self.epoch, self.group = state["epoch"], state["group"]
+
+    def _fingerprint(self) -> str | None:
+        """Returns a hash of the tokenizer and its template; None if the data are token ids."""
+        return self.reader.tokenizer.fingerprint() if self.reader.tokenizer else None
 
     def _stream(self, epoch: int, skip: int) -> Iterator[tuple[int, int, Group]]:
         """Yields (epoch, position after this group, group), after the first ``skip`` groups of ``epoch``."""
