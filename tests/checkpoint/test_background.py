@@ -112,7 +112,8 @@ def test_a_failed_write_is_reported_and_earlier_checkpoints_are_intact(
     config = tiny_config(tmp_path / "run", **options)
     with pytest.MonkeyPatch.context() as patch:
         write_or_fail(patch, failing_step)
-        message = rf"step-{failing_step}: writing the checkpoint failed: .*No space left"
+        newest = Path(config.folder) / "checkpoints" / f"step-{failing_step - 2}"
+        message = rf"step-{failing_step}: writing .*No space left.*; the newest one is {newest}; if"
         with pytest.raises(UserError, match=message):
             train(config)
     folder = Path(config.folder) / "checkpoints"

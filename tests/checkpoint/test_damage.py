@@ -1,7 +1,9 @@
 """Damaged and crafted checkpoints: each is named, and the one before it is used or the run is refused."""
 
 import errno
+import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,6 +62,17 @@ def forge_file(checkpoint: Path, name: str, content: bytes) -> None:
     forge(checkpoint, lambda m: m["files"].update({name: [checksum.num_bytes, *checksum.crc32]}))
 
 
+def forge_tensor(checkpoint: Path, name: str) -> None:
+    """Writes a NaN into a tensor."""
+    _, _, ((*_, file, start, length),) = json.loads((checkpoint / "tensors.json").read_text())[name]
+    content = bytearray((checkpoint / file).read_bytes())
+    tensor = torch.load(io.BytesIO(content[start : start + length]), weights_only=True)
+    values = tensor.numpy().tobytes()
+    at = content.index(values, start)
+    content[at : at + 4] = np.float32(np.nan).tobytes()
+    forge_file(checkpoint, file, bytes(content))
+
+
 class Payload:
     """Creates a file when it is unpickled."""
 
@@ -91,10 +105,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "forged: other folder": lambda c: forge(c, lambda m: m["files"].update({"../../config.toml": [1, 2]})),
     "forged: configuration": lambda c: forge(c, lambda m: m.update(config=[])),
     "forged: no files": lambda c: forge(c, lambda m: m.update(files={})),
+    "forged: infinite position": lambda c: forge(c, lambda m: m["data"].update(group=1e999)),
+    "forged: long name": lambda c: forge(c, lambda m: m["files"].update({"a" * 300: [1, 2]})),
+    "forged: empty FIFO": lambda c: (os.mkfifo(c / "f"), forge(c, lambda m: m["files"].update(f=[0]))),
+    "FIFO": lambda c: ((c / "checkpoint.json").unlink(), os.mkfifo(c / "checkpoint.json")),
+    "forged: NaN in the optimizer": lambda c: forge_tensor(c, "optimizer.state.norm.weight.exp_avg"),
 }
 
 
-EVERYDAY = ("bit of the tensors", "bit of the index", "bit of the manifest", "forged: wrong type")
+EVERYDAY = ("bit of the tensors", "bit of the manifest", "forged: wrong type", "forged: NaN in the optimizer")
 
 
 @pytest.mark.parametrize("name", slow_except(EVERYDAY, DAMAGE))
@@ -140,6 +159,19 @@ def test_a_checkpoint_that_cannot_be_read_for_now_is_not_called_damaged(
     with pytest.raises(UserError, match=r"distcp: cannot be read: Permission denied"):
         train(config)
     assert (Path(config.folder) / "checkpoints" / "step-4").is_dir()
+
+
+@pytest.mark.slow
+def test_tensors_in_another_dtype_are_refused_and_stay(run: Path, tmp_path: Path) -> None:
+    config = copied(run, tmp_path / "copy")
+    checkpoint = Path(config.folder) / "checkpoints" / "step-4"
+    index = json.loads((checkpoint / "tensors.json").read_text())
+    index["model.norm.weight"][0] = "bfloat16"
+    forge_file(checkpoint, "tensors.json", json.dumps(index).encode())
+    expected = "step-4: model.norm.weight: expected torch.float32 as in this run, got torch.bfloat16; restore"
+    with pytest.raises(UserError, match=expected):
+        train(config)
+    assert checkpoint.is_dir()
 
 
 @pytest.mark.parametrize("function", ["load", "FileSystemReader.read_data"])

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 import titan_tree.train
 from tests.support.processes import run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config, write_groups
+from titan_tree.checkpoint import Checkpoints
 from titan_tree.checkpoint.changes import config_changes
 from titan_tree.checkpoint.lock import FolderLock
 from titan_tree.config import LossConfig
@@ -321,6 +322,32 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path, w
     with pytest.raises(UserError, match=r"file/run: cannot be written: Not a directory"):
         Trainer(config)
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["run.lock", "config.toml"])
+def test_a_fifo_in_the_folder_of_a_run_is_refused(tmp_path: Path, name: str) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=2)
+    Path(config.folder).mkdir()
+    os.mkfifo(Path(config.folder) / name)
+    with pytest.raises(UserError, match=rf"{name}: cannot be written: .*a FIFO|a FIFO.*{name}"):
+        Trainer(config).train()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_failed_write_does_not_promise_deleted_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, checkpoint__interval=2)
+    save = Checkpoints.save
+
+    def save_to_deleted_folder(checkpoints: Checkpoints, due: bool = False) -> bool:
+        if checkpoints.progress.step == 4:
+            shutil.rmtree(config.folder)
+        return save(checkpoints, due)
+
+    monkeypatch.setattr(Checkpoints, "save", save_to_deleted_folder)
+    with pytest.raises(UserError, match=r"writing the checkpoint failed: .*; there is none in its folder"):
+        train(config)
 
 
 def test_a_disk_that_is_full_at_the_start_is_reported(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +19,15 @@ from titan_tree.distributed.titan import OptimizersContainer
 from titan_tree.errors import UserError
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+def plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors on this rank that a DTensor or a quantized tensor is made of, or a plain tensor."""
+    if is_traceable_wrapper_subclass(value):
+        for part in value.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(value, part))
+    elif isinstance(value, Tensor):
+        yield value
 
 
 class BackgroundWriter:

@@ -27,8 +27,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_tree.checkpoint.background import BackgroundWriter
+from titan_tree.checkpoint.background import BackgroundWriter, Tensors, plain_tensors
 from titan_tree.checkpoint.changes import check_architecture, check_config
 from titan_tree.checkpoint.lock import FolderLock, set_aside
 from titan_tree.checkpoint.storage import (
@@ -219,8 +220,10 @@ class Checkpoints:
             check_architecture(self.folder, architecture, self.architecture)
             check_config(self.folder, config, self.run_config, self.config.allow_changes)
         tensors = self._tensors()
+        _check_dtypes(path, tensors, reader)
         with _damaged(path):
             dcp.load(tensors, storage_reader=reader)
+            call_on_all_ranks_keep_rank0(partial(_check_finite, tensors))
         self.model.load_state_dict(self.model.state_dict() | tensors["model"])
         # The hyperparameters of the optimizer are those of the configuration.
         self.optimizers.load_state_dict(self.optimizers.state_dict() | tensors["optimizer"])
@@ -263,14 +266,19 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
             if (cause := _failed_write(error)) is None:
                 raise
+            steps = own_steps(self.folder, self.lock.run)
+            newest = f"the newest one is {self._path(steps[-1])}" if steps else "there is none in its folder"
             raise UserError(
-                f"{self._path(step)}: writing the checkpoint failed: {cause}; earlier ones are intact; if "
-                "the disk is full, free some space, then run the same command again to resume"
+                f"{self._path(step)}: writing the checkpoint failed: {cause}; {newest}; if the disk is full, "
+                "free some space, then run the same command again to resume"
             ) from error
 
 
 # What reading a manifest or tensors can raise if titan_tree did not write them.
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError)
+MALFORMED = (
+    *(KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError),
+    *(RuntimeError, AssertionError),
+)
 
 
 @contextmanager
@@ -290,6 +298,32 @@ def _damaged(path: Path) -> Iterator[None]:
             raise unreadable(path, cause) from None
         lines = str(cause).splitlines() or [type(cause).__name__]
         raise DamagedCheckpointError(f"{path}: cannot be loaded: {lines[0]}") from None
+
+
+def _check_dtypes(path: Path, tensors: Tensors, reader: CheckpointReader) -> None:
+    """Raises UserError if the run has a tensor in another dtype, because loading would round it."""
+    for name, tensor in _named(tensors):
+        stored = reader.metadata.state_dict_metadata.get(name)
+        if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != tensor.dtype:
+            raise UserError(
+                f"{path}: {name}: expected {tensor.dtype} as in this run, got {stored.properties.dtype}; "
+                "restore the dtypes of the configuration, or choose another folder"
+            )
+
+
+def _check_finite(tensors: Tensors) -> None:
+    """Raises ValueError if a number of this rank is NaN or infinite. No step writes such a number."""
+    for name, tensor in _named(tensors):
+        for part in plain_tensors(tensor):
+            if part.is_floating_point() and not part.isfinite().all():
+                raise ValueError(f"{name}: expected finite numbers, got NaN or infinity")
+
+
+def _named(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names and tensors as DCP stores them."""
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            yield f"{group}.{name}", tensor
 
 
 def _failed_write(error: BaseException) -> BaseException | None:
