@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 
 from titan_tree.config import DataConfig
 from titan_tree.data.readers import AUTO, OpenFile, open_binary
@@ -69,7 +69,9 @@ def _setting(text: str) -> tuple[str, Any]:
 def progress_bar() -> Iterator[OpenFile]:
     """Provides an ``open`` for data files that advances a bar on stderr while a file is read."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    # The clock runs on while the records of a large group become a tree.
+    columns = *Progress.get_default_columns(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("")
 
         def open_file(file: str) -> BinaryIO:

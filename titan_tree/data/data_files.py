@@ -309,7 +309,13 @@ def group_trajectories(group: Group, ignored: Set[str] = frozenset("*")) -> Iter
 
 def holds_conversations(group: Group) -> bool:
     """Returns whether some trajectory of the group has messages, which only a tokenizer can read."""
-    return any(trajectory.record.get("messages") is not None for trajectory in group_trajectories(group))
+    records = [record for _, record in group.records]
+    for record in records:
+        trajectories = record.get("trajectories")
+        records_of_task = trajectories if isinstance(trajectories, list) else [record]
+        if any(isinstance(r, dict) and r.get("messages") is not None for r in records_of_task):
+            return True
+    return False
 
 
 def _group_key(place: Place, record: Record) -> tuple[bool, str]:

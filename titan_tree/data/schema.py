@@ -86,8 +86,9 @@ def present_fields(record: Record, names: Iterable[str]) -> Record:
 
 def refuse_fields(record: Record, names: Iterable[str], reason: str) -> None:
     """Raises UserError if the record has one of the named fields, which would be dropped silently."""
-    for name in present_fields(record, names):
-        raise UserError(f"{name}: {reason}")
+    for name in names:
+        if record.get(name) is not None:
+            raise UserError(f"{name}: {reason}")
 
 
 def record_name(record: Record, field: str) -> str | None:
@@ -113,10 +114,10 @@ def check_record(record: Record, kind: str, ignored: Set[str]) -> None:
         UserError: an unknown field, or text, a boolean or null in place of a number.
     """
     _refuse_unknown(record, KNOWN[kind], ignored, kind)
-    for field, types in _TYPES.items():
-        value = record.get(field)
-        if value is None or hasattr(value, "dtype"):
-            continue  # missing, or an array, whose dtype TokenPath checks
+    for field, value in record.items():
+        types = _TYPES.get(field)
+        if types is None or value is None or hasattr(value, "dtype"):
+            continue  # no number, missing, or an array, whose dtype TokenPath checks
         items = value if isinstance(value, list) else [value]
         if set(map(type, items)) <= types:
             continue

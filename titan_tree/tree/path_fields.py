@@ -16,6 +16,7 @@ from titan_tree.errors import UserError, shorten
 MAX_ID = np.iinfo(np.int32).max  # of tokens and policy versions
 MAX_EXPERT = np.iinfo(np.int16).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_ZERO = 2.0**-150  # the largest number that float32 rounds to 0
 MAX_NUMBER = 1e12  # of numbers in the loss: the product of a weight, a mask and an advantage fits float32
 
 
@@ -36,10 +37,11 @@ def number(
         result = float("nan") if is_text else float(cast(SupportsFloat, value))
     except (TypeError, ValueError, OverflowError):
         result = float("nan")
-    # Batches store numbers of paths in float32.
-    if not (abs(result) <= limit and accepts(float(np.float32(result)))):
+    if abs(result) <= FLOAT32_ZERO:  # batches store numbers of paths in float32
+        result = 0.0
+    if not (abs(result) <= limit and accepts(result)):
         raise wrong(field, expected, shorten(value))
-    return result if np.float32(result) else 0.0
+    return result
 
 
 def token_array(tokens: object) -> np.ndarray:
@@ -172,6 +174,8 @@ def _floats(field: str, value: object, kinds: str, types: tuple[type, ...]) -> n
     array = _array(field, value, "numbers")
     if array.dtype.kind not in kinds and not (array.dtype.kind == "O" and _only(array, types)):
         raise wrong(field, "numbers", shorten(value))
+    if array.dtype.kind in "iub":
+        return array.astype(np.float32)  # 64 bits fit
     try:
         with np.errstate(over="ignore"):
             numbers = array.astype(np.float32, copy=False)

@@ -222,8 +222,7 @@ class TokenPath:
                 f"it has {len(self):,} tokens, but the model has {max_positions:,} positions "
                 "(max_positions); shorten the sample or use a model with more positions"
             )
-        at = int(self.tokens.argmax())
-        if vocab_size is not None and self.tokens[at] >= vocab_size:
+        if vocab_size is not None and self.tokens[at := int(self.tokens.argmax())] >= vocab_size:
             raise UserError(
                 f"token id {self.tokens[at]} at token {at}: expected ids below the model's vocabulary size "
                 f"{vocab_size}; check that tokenizer and model belong together"

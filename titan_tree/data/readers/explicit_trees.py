@@ -18,6 +18,12 @@ Node = dict[str, Any]
 KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
 PER_TOKEN = ("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "policy_version", "advantage")
 OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id")  # of the node at which a sample ends
+ALLOWED = {
+    kind: frozenset(
+        {"id", "parent", "sample", kind, *OF_SAMPLE, *(PER_TOKEN if kind == "tokens" else ("advantage",))}
+    )
+    for kind in KINDS
+}
 
 
 class ExplicitTreeReader(RowReader):
@@ -48,29 +54,35 @@ class ExplicitTreeReader(RowReader):
     def convert(self, row: Record) -> Record:
         nodes = expect(row.get("nodes"), list, "nodes", "a non-empty list")
         for index, node in enumerate(nodes):
-            _check_node(node, f"nodes[{index}]")
+            _check_node(node, index)
         parents = _parents(nodes)
         ends = _sample_ends(nodes, parents)
         prompt = row.get("prompt") or []
         prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         shared = converted_messages(prompt_messages, "prompt")
-        trajectories = [_sample(nodes, parents, end, shared) for end in ends]
+        per_token = [name for name in PER_TOKEN if any(node.get(name) is not None for node in nodes)]
+        trajectories = [_sample(nodes, parents, end, shared, per_token) for end in ends]
         return {**without(row, ("nodes", "prompt")), "trajectories": trajectories}
 
 
-def _check_node(node: object, where: str) -> None:
-    node = expect(node, dict, where, "an object")
+def _check_node(node: object, index: int) -> None:
+    if not isinstance(node, dict):
+        raise UserError(f"nodes[{index}]: expected an object, got {shorten(node)}")
     kinds = [kind for kind in KINDS if node.get(kind) is not None]
     if len(kinds) != 1:
-        raise UserError(f"{where}: expected one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
-    expect(node[kinds[0]], str if kinds == ["text"] else list, f"{where}.{kinds[0]}", "text or a list")
+        got = " and ".join(kinds) or "none"
+        raise UserError(f"nodes[{index}]: expected one of {', '.join(KINDS)}, got {got}")
+    (kind,) = kinds
+    if not isinstance(node[kind], str if kind == "text" else list):
+        raise UserError(f"nodes[{index}].{kind}: expected text or a list, got {shorten(node[kind])}")
     if node.get("sample") is not None:
-        expect(node["sample"], bool, f"{where}.sample", "true or false")
-    per_token = PER_TOKEN if kinds == ["tokens"] else ("advantage",)
-    allowed = {"id", "parent", "sample", *kinds, *OF_SAMPLE, *per_token}
+        expect(node["sample"], bool, f"nodes[{index}].sample", "true or false")
+    if node.keys() <= (allowed := ALLOWED[kind]):
+        return
     for name in node:
         if name not in allowed and node[name] is not None:
-            raise UserError(f"{where}.{name}: unknown field; expected one of {', '.join(sorted(allowed))}")
+            expected = ", ".join(sorted(allowed))
+            raise UserError(f"nodes[{index}].{name}: unknown field; expected one of {expected}")
 
 
 def _parents(nodes: list[Node]) -> list[int]:
@@ -129,8 +141,15 @@ def _sample_ends(nodes: list[Node], parents: list[int]) -> list[int]:
     return ends
 
 
-def _sample(nodes: list[Node], parents: list[int], end: int, shared: list[Message]) -> Record:
-    """Returns the sample that ends at a node, in titan_tree's schema."""
+def _sample(
+    nodes: list[Node], parents: list[int], end: int, shared: list[Message], per_token: list[str]
+) -> Record:
+    """Returns the sample that ends at a node, in titan_tree's schema.
+
+    Args:
+        shared: messages before those of every root.
+        per_token: the fields of ``PER_TOKEN`` that some node has.
+    """
     path = [end]
     while parents[path[-1]] != -1:
         path.append(parents[path[-1]])
@@ -142,7 +161,7 @@ def _sample(nodes: list[Node], parents: list[int], end: int, shared: list[Messag
     if has_tokens == {True}:
         if shared:
             raise UserError("prompt: not allowed beside nodes of tokens; make it a node of tokens")
-        return record | _joined_tokens(nodes, path)
+        return record | _joined_tokens(nodes, path, per_token)
     if len(has_tokens) == 2:
         raise UserError(f"nodes[{end}]: expected either tokens or messages and texts on a path, got both")
     if node.get("advantage") is not None:
@@ -166,12 +185,15 @@ def _joined_messages(nodes: list[Node], path: list[int]) -> list[Message]:
     return messages
 
 
-def _joined_tokens(nodes: list[Node], path: list[int]) -> Record:
-    """Returns the tokens of the path and their values; null where a node has none, 0 for the advantage."""
+def _joined_tokens(nodes: list[Node], path: list[int], per_token: list[str]) -> Record:
+    """Returns the tokens of the path and their values.
+
+    Where a node has no value, the loss mask is 1, the advantage 0, and another field null.
+    """
     tokens = [token for index in path for token in nodes[index]["tokens"]]
     record: Record = {"tokens": tokens}
-    for name in PER_TOKEN:
-        if name != "loss_mask" and all(nodes[index].get(name) is None for index in path):
+    for name in per_token:
+        if all(nodes[index].get(name) is None for index in path):
             continue
         default = {"loss_mask": 1, "advantage": 0}.get(name)
         record[name] = [value for index in path for value in _node_values(nodes[index], name, default, index)]
