@@ -10,6 +10,7 @@ import argparse
 import csv
 import importlib.metadata
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_tree.components.lora import LoRA
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
@@ -56,6 +58,13 @@ def argument_parser(description: str | None, rounds: bool = True) -> argparse.Ar
         parser.add_argument("--rounds", type=int, default=3, help="measurements of each contender, in turn")
     parser.add_argument("--csv", type=Path, help="append the rows to this file")
     return parser
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process, of its ended children, and of the process of chat templates."""
+    times = os.times()
+    own = time.process_time() + times.children_user + times.children_system
+    return own + PROCESS.cpu_seconds()
 
 
 def default_device() -> torch.device:

@@ -7,7 +7,7 @@ partitioning and packing of steps for Qwen3-0.6B.
 
 | column     | meaning                                                                  |
 |------------|--------------------------------------------------------------------------|
-| CPU s      | CPU seconds for one epoch in one process, the minimum over the rounds    |
+| CPU s      | CPU seconds for one epoch without workers, the minimum over the rounds   |
 | M tokens/s | million logical tokens per CPU second                                    |
 | workers W  | speed of a loop of small torch operations beside data.workers = W        |
 
@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Row, append_csv, argument_parser, default_device, environment, print_table
+from common import Row, append_csv, argument_parser, cpu_seconds, default_device, environment, print_table
 
 from titan_tree import TreeTokenizer, build_model
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -87,9 +87,9 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: ar
     seconds, tokens = [], 0
     for _ in range(args.rounds):
         tokenizer._encoder._cache.clear()
-        started = time.process_time()
+        started = cpu_seconds()
         tokens = sum(prepare(step).counts.logical_tokens for step in dataset(epochs=1))
-        seconds.append(time.process_time() - started)
+        seconds.append(cpu_seconds() - started)
     first_input = prepare(next(iter(dataset())))
     alone: list[float] = []
     beside: dict[int, list[float]] = {workers: [] for workers in args.workers}

@@ -9,13 +9,13 @@
 | encode once | the encoding in "once"                                                        |
 | encode each | the rest of "each" if all turns are rendered beforehand: encoding, TokenPaths |
 
-Other processes disturb a minimum less than a median. All work begins with empty caches. The cache of the
-encoder also speeds up "once", because conversations of one task share the system prompt.
+The process in which chat templates run counts. Other processes disturb a minimum less than a median. All
+work begins with empty caches. The cache of the encoder also speeds up "once", because conversations of one
+task share the system prompt.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from common import (
     Row,
     append_csv,
     argument_parser,
+    cpu_seconds,
     default_device,
     environment,
     print_table,
@@ -91,7 +92,7 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
                 of_conversation.encode(turn)
 
     texts = render_once()
-    rendered_turns = [[s.render_turn(i) for i in s.assistant_turns()] for s in all_samples()]
+    rendered_turns = [list(s.render_turns(s.assistant_turns())) for s in all_samples()]
     work: dict[str, Callable[[], object]] = {
         "once": lambda: encode_once(render_once()),
         "each": samples,
@@ -118,9 +119,9 @@ def cpu_timer(tokenizer: TreeTokenizer, run: Callable[[], object]) -> Callable[[
 
     def measurement() -> list[dict[str, float]]:
         tokenizer._encoder._cache.clear()
-        started = time.process_time()
+        started = cpu_seconds()
         run()
-        return [{"s": time.process_time() - started}]
+        return [{"s": cpu_seconds() - started}]
 
     return measurement
 

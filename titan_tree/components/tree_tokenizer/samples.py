@@ -14,7 +14,7 @@ Each prompt of a conversation repeats most of the one before. ``PrefixEncoder`` 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -22,7 +22,6 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Spans, TextEncoder
 from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.sandbox import JsonTexts
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
@@ -49,7 +48,6 @@ class ConversationSamples:
 
     def __post_init__(self) -> None:
         self._prompts = PrefixEncoder(self.encoder, self.template)
-        self._json_texts = JsonTexts()
 
     def paths(self, turns: Turns) -> list[TokenPath]:
         """Returns the samples, or an empty list if the conversation has no assistant message."""
@@ -61,36 +59,36 @@ class ConversationSamples:
         if turns == "whole":
             return [self.encode(self.render_whole(indices))]
         indices = indices if turns == "each" else indices[-1:]
-        return [self.encode(self.render_turn(index)) for index in indices]
+        return [self.encode(turn) for turn in self.render_turns(indices)]
 
     def assistant_turns(self) -> list[int]:
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
-    def render_turn(self, index: int) -> RenderedSample:
-        """Renders the conversation up to and including an assistant message.
+    def render_turns(self, indices: Sequence[int]) -> Iterator[RenderedSample]:
+        """Renders the conversation up to and including each of the given assistant messages.
 
         The completion ends with the end-of-turn token, where the model stopped. The template adds white space
         after it. The model did not write it, so it has loss mask 0. It stays in the sample because the
         prompts of later turns contain it: the tree then shares all tokens of the sample with them.
         """
-        prompt = self._render(index, add_generation_prompt=True)
-        text = self._render(index + 1)
-        if not text.startswith(prompt):
-            raise UserError(
-                f"messages[{index}]: expected the chat template to render this turn as a continuation of its "
-                f"own generation prompt: {_first_difference(prompt, text)}; change the template's variables, "
-                "such as enable_thinking, or the template"
-            )
-        stripped = text.rstrip()
-        stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))
-        return RenderedSample(text, [(len(prompt), len(stripped) if stopped else len(text))])
+        prefixes = [prefix for index in indices for prefix in ((index, True), (index + 1, False))]
+        texts = self.template.prefixes(self.messages, self.tools, prefixes, self.variables)
+        for index, prompt, text in zip(indices, texts, texts, strict=True):
+            if not text.startswith(prompt):
+                raise UserError(
+                    f"messages[{index}]: expected the chat template to render this turn as a continuation of "
+                    f"its own generation prompt: {_first_difference(prompt, text)}; change the template's "
+                    "variables, such as enable_thinking, or the template"
+                )
+            stripped = text.rstrip()
+            stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))
+            yield RenderedSample(text, [(len(prompt), len(stripped) if stopped else len(text))])
 
-    def render_whole(self, indices: list[int]) -> RenderedSample:
+    def render_whole(self, indices: Sequence[int]) -> RenderedSample:
         """Renders all messages once, with the completions of all assistant messages."""
-        whole = self._render(len(self.messages))
+        whole = self.template.render(self.messages, self.tools, False, self.variables)
         completions = []
-        for index in indices:
-            turn = self.render_turn(index)
+        for index, turn in zip(indices, self.render_turns(indices), strict=True):
             if not whole.startswith(turn.text):
                 raise UserError(
                     f"messages[{index}]: the chat template renders this turn differently once more messages "
@@ -98,13 +96,6 @@ class ConversationSamples:
                 )
             completions += turn.completions
         return RenderedSample(whole, completions)
-
-    def _render(self, num_messages: int, add_generation_prompt: bool = False) -> str:
-        """Renders the first messages, with text spans marked."""
-        messages = self.messages[:num_messages]
-        return self.template.render(
-            messages, self.tools, add_generation_prompt, self.variables, self._json_texts
-        )
 
     def encode(self, sample: RenderedSample) -> TokenPath:
         """Encodes each prompt and each completion separately, so both begin at a token boundary.

@@ -1,21 +1,35 @@
-"""ChatEnvironment: Jinja as Hugging Face configures it for chat templates, but faster.
+"""Renders chat templates: the program of the process that template_process.py starts.
 
-A template is code from the internet, so it runs in Jinja's sandbox. The sandbox checks every attribute that
-the template reads. ChatEnvironment answers without these checks where their outcome is known. A template that
-renders every prefix of a conversation reads the same objects again and again; their JSON text is kept.
+A template is code from the internet. Jinja's sandbox decides what it may read. The operating system limits
+the time and the memory of this process, because no check inside the interpreter can: one comparison or one
+regular expression may run for hours, or end the process. ``serve`` explains the requests.
+
+ChatEnvironment is Jinja as Hugging Face configures it for chat templates, but faster. The sandbox checks
+every attribute that the template reads. ChatEnvironment answers without these checks where their outcome is
+known. A template that renders every prefix of a conversation reads the same objects again and again; their
+JSON text is kept.
+
+To start at once, this file imports only Jinja and Python's library.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-import re
-from collections.abc import Callable, Sequence
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import lru_cache
 from types import BuiltinMethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
@@ -23,37 +37,23 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.utils import Namespace
 
-from titan_tree.components.tree_tokenizer.limits import (
-    FREE,
-    METHODS,
-    REFUSED,
-    LimitedContext,
-    limited_filters,
-    limited_method,
-    measure,
-    multiply,
-)
-from titan_tree.errors import UserError
-
-T = TypeVar("T")
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans
-MARKS = re.compile(f"[{OPEN}{CLOSE}]")
-JSON_TEXTS = "json texts"  # the variable that holds the JsonTexts of a rendering; no template can name it
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans; templates.py explains them
+JSON_TEXTS = "json texts"  # the variable that holds the JsonTexts of a conversation; no template can name it
 JSON_CHARACTERS = 1 << 24  # capacity of JsonTexts, in characters
+ERROR_CHARACTERS = 1000  # of an error message
+OUT_OF_MEMORY = 3  # exit status
+FILES = 16  # open files; some of Python's modules are imported when a template first needs them
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {
-    *METHODS,
-    *REFUSED[str],
-}
+_STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 _PLAIN = frozenset((str, int, bool, float, type(None), dict, list, tuple))
 _MISSING = object()
-_TICK = jinja2.nodes.ExprStmt(jinja2.nodes.Const(None))
 _DEFAULTS = False, None, None, False
+_FIELD_FILTERS = ("attr", "groupby", "rejectattr", "selectattr", "sum")  # their first argument is a field
 
 
 class _Code(CodeGenerator):
-    """Reads the fields of messages without a function call, and reports what the limits count."""
+    """Reads the fields of messages without a function call."""
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         """Writes ``obj.attr`` as an expression that reads a dict and leaves other objects to the sandbox."""
@@ -65,87 +65,17 @@ class _Code(CodeGenerator):
         self.visit(node.node, frame)
         self.write(f") is dict and {node.attr!r} in got else environment.getattr(got, {node.attr!r}))")
 
-    def visit_For(self, node: jinja2.nodes.For, frame: Frame) -> None:  # noqa: N802
-        """Writes a loop that counts its iterations."""
-        node.body = [_TICK, *node.body]
-        super().visit_For(node, frame)
-
-    def macro_body(self, node: Any, frame: Frame) -> Any:
-        """Writes a macro that counts its calls."""
-        node.body = [_TICK, *node.body]
-        return super().macro_body(node, frame)
-
-    def visit_ExprStmt(self, node: jinja2.nodes.ExprStmt, frame: Frame) -> None:  # noqa: N802
-        if node is _TICK:
-            self.writeline("context.tick()")
-        else:
-            super().visit_ExprStmt(node, frame)
-
-    def visit_Add(self, node: jinja2.nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Writes ``a + b + c`` with one check of the sum."""
-        terms: list[jinja2.nodes.Expr] = [node]
-        while isinstance(first := terms[0], jinja2.nodes.Add):
-            terms[:1] = [first.left, first.right]
-        self._write_grown(lambda: self._write_joined(terms, " + ", lambda term: self.visit(term, frame)))
-
-    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        def as_text(part: jinja2.nodes.Expr) -> None:
-            self._output_child_pre(part, frame, None)
-            self.visit(part, frame)
-            self._output_child_post(part, frame, None)
-
-        def join() -> None:
-            self.write("''.join((")
-            self._write_joined(node.nodes, ", ", as_text)
-            self.write(",))")
-
-        self._write_grown(join)
-
-    def visit_Filter(self, node: jinja2.nodes.Filter, frame: Frame) -> None:  # noqa: N802
-        visit = super().visit_Filter
-        self._write_grown(lambda: visit(node, frame))
-
-    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        visit = super().visit_Getitem
-        if isinstance(node.arg, jinja2.nodes.Slice):
-            self._write_grown(lambda: visit(node, frame))
-        else:
-            visit(node, frame)
-
-    def visit_ScopedEvalContextModifier(self, node: Any, frame: Frame) -> None:  # noqa: N802
-        self.fail("autoescape is not supported, because it would change the text of messages", node.lineno)
-
-    def _output_child_pre(self, node: jinja2.nodes.Expr, frame: Frame, finalize: object) -> None:
-        self.write("(got if type(got := ")
-
-    def _output_child_post(self, node: jinja2.nodes.Expr, frame: Frame, finalize: object) -> None:
-        self.write(") is str else context.text(got))")
-
-    def _write_grown(self, write: Callable[[], None]) -> None:
-        """Writes an expression whose value counts unless it is a short string."""
-        self.write("(got if type(got := ")
-        write()
-        self.write(f") is str and len(got) < {FREE} else context.grown(got))")
-
-    def _write_joined(self, parts: Sequence[T], separator: str, write: Callable[[T], None]) -> None:
-        for index, part in enumerate(parts):
-            self.write(separator if index else "")
-            write(part)
-
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with the functions and filters of chat templates; templates.py explains ``text``."""
 
     code_generator_class = _Code
-    context_class = LimitedContext
-    intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        self.filters = limited_filters(self.filters | {"tojson": _to_json, "text": _text_span})
-        del self.globals["lipsum"]
+        self.filters |= {"tojson": _to_json, "text": _text_span}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -166,35 +96,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if type(obj) is BuiltinMethodType and type(obj.__self__) is str:
             kwargs.pop("_loop_vars", None)  # Jinja adds these two for functions that read the context
             kwargs.pop("_block_vars", None)
-            if len(obj.__self__) >= FREE:  # the result is at most about as long
-                context.grown(obj.__self__)  # type: ignore[attr-defined]
             return obj(*args, **kwargs)
-        return context.grown(super().call(context, obj, *args, **kwargs))  # type: ignore[attr-defined]
-
-    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Returns the product, the power, the remainder or the formatted text."""
-        multiply(operator, left, right)
-        return context.grown(super().call_binop(context, operator, left, right))  # type: ignore
+        return super().call(context, obj, *args, **kwargs)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Also refuses ``dict.update`` and its like, with which a template could change a message."""
-        if any(isinstance(obj, kind) and attr in names for kind, names in REFUSED.items()):
-            return False
         return super().is_safe_attribute(obj, attr, value) and not (
             obj is dict and modifies_known_mutable({}, attr)
         )
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns a limited method for one that can make a text much longer; Jinja calls it for each one."""
-        name, text = getattr(value, "__name__", None), getattr(value, "__self__", None)
-        if not isinstance(text, str) or name not in METHODS:
-            return super().wrap_str_format(value)
-        return limited_method(name, text, super().wrap_str_format(value) or value)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> str:
-        source = super()._generate(*args, **kwargs)
-        # No text of a template matches, because it has no line breaks in the source.
-        return source.replace("\n    concat = environment.concat\n", "\n    concat = context.concat\n")
 
 
 class JsonTexts:
@@ -214,9 +123,6 @@ class JsonTexts:
         if (known := self._texts.get(key)) is not None:
             return known[1]
         ensure_ascii, indent, separators, sort_keys = options
-        measure(value)
-        if (indent if isinstance(indent, int) else measure(indent)) > 100 or measure(separators) > 100:
-            raise jinja2.TemplateRuntimeError("tojson: the indent or the separators are too long")
         text = json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
@@ -256,7 +162,7 @@ def _text_span(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"the filter text expects a string, got {type(text).__name__}")
     if OPEN in text or CLOSE in text:
-        raise UserError("a message contains U+FDD0 or U+FDD1, which Unicode reserves; remove them")
+        raise jinja2.TemplateError("a message contains U+FDD0 or U+FDD1, which Unicode reserves; remove them")
     return f"{OPEN}{text}{CLOSE}"
 
 
@@ -266,3 +172,187 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+# Requests.
+
+
+def describe(source: str) -> Iterator[dict[str, Any]]:
+    """Yields what ChatTemplate needs to know about a template; its docstring explains the keys."""
+    syntax = _environment().parse(source)
+    yield {
+        "variables": sorted(jinja2.meta.find_undeclared_variables(syntax)),
+        "fields": sorted(set(_fields(syntax))),
+        "reads_clock": any(node.name == "strftime_now" for node in syntax.find_all(jinja2.nodes.Name)),
+        "has_text_spans": any(node.name == "text" for node in syntax.find_all(jinja2.nodes.Filter)),
+    }
+
+
+def _fields(syntax: jinja2.nodes.Template) -> Iterator[str]:
+    """Yields the names in x.name, x["name"], x.get("name"), "name" in x, x | attr("name") and the like."""
+    for node in syntax.find_all(jinja2.nodes.Node):
+        names: list[jinja2.nodes.Expr] = []
+        match node:
+            case jinja2.nodes.Getattr():
+                yield node.attr
+            case jinja2.nodes.Getitem():
+                names = [node.arg]
+            case jinja2.nodes.Call(node=jinja2.nodes.Getattr(attr="get")):
+                names = node.args[:1]
+            case jinja2.nodes.Compare() if any(operand.op in ("in", "notin") for operand in node.ops):
+                names = [node.expr]
+            case jinja2.nodes.Filter(name=name):
+                names = [keyword.value for keyword in node.kwargs if keyword.key == "attribute"]
+                names += node.args[:1] if name in _FIELD_FILTERS else []
+        for constant in names:
+            if isinstance(constant, jinja2.nodes.Const) and isinstance(constant.value, str):
+                yield from constant.value.split(".")
+
+
+def render(
+    source: str,
+    messages: Sequence[object],
+    tools: Sequence[object] | None,
+    prefixes: Sequence[tuple[int, bool]],
+    variables: dict[str, object],
+) -> Iterator[tuple[int, str]]:
+    """Yields the texts of prefixes of a conversation.
+
+    Most texts repeat the text before. Each one is yielded as (number of characters that it shares with the
+    text before, the rest), so that little goes through the pipe.
+
+    Args:
+        prefixes: (number of messages, whether the generation prompt is added) of each text.
+    """
+    template, texts, before = _compiled(source), JsonTexts(), ""
+    for count, add_generation_prompt in prefixes:
+        _start_clock()
+        context = template.new_context(
+            dict(
+                messages=messages[:count],
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**variables, JSON_TEXTS: texts},
+            )
+        )
+        text = "".join(template.root_render_func(context))
+        shared = shared_length(before, text)
+        yield shared, text[shared:]
+        before = text
+
+
+def shared_length(before: str, text: str) -> int:
+    """Returns the number of characters with which both texts begin."""
+    if text.startswith(before):
+        return len(before)
+    low, high = 0, min(len(before), len(text))  # the first ``low`` characters are equal
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(before[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ChatEnvironment:
+    return ChatEnvironment()
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except MemoryError:  # of Python's compiler, for a long chain of elif
+        raise jinja2.TemplateError("it is too long or too deeply nested for Python's compiler") from None
+
+
+# The process.
+
+
+REQUESTS: dict[str, Callable[..., Iterator[object]]] = {"describe": describe, "render": render}
+_seconds = 0.0
+
+
+def serve(seconds: float, memory: int) -> None:
+    """Answers requests until the parent process has ended.
+
+    A request on stdin is a pickle of (name of a function in REQUESTS, arguments). The answer on stdout is the
+    JSON text of (what the function yields, error or None). Its length, 8 bytes, precedes each of them. An
+    error is (line of the template or None, message). The process ends without an answer if a template exceeds
+    a limit.
+
+    Args:
+        seconds: CPU time of each text, and of reading a template.
+        memory: bytes of address space.
+    """
+    global _seconds
+    _seconds = seconds
+    _confine(memory)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        while size := requests.read(8):
+            request = requests.read(int.from_bytes(size))
+            # From here until the answer, the pipe can only be closed. The parent has then ended, and the
+            # signal SIGIO ends this process, whatever the template does.
+            fcntl.fcntl(requests, fcntl.F_SETFL, os.O_ASYNC)
+            answer = _answer(request)
+            fcntl.fcntl(requests, fcntl.F_SETFL, 0)
+            answers.write(len(answer).to_bytes(8) + answer)
+            answers.flush()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+def _answer(request: bytes) -> bytes:
+    _start_clock()
+    results: list[object] = []
+    error: tuple[int | None, str] | None = None
+    try:
+        name, *arguments = pickle.loads(request)
+        for result in REQUESTS[name](*arguments):
+            results.append(result)
+    except MemoryError:
+        raise
+    except Exception as raised:  # a template can raise any exception
+        line = raised.lineno if isinstance(raised, jinja2.TemplateSyntaxError) else None
+        kind = "" if isinstance(raised, jinja2.TemplateError) else f"{type(raised).__name__}: "
+        error = line, f"{kind}{raised}"[:ERROR_CHARACTERS]
+    return json.dumps((results, error), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _start_clock() -> None:
+    """Lets the system end this process after more CPU time than a template may take."""
+    signal.setitimer(signal.ITIMER_PROF, _seconds)
+
+
+def _confine(memory: int) -> None:
+    """Takes from this process what no template needs."""
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: FILES,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        _, largest = resource.getrlimit(kind)
+        limit = limit if largest == resource.RLIM_INFINITY else min(limit, largest)
+        resource.setrlimit(kind, (limit, limit))
+    for number in (signal.SIGPROF, signal.SIGIO):
+        signal.signal(number, signal.SIG_DFL)  # which ends the process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGIO))
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())  # receives SIGIO
+    sys.dont_write_bytecode = True
+    # Python's runtime reports its fatal errors on stderr; the parent process reports them in one line.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))

@@ -10,33 +10,25 @@ Two characters that Unicode reserves for internal use mark a text span in the re
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-import jinja2
-import jinja2.meta
-import jinja2.nodes
-
-from titan_tree.components.tree_tokenizer.limits import MAX_SOURCE
 from titan_tree.components.tree_tokenizer.messages import Message
-from titan_tree.components.tree_tokenizer.sandbox import (
-    CLOSE,
-    JSON_TEXTS,
-    MARKS,
-    OPEN,
-    ChatEnvironment,
-    JsonTexts,
-)
+from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.config.files import regular
 from titan_tree.errors import UserError, require_unicode
 
 BUILT_IN = ("chatml", "qwen3")
-_FIELD_FILTERS = ("attr", "groupby", "rejectattr", "selectattr", "sum")  # their first argument is a field
+MAX_SOURCE = 1 << 18  # characters of a template
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # the marks of text spans, which sandbox.py makes
+_MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
 class ChatTemplate:
-    """A Jinja chat template.
+    """A Jinja chat template. It runs in a process of its own (template_process.py).
 
     Args:
         source: the template's text.
@@ -62,14 +54,11 @@ class ChatTemplate:
             raise UserError(
                 f"chat template {name}: expected at most {MAX_SOURCE:,} characters, got {len(source):,}"
             )
-        try:
-            syntax = _environment().parse(source)
-            self.variables = jinja2.meta.find_undeclared_variables(syntax)
-            self.fields = frozenset(_fields(syntax))
-            self.reads_clock = any(n.name == "strftime_now" for n in syntax.find_all(jinja2.nodes.Name))
-            self.has_text_spans = any(f.name == "text" for f in syntax.find_all(jinja2.nodes.Filter))
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise self._error(error) from None
+        (description,) = self._request("describe")
+        self.variables = frozenset(description["variables"])
+        self.fields = frozenset(description["fields"])
+        self.reads_clock: bool = description["reads_clock"]
+        self.has_text_spans: bool = description["has_text_spans"]
 
     @staticmethod
     def load(template: str | Path, constants: Mapping[str, object] | None = None) -> ChatTemplate:
@@ -100,7 +89,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
         variables: Mapping[str, object],
-        json_texts: JsonTexts | None = None,
     ) -> str:
         """Returns the text of normalized messages with marked text spans; see ``spans`` and ``plain``.
 
@@ -109,32 +97,34 @@ class ChatTemplate:
             tools: JSON schemas of the tools.
             add_generation_prompt: whether the text ends with the header of the assistant's next message.
             variables: template variables.
-            json_texts: speeds up several renderings of the same messages and tools.
 
         Raises:
-            UserError: a variable that the template does not read, or an error in the template.
+            UserError: a variable that the template does not read, an error in the template, or a limit of
+                time, memory or text that it exceeds.
+        """
+        return next(self.prefixes(messages, tools, [(len(messages), add_generation_prompt)], variables))
+
+    def prefixes(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None,
+        prefixes: Sequence[tuple[int, bool]],
+        variables: Mapping[str, object],
+    ) -> Iterator[str]:
+        """Yields the text of each prefix, given as (number of messages, ``add_generation_prompt``).
+
+        One request renders all of them. An error in the template is raised in place of its text.
         """
         if unknown := sorted(variables.keys() - self.variables):
             raise UserError(
                 f"chat template {self.name}: the template reads no variable {unknown[0]!r}; remove it, or "
                 "correct its name"
             )
-        try:
-            template = _compiled(self.source)
-            context = template.new_context(
-                dict(
-                    messages=messages,
-                    tools=tools or None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **{**self.constants, **variables, JSON_TEXTS: json_texts or JsonTexts()},
-                )
-            )
-            return context.concat(template.root_render_func(context))  # type: ignore[attr-defined]
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:  # a template can raise any exception
-            raise self._error(error) from None
+        text = ""
+        constants = {**self.constants, **variables}
+        for shared, rest in self._request("render", messages, tools, prefixes, constants):
+            text = text[:shared] + rest
+            yield text
 
     def spans(self, rendered: str) -> list[tuple[str, bool]]:
         """Cuts rendered text, or the end of it, into (text, whether control tokens take effect), in order.
@@ -144,7 +134,7 @@ class ChatTemplate:
         if not self.has_text_spans:
             return [(rendered, True)]
         begins_inside = rendered.count(CLOSE) > rendered.count(OPEN)
-        return [(part, index % 2 == begins_inside) for index, part in enumerate(MARKS.split(rendered))]
+        return [(part, index % 2 == begins_inside) for index, part in enumerate(_MARKS.split(rendered))]
 
     def plain(self, rendered: str) -> str:
         """Returns rendered text without the marks of text spans.
@@ -155,45 +145,18 @@ class ChatTemplate:
         text = "".join(text for text, _ in self.spans(rendered))
         return require_unicode(text, f"text of chat template {self.name}")
 
-    def _error(self, error: Exception) -> UserError:
-        """Returns the UserError, in one line, for an exception that the template or Jinja raised."""
+    def _request(self, name: str, *arguments: object) -> Iterator[Any]:
+        """Yields what a function of sandbox.py yields for this template, and raises its error."""
         where = f"chat template {self.name}"
-        if isinstance(error, jinja2.TemplateSyntaxError):
-            where += f", line {error.lineno}"
-        message = (
-            str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-        )
-        printable = "".join(char if char.isprintable() else " " for char in message)
-        return UserError(f"{where}: {' '.join(printable.split())}")
-
-
-def _fields(syntax: jinja2.nodes.Template) -> Iterator[str]:
-    """Yields the names in x.name, x["name"], x.get("name"), "name" in x, x | attr("name") and the like."""
-    for node in syntax.find_all(jinja2.nodes.Node):
-        names: list[jinja2.nodes.Expr] = []
-        match node:
-            case jinja2.nodes.Getattr():
-                yield node.attr
-            case jinja2.nodes.Getitem():
-                names = [node.arg]
-            case jinja2.nodes.Call(node=jinja2.nodes.Getattr(attr="get")):
-                names = node.args[:1]
-            case jinja2.nodes.Compare() if any(operand.op in ("in", "notin") for operand in node.ops):
-                names = [node.expr]
-            case jinja2.nodes.Filter(name=name):
-                names = [keyword.value for keyword in node.kwargs if keyword.key == "attribute"]
-                names += node.args[:1] if name in _FIELD_FILTERS else []
-        for constant in names:
-            if isinstance(constant, jinja2.nodes.Const) and isinstance(constant.value, str):
-                yield from constant.value.split(".")
-
-
-@lru_cache(maxsize=1)
-def _environment() -> ChatEnvironment:
-    return ChatEnvironment()
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """Compiles a template. ChatTemplate does not store the result, which could not be pickled."""
-    return _environment().from_string(source)
+        try:
+            results, error = PROCESS.request(name, self.source, *arguments)
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as unsent:
+            raise UserError(
+                f"{where}: {type(unsent).__name__}: {unsent}; give messages and variables of plain values"
+            ) from None
+        yield from results
+        if error is not None:
+            line, message = error
+            where += f", line {line}" if line is not None else ""
+            printable = "".join(char if char.isprintable() else " " for char in message)
+            raise UserError(f"{where}: {' '.join(printable.split())}")
