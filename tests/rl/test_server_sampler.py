@@ -17,11 +17,12 @@ import pytest
 
 from tests.rl.test_sampling import TOKENIZER, started, tiny_model
 from tests.support.cases import for_each
+from titan_tree.config.rl import ServerConfig
 from titan_tree.errors import UserError
 from titan_tree.rl.cached_sampler import CachedSampler
 from titan_tree.rl.rollouts import play
 from titan_tree.rl.sampler import in_daemon
-from titan_tree.rl.server.client import StoppedError
+from titan_tree.rl.server.client import ServerClient, StoppedError
 from titan_tree.rl.server.server_sampler import ServerSampler
 from titan_tree.tree.paths import ExpertSizes
 
@@ -441,6 +442,22 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
             ServerSampler(url, "m", api_key=KEY, attempts=1).sample([[1]], [5], STOP, seed=0)
         assert not [part for part in parts if part in str(refused.value)], (answer, str(refused.value))
         assert len(str(refused.value)) < 1500
+
+
+@for_each(
+    ("answer", "reason"),
+    [
+        ({"success": False, "message": f"{'x' * 990}{KEY}"}, f"{'x' * 990}***"),
+        (
+            {"success": False, "message": ["deep"], "of": {KEY: 1}},
+            "{'message': ['deep'], 'of': {'***': 1}, 'success': False}",
+        ),
+    ],
+)
+def test_a_command_that_failed_says_why(answer: Any, reason: str) -> None:
+    with server(lambda request, number: answer) as (url, _), pytest.raises(UserError) as refused:
+        ServerClient(ServerConfig(url=url, api="sglang"), KEY).command("/generate")
+    assert str(refused.value) == f"{url}/generate: expected success, got {reason}; see the log of the server"
 
 
 def http(status: int, body: str | bytes, header: str = "Server: none") -> bytes:

@@ -102,7 +102,8 @@ class ServerClient:
         """
         answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
         if isinstance(answer, dict) and answer.get("success") is False:
-            reason = hide(str(answer.get("message", "")))[:LONGEST_ERROR] or shorten(answer)
+            message = answer.get("message")
+            reason = hide(message)[:LONGEST_ERROR] if isinstance(message, str) else shorten(answer)
             raise UserError(f"{self.url}{path}: expected success, got {reason}; see the log of the server")
 
     def find(self, *paths: str) -> dict[str, Json] | None:
