@@ -38,6 +38,7 @@ CAMPAIGNS = (
     "signals",
     "starts",
     "ranks",
+    "differences",
     "lines",
     "templates",
     "combined",

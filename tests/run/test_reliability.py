@@ -21,6 +21,7 @@ CAMPAIGNS = (
     "damage",
     "signals",
     "ranks",
+    "differences",
     "lines",
     "templates",
     "combined",

@@ -110,8 +110,9 @@ class ParallelConfig(Checked, table="parallel"):
     # of trees that others would wait for. false: a rank trains on the groups that it reads, or trees are
     # balanced by tokens if data.merge is "batch".
     balance: bool = True
-    # Seconds that a rank waits for the others in a collective before the run ends. Until the first step is
-    # done, ranks wait for at least an hour, because compile times differ between them.
+    # Seconds that a rank waits before the run ends: at the start (at least 30) for the others to come, and
+    # later for the others in a collective, and for the input of a step, also on one rank. Until the first
+    # step is done, these later waits take at least an hour, because compile times differ between ranks.
     timeout_s: float = setting(600.0, between(1, 1e6))
     # Steps between comparisons of weights, settings and data positions over all ranks. 0: no comparisons. The
     # first step of each start is also compared. A comparison gathers all weights once.
