@@ -277,10 +277,28 @@ def test_updates_of_zero_change_no_experts_of_transformers(name: str) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type: expected 'LORA', got 'IA3'"),
         ({"use_dora": True}, "use_dora: expected an adapter that is plain LoRA"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: expected an adapter that is plain LoRA"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            "got 3 for layers.0.mlp.down_proj and 6 for layers.0.self_attn.q_proj",
+        ),
+        (
+            {"alpha_pattern": {"model.layers.1.mlp.up_proj": 6}},
+            "expected one factor alpha / rank for all updates, got 1.5 for layers.1.mlp.up_proj and 3 for ",
+        ),
+        ({"alpha_pattern": {"(a+)+": 6}}, "alpha_pattern: expected a table from names of modules to numbers"),
+        (
+            {"rank_pattern": {"q_proj": 2.5}},
+            "rank_pattern: expected a table from names of modules to numbers",
+        ),
+        (
+            {"rank_pattern": [3]},
+            "rank_pattern: expected a table from names of modules to numbers > 0, got [3]",
+        ),
+        ({"target_parameters": 5}, "target_parameters: expected a list of names, got 5"),
+        ({"bias": "lora_only"}, "bias: expected 'none', got 'lora_only'"),
         ({"lora_dropout": 0.1}, "lora_dropout: expected an adapter that is plain LoRA"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected an initialization that keeps"),
-        ({"r": 8}, "expected a tensor of shape (8, 32), got (4, 32)"),
+        ({"r": 8}, "expected a tensor of shape (8, 48), got (4, 48)"),
         ({"r": 0}, "r: expected an integer > 0, got 0"),
     ],
 )
@@ -309,3 +327,84 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {key.replace("up_proj", "side_proj"): tensors[key].clone()}, file)
     with pytest.raises(UserError, match=r"side_proj.* expected a factor of a linear of qwen3"):
         load_adapter(tree_model(hf_model(True)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda factor: factor.index_fill(0, torch.tensor(3), torch.nan), "expected finite numbers, got NaN"),
+        (lambda factor: factor / 0, "expected finite numbers, got NaN or infinity"),
+        (
+            lambda factor: factor.to(torch.int8),
+            "expected numbers of the type float32, bfloat16 or float16, got int8",
+        ),
+        (lambda factor: factor.to(torch.float8_e4m3fn), "or float16, got float8_e4m3fn"),
+        (lambda factor: factor[None], "expected a tensor of shape (48, 4), got (1, 48, 4)"),
+    ],
+    ids=["NaN", "infinity", "int8", "float8", "shape"],
+)
+def test_factors_with_wrong_numbers_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    _, peft = with_peft("qwen3")
+    peft.save_pretrained(tmp_path)
+    file, module = tmp_path / "adapter_model.safetensors", "layers.1.mlp.up_proj"
+    tensors = load_file(file)
+    key = f"base_model.model.model.{module}.lora_B.weight"
+    save_file(tensors | {key: change(tensors[key])}, file)
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        load_adapter(tree_model(hf_model(True)), tmp_path)
+    assert (module if "shape" in message else key) in str(caught.value)
+
+
+def test_an_adapter_of_another_base_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, peft = with_peft("qwen3")
+    peft.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    cached = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
+    base.save_pretrained(cached)
+    for name, warnings in (
+        (None, 0),
+        ("Qwen/Qwen3-0.6B", 0),
+        (str(cached), 0),
+        ("other/Qwen3-8B", 1),
+        ("other/Qwen3-8B", 1),
+    ):
+        path.write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        load_adapter(load_pretrained(cached, torch.float32), tmp_path / "adapter")
+        assert len(caplog.records) == warnings
+    assert (
+        f"{path}: base_model_name_or_path names 'other/Qwen3-8B', but the model is {cached};" in caplog.text
+    )
+
+
+def test_a_smaller_rank_is_filled_with_zeros_which_stay(tmp_path: Path) -> None:
+    """Updates of two ranks and one factor alpha / rank, as PEFT writes them for fused experts."""
+    patterns = {"rank_pattern": {r".*\.down_proj": 8}, "alpha_pattern": {"down_proj": 24}}
+    base, peft = with_peft("qwen3", **patterns)
+    peft.save_pretrained(tmp_path)
+    model = tree_model(base)
+    load_adapter(model, tmp_path)
+    assert model.lora == LoRA(rank=8, alpha=24.0, targets=model.lora.targets)
+    step = TreeStep(model, TreeLoss("sft", reduction="token_mean"))
+    step.run(step.prepare([[TokenTree.from_paths([TokenPath(path) for path in PATHS])]]))
+    for path, score in zip(PATHS, tree_logprobs(model, PATHS), strict=True):
+        torch.testing.assert_close(score, hf_logprobs(peft, path), rtol=1e-5, atol=1e-5)
+    for name, p in model.named_parameters():
+        if "_lora_" in name and "down_proj" not in name:
+            for values in (p.detach(), p.grad):
+                rows = values if name.endswith("A") else values.T
+                assert rows[:4].any()
+                assert not rows[4:].any()
+
+
+def test_settings_may_be_integers(tmp_path: Path) -> None:
+    model = build_model("qwen3", "debug")
+    add_lora(model, LoRA(rank=2, alpha=4))
+    init_lora(whole_weights(model), 0)
+    save_adapter(model, tmp_path / "adapter")
+    again = build_model("qwen3", "debug")
+    load_adapter(again, tmp_path / "adapter")
+    assert again.lora == model.lora
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 4

@@ -64,9 +64,13 @@ def model_from_config(
 
     See ``load_pretrained`` for arguments and errors.
     """
+    model: TreeModel
     if implementation == "native" or (implementation == "auto" and _is_native(Path(folder))):
-        return hf.model_from_config(folder, attention, gdn).to(dtype)
-    return import_transformers().from_config(folder, dtype, attention, gdn)
+        model = hf.model_from_config(folder, attention, gdn).to(dtype)
+    else:
+        model = import_transformers().from_config(folder, dtype, attention, gdn)
+    model.hf_path = Path(folder)
+    return model
 
 
 def load_weights(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ class TreeModel(nn.Module, ABC):
         compute_dtype: dtype of the activations; None: that of the weights.
         recompute_logits: recompute the logits in the backward pass instead of keeping probabilities.
         lora: the updates that are trained instead of the weights; None: there are none. Set by ``add_lora``.
+        hf_path: the snapshot that describes the model; None: there is none.
         logit_cap: c tanh(s / c) replaces each logit s; None: it stays.
         windows: the sliding windows of the layers' attention, see ``TreeAttention.prepare``.
     Raises:
@@ -102,6 +104,7 @@ class TreeModel(nn.Module, ABC):
     experts: ExpertInfo | None = None
     num_recurrent_layers = 0  # layers of Gated DeltaNet
     lora: LoRA | None = None
+    hf_path: Path | None = None
     logit_cap: float | None = None
     windows: Collection[int | None] = (None,)
 

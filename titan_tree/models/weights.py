@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+CHECKPOINTED = "_checkpoint_wrapped_module."  # torch adds it to the names of checkpointed layers
 CHUNK = 1 << 20  # elements that are drawn at once; each takes about 60 bytes
 
 # The constants of SplitMix64 as signed numbers. Products of int64 tensors wrap, as those of uint64 do.

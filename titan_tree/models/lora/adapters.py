@@ -17,7 +17,7 @@ from titan_tree.components.moe import Experts
 from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, inverse_permutation
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights
+from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, draw_weights
 from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
@@ -53,6 +53,7 @@ def adaptable(model: nn.Module) -> list[str]:
     """Returns the names that LoRA can target: of linears of the layers, and of weights of routed experts."""
     names = []
     for path, module in model.named_modules():
+        path = path.replace(CHECKPOINTED, "")
         if path.startswith("layers.") and isinstance(module, nn.Linear):
             names += [path] if path.rpartition(".")[2] not in ROUTERS else []
         elif isinstance(module, Experts) or is_fused(module):

@@ -8,40 +8,46 @@ after another, and B [out, rank E], with the expert as the index that changes fa
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree.components.lora import FACTOR, LoRA, is_factor, matrix_shape
+from titan_tree.components.lora import Factors, LoRA, is_factor, matrix_shape
 from titan_tree.config.checks import positive_int, positive_number
 from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.names import model_name
 from titan_tree.models.hf.save import all_or_nothing, snapshot_prefix, write_tensors
 from titan_tree.models.hf.snapshot_files import open_weights, read_json, write_json
 from titan_tree.models.lora.adapters import adaptable, add_lora, is_expert, owner
+from titan_tree.models.lora.packed import pack, packed_projections, unpack
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import WeightShards, whole_weights
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 WRAPPER = "base_model.model."  # how the names of all tensors begin
 TENSOR = re.compile(rf"{re.escape(WRAPPER)}(.+?)(\.base_layer)?\.lora_([AB])\.weight")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Linears that PEFT takes for projections of routed experts, if they are among its modules.
+TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+# A key of rank_pattern or alpha_pattern: the end of a name. PEFT allows all regular expressions.
+PATTERN = re.compile(r"(?:\.\*\\\.)?(\w+(?:\\?\.\w+)*)")
 # Fields of adapter_config.json that do not change what an adapter computes, and those that are read below.
 KNOWN_FIELDS = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules"),
-        *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
-        *(
-            "megatron_core",
-            "peft_type",
-            "peft_version",
-            "qalora_group_size",
-            "r",
-            "revision",
-            "runtime_config",
-        ),
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying"),
+        *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+        *("lora_alpha", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r"),
+        *("rank_pattern", "revision", "runtime_config"),
         *("target_modules", "target_parameters", "task_type", "use_rslora"),
     }
 )
@@ -66,40 +72,62 @@ def load_adapter(model: TreeModel, folder: str | Path) -> None:
 def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, Tensor]]:
     """Reads an adapter of PEFT for ``model``, which may be on the meta device. Raises as ``load_adapter``.
 
+    Updates of a smaller rank than others get zeros up to the largest rank. They stay 0 in training.
+
     Returns:
         The settings, whose targets are whole names, and the factors on the CPU, by the model's names.
     """
-    folder = Path(folder)
-    path = folder / ADAPTER_CONFIG
-    config = read_json(path)
-    _check_config(config, path)
-    with open_weights(folder / ADAPTER) as file:
+    config = read_json(Path(folder) / ADAPTER_CONFIG)
+    _check_config(config, Path(folder) / ADAPTER_CONFIG)
+    if (base := config.get("base_model_name_or_path")) and model.hf_path is not None:
+        _warn_of_other_base(str(base), model.hf_path, Path(folder))
+    path = Path(folder) / ADAPTER
+    with open_weights(path) as file:
         stored: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    names = {_hf_module(name): name for name in adaptable(model)}
+    if not stored:
+        raise UserError(f"{path}: expected factors of linears, found no tensors")
+    shapes = _shapes(model)
+    by_module: dict[str, dict[str, Tensor]] = {}
     has_down = any(str(name).endswith("down_proj") for name in config.get("target_parameters") or ())
-    weights: dict[str, Tensor] = {}
-    chosen: set[str] = set()
     for key, tensor in stored.items():
         match = TENSOR.fullmatch(key)
         module = model_name(match[1]) if match else key
         if module.endswith(".experts"):
             module += ".down_proj" if match and has_down and not match[2] else ".gate_up_proj"
-        if match is None or module not in names:
-            raise UserError(
-                f"{folder / ADAPTER}: {shorten(key)}: expected a factor of a linear of {model.family}"
-            )
-        name = names[module]
-        chosen.add(name)
-        weights[_factor(name, match[3])] = tensor
-    lora = LoRA(
-        rank=config["r"],
-        alpha=float(config["lora_alpha"]),
-        targets=tuple(name for name in adaptable(model) if name in chosen),
-        rslora=bool(config.get("use_rslora")),
-    )
-    if not chosen:
-        raise UserError(f"{folder / ADAPTER}: expected factors of linears, found no tensors")
-    return lora, _from_peft(model, lora, weights, folder / ADAPTER)
+        if match is None or module not in shapes:
+            raise UserError(f"{path}: {shorten(key)}: expected a factor of a linear of {model.family}")
+        by_module.setdefault(module, {})[match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
+    ranks = {module: _of_module("rank_pattern", "r", module, config) for module in by_module}
+    scaling = _scaling(config, ranks, Path(folder) / ADAPTER_CONFIG)
+    factors = {
+        shapes[module].name: _from_peft(module, shapes[module].shape, int(ranks[module]), found, path)
+        for module, found in by_module.items()
+    }
+    factors = unpack(model, factors, config["r"])
+    rank, rslora = max(a.shape[-2] for a, _ in factors.values()), bool(config.get("use_rslora"))
+    alpha = float(config["lora_alpha"]) if rank == config["r"] else scaling * (rank**0.5 if rslora else rank)
+    targets = tuple(name for name in adaptable(model) if name in factors)
+    weights = {}
+    for name, (a, b) in factors.items():
+        missing = rank - a.shape[-2]
+        weights[_factor(name, "A")] = F.pad(a, (0, 0, 0, missing))
+        weights[_factor(name, "B")] = F.pad(b, (0, missing))
+    return LoRA(rank=rank, alpha=alpha, targets=targets, rslora=rslora), weights
+
+
+@functools.cache
+def _warn_of_other_base(base: str, own: Path, folder: Path) -> None:
+    """Warns, once, if an adapter names another base model than the snapshot ``own``. Last names count."""
+    name = Path(base).name
+    # A folder of Hugging Face's cache is named models--OWNER--NAME.
+    if not any(part.rpartition("--")[2] == name for part in own.resolve().parts):
+        logger.warning(
+            "%s: base_model_name_or_path names %s, but the model is %s; an adapter computes what was trained "
+            "only with the weights that it was trained with",
+            folder / ADAPTER_CONFIG,
+            shorten(base),
+            own,
+        )
 
 
 def fill_lora(shards: WeightShards, weights: Mapping[str, Tensor]) -> None:
@@ -128,42 +156,87 @@ def save_adapter(
     lora = model.lora
     assert lora is not None, "the model has no LoRA"
     weights = model.state_dict() if state_dict is None else state_dict
-    names = dict.fromkeys(match[1] for name in weights if (match := FACTOR.fullmatch(name)))
+    adapted = [name for name in adaptable(model) if _factor(name, "A") in weights]
+    assert 2 * len(adapted) == sum(map(is_factor, weights)), "factors without a linear"
+    factors = pack(
+        model, {name: (weights[_factor(name, "A")], weights[_factor(name, "B")]) for name in adapted}
+    )
     prefix = snapshot_prefix(source)
     tensors = {}
-    for name in names:
+    for name, pair in factors.items():
         module, _, weight = (prefix + _hf_module(name)).rpartition(".")
-        if weight == "gate_up_proj" and name.replace("gate_up_proj", "down_proj") in names:
+        if not is_expert(name):
+            module += f".{weight}"
+        elif weight == "gate_up_proj" and name.replace("gate_up_proj", "down_proj") in factors:
             module += ".base_layer"
-        for letter in "AB":
-            factor = weights[f"{name}_lora_{letter}"].detach().cpu()
-            tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = _to_peft(factor, letter).contiguous()
+        for letter, factor in zip("AB", pair, strict=True):
+            stored = _to_peft(factor.detach().cpu(), letter)
+            tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = stored.contiguous()
+    # Only packed projections differ in rank.
+    ranks = {_hf_module(name): len(a) for name, (a, _) in factors.items() if a.shape[-2] != lora.rank}
     with all_or_nothing(Path(folder)) as temporary:
         write_tensors(tensors, temporary / ADAPTER)
-        write_json(temporary / ADAPTER_CONFIG, _config(lora, source))
+        write_json(temporary / ADAPTER_CONFIG, _config(model, lora, ranks, source))
 
 
-def _config(lora: LoRA, source: str | Path | None) -> dict[str, Any]:
-    experts = [target for target in lora.targets if is_expert(f".{target}")]
+def _config(
+    model: TreeModel, lora: LoRA, ranks: Mapping[str, int], source: str | Path | None
+) -> dict[str, Any]:
+    """Returns the content of adapter_config.json.
+
+    Args:
+        ranks: of the modules whose rank is not that of ``lora``.
+    """
+    modules, parameters = _peft_targets(model, lora.targets)
+    alphas = {module: lora.scaling * (rank**0.5 if lora.rslora else rank) for module, rank in ranks.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if source is None else str(source),
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "target_modules": [_hf_module(target) for target in lora.targets if target not in experts],
-        "target_parameters": [_hf_module(target) for target in experts] or None,
+        "lora_alpha": _number(lora.alpha),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": lora.rslora,
         "use_dora": False,
         "fan_in_fan_out": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": dict(ranks),
+        "alpha_pattern": {module: _number(alpha) for module, alpha in alphas.items()},
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def _peft_targets(model: TreeModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the modules and the parameters that PEFT must adapt.
+
+    In many models with routed experts, PEFT takes the module names in ``TAKEN_FOR_EXPERTS`` for those of
+    experts. It takes names of parameters as they are. So the weights of such linears are parameters.
+    """
+    whole = {
+        part.rpartition(".")[2]: packed.name.rpartition(".")[2]
+        for packed in packed_projections(model)
+        for part in packed.parts
+    }
+    has_experts = any(map(is_expert, adaptable(model)))
+    modules, parameters = [], []
+    for target in map(_hf_module, targets):
+        path, dot, last = target.rpartition(".")
+        if is_expert(f".{target}"):
+            parameters.append(target)
+        elif has_experts and last in TAKEN_FOR_EXPERTS:
+            parameters.append(f"{target}.weight")
+        else:
+            modules.append(path + dot + whole.get(last, last))
+    return list(dict.fromkeys(modules)), parameters
+
+
+def _number(value: float) -> float:
+    """Returns a whole number as an int, as which PEFT declares alpha."""
+    return int(value) if float(value).is_integer() else value
 
 
 def _check_config(config: Mapping[str, object], path: Path) -> None:
@@ -180,6 +253,12 @@ def _check_config(config: Mapping[str, object], path: Path) -> None:
     require("bias", "'none'", config.get("bias", "none") == "none")
     init = config.get("init_lora_weights", True)
     require("init_lora_weights", "an initialization that keeps the base model", init in KEEP_BASE)
+    for field, is_wrong in (("rank_pattern", positive_int), ("alpha_pattern", positive_number)):
+        require(
+            field, "a table from names of modules to numbers > 0", _is_pattern(config.get(field), is_wrong)
+        )
+    parameters = config.get("target_parameters")
+    require("target_parameters", "a list of names", parameters is None or isinstance(parameters, list))
     for field, value in config.items():
         # Dropout would give the paths of a token different masks.
         require(
@@ -187,29 +266,79 @@ def _check_config(config: Mapping[str, object], path: Path) -> None:
         )
 
 
-def _from_peft(model: TreeModel, lora: LoRA, stored: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the factors in the shapes of parameters. Raises UserError if one is missing or does not fit."""
-    weights = {}
-    for name in lora.targets:
-        module, attribute = owner(model, name)
-        *experts, size_out, size_in = matrix_shape(module, attribute)
-        for letter, shape in (("A", (lora.rank, size_in)), ("B", (size_out, lora.rank))):
-            rows, columns = shape
-            if experts:
-                rows, columns = (
-                    (rows * experts[0], columns) if letter == "A" else (rows, columns * experts[0])
-                )
-            factor = stored.get(_factor(name, letter))
-            got = "none" if factor is None else str(tuple(factor.shape))
-            if factor is None or tuple(factor.shape) != (rows, columns):
-                raise UserError(
-                    f"{path}: lora_{letter} of {_hf_module(name)}: expected a tensor of shape "
-                    f"{(rows, columns)}, got {got}; does the adapter belong to this model?"
-                )
-            if experts:
-                factor = factor.view(*experts, *shape) if letter == "A" else _expert_b(factor, *experts)
-            weights[_factor(name, letter)] = factor
-    return weights
+def _is_pattern(table: object, is_wrong: Callable[[object], str | None]) -> bool:
+    """Returns whether a value of adapter_config.json is a table of ranks or alphas, or empty."""
+    if not table:
+        return True
+    return isinstance(table, dict) and all(
+        PATTERN.fullmatch(key) is not None and is_wrong(value) is None for key, value in table.items()
+    )
+
+
+class _Target(NamedTuple):
+    """What a module of PEFT adapts: the name here, and the shape (out, in) or (E, out, in)."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def _shapes(model: TreeModel) -> dict[str, _Target]:
+    """Returns what an adapter of ``model`` can contain, by transformers' names."""
+    own = [_Target(name, matrix_shape(*owner(model, name))) for name in adaptable(model)]
+    packed = [_Target(each.name, each.shape) for each in packed_projections(model)]
+    return {_hf_module(target.name): target for target in own + packed}
+
+
+def _checked(tensor: Tensor, where: str) -> Tensor:
+    """Returns a factor in fp32. Raises UserError if it has another kind of numbers, or one is not finite."""
+    if tensor.dtype not in DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{where}: expected numbers of the type float32, bfloat16 or float16, got {dtype}")
+    if not (tensor := tensor.float()).isfinite().all():
+        raise UserError(f"{where}: expected finite numbers, got NaN or infinity; save the adapter again")
+    return tensor
+
+
+def _of_module(pattern: str, field: str, module: str, config: Mapping[str, Any]) -> float:
+    """Returns the rank or alpha of a module: that of the first pattern that matches, or the config's."""
+    for key, value in (config.get(pattern) or {}).items():
+        match = PATTERN.fullmatch(key)
+        assert match is not None
+        if f".{module}".endswith("." + model_name(match[1].replace("\\", ""))):
+            return value
+    return config[field]
+
+
+def _scaling(config: Mapping[str, Any], ranks: Mapping[str, float], path: Path) -> float:
+    """Returns the factor of all updates. Raises UserError if they have several."""
+    scalings = {}
+    for module, rank in ranks.items():
+        alpha = _of_module("alpha_pattern", "lora_alpha", module, config)
+        scalings[module] = LoRA(rank=int(rank), alpha=alpha, rslora=bool(config.get("use_rslora"))).scaling
+    low, high = (pick(scalings, key=scalings.__getitem__) for pick in (min, max))
+    if not math.isclose(scalings[low], scalings[high], rel_tol=1e-9):
+        raise UserError(
+            f"{path}: rank_pattern, alpha_pattern: expected one factor alpha / rank for all updates, got "
+            f"{scalings[low]:g} for {low} and {scalings[high]:g} for {high}"
+        )
+    return scalings[low]
+
+
+def _from_peft(
+    module: str, shape: tuple[int, ...], rank: int, found: Mapping[str, Tensor], path: Path
+) -> Factors:
+    """Returns A and B in the shapes of parameters. Raises UserError if one is missing or does not fit."""
+    *experts, size_out, size_in = shape
+    num = experts[0] if experts else 1
+    for letter, expected in (("A", (rank * num, size_in)), ("B", (size_out, rank * num))):
+        got = "none" if letter not in found else str(tuple(found[letter].shape))
+        if got != str(expected):
+            raise UserError(
+                f"{path}: lora_{letter} of {module}: expected a tensor of shape {expected}, got {got}; does "
+                "the adapter belong to this model?"
+            )
+    a, b = found["A"], found["B"]
+    return (a.view(num, rank, size_in), _expert_b(b, num)) if experts else (a, b)
 
 
 def _expert_b(stored: Tensor, num_experts: int) -> Tensor:

@@ -22,9 +22,8 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.models.hf.snapshot_files import CONFIG, read_json, weight_files
 from titan_tree.models.transformers.support import check_supported
 from titan_tree.models.transformers.transformers_model import TransformersModel
-from titan_tree.models.weights import WeightShards
+from titan_tree.models.weights import CHECKPOINTED, WeightShards
 
-CHECKPOINTED = "_checkpoint_wrapped_module."  # torch adds it to the names of checkpointed layers
 LAYER = re.compile(r"layers\.(\d+)\.layer\.")
 
 
