@@ -93,6 +93,37 @@ def test_a_step_equals_transformers_on_every_answer(kind, shift):
                 assert relative_error(p.grad, gradients[name]) < 1e-5, name
 
 
+def test_labels_of_pairs_do_not_depend_on_the_packing():
+    """Answers labeled "chosen" and "rejected" need no partner, whichever answers share their micro-batch."""
+    hf = hf_model(tied=True, dtype=torch.float64)
+    made = [
+        answers([5, 6, 7], "chosen", "mismatched", seed=1),
+        answers([5, 8], "rejected", "rejected", seed=2),
+        answers([5, 6, 9], "chosen", "rejected", "mismatched", seed=3),
+        answers([9, 3, 2, 4], "chosen", seed=4),
+        answers([4, 4], "desirable", "undesirable", seed=5),
+    ]
+    with_reference(made, hf, 0.3)
+    want, z = kto(made, lambda path: path_logprobs(hf, path.tokens).double(), **OPTIONS)
+    want.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in hf.named_parameters()}
+    model, loss = tree_model(hf), TreeLoss("kto", "path_token_mean", **OPTIONS)
+    rng = np.random.default_rng(0)
+    layouts = [made, [[path] for paths in made for path in paths]]  # data.layout "tree" and "paths"
+    for number in range(8):
+        trees = [TokenTree.from_paths(paths) for paths in layouts[number % 2]]
+        owner = rng.integers(0, 1 + number // 2, len(trees))
+        order = rng.permutation(len(trees))
+        packed = [[trees[i] for i in order if owner[i] == each] for each in np.unique(owner)]
+        model.zero_grad(set_to_none=True)
+        step = TreeStep(model, loss, "cpu", RandomCuts(0.3, number) if number > 3 else None)
+        result = step.run(step.prepare(packed))
+        assert result.loss.item() == pytest.approx(want.item(), rel=1e-6)
+        assert result.loss_metrics["reference_point"].item() == pytest.approx(z.item(), rel=1e-6)
+        for name, p in model.named_parameters():
+            assert relative_error(p.grad, gradients[name]) < 1e-6, name
+
+
 def loss_of_trl(trainer, paths, columns, labels):
     """Returns the loss of TRL's trainer, and its estimate of the KL divergence.
 

@@ -361,11 +361,14 @@ def test_wrong_pairs_are_one_line_with_the_place(tmp_path, row, error):
 
 
 def test_a_path_without_its_partner_is_an_error():
-    chosen = TokenPath([1, 2], preference="chosen", pair="p", id="lonely")
-    with pytest.raises(UserError, match=r"^path lonely: preference: .* pair 'p' .* got 1 and 0; .* 'tree'"):
-        TreeBatch.from_trees([TokenTree.from_paths([chosen])])
+    chosen = TokenPath([1, 2], preference="chosen", pair="p", id="lonely", ref_logprobs=[0, -1])
+    batch = TreeBatch.from_trees([TokenTree.from_paths([chosen])])
+    with pytest.raises(
+        UserError, match=r"no partner; .* as many chosen as rejected paths of each pair .* 'tree'"
+    ):
+        TreeLoss("dpo", "path_token_mean")(torch.zeros(1), batch, 1.0)
     with pytest.raises(UserError, match=r"^path \?: preference: missing, but other paths"):
-        TreeBatch.from_trees([TokenTree.from_paths([chosen, TokenPath([1, 3])])])
+        TreeBatch.from_trees([TokenTree.from_paths([chosen, TokenPath([1, 3], ref_logprobs=[0, -1])])])
     batch = TreeBatch.from_trees([TokenTree.from_paths([TokenPath([1, 2], ref_logprobs=[0, -1])])])
     with pytest.raises(
         UserError, match=r"^loss: the paths have no is_chosen; .* set the field preference to"

@@ -80,10 +80,10 @@ def _rollout_gaps(
 
 
 def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:
-    """Returns the fields of preferences, [P] each. Without pairs, "partner" is missing.
+    """Returns the fields of preferences, [P] each. If a path has no partner, "partner" is missing.
 
     Raises:
-        UserError: a path has no preference, or no partner.
+        UserError: a path has no preference.
     """
     for path in paths:
         if path.preference is None:
@@ -95,32 +95,27 @@ def _preferences(paths: Sequence[TokenPath]) -> dict[str, np.ndarray]:
         "is_chosen": np.array([path.preference in ("chosen", "desirable") for path in paths]),
         "is_mismatched": np.array([path.preference == "mismatched" for path in paths]),
     }
-    if not any(path.preference in ("desirable", "undesirable") for path in paths):
-        fields["partner"] = _partners(paths)
+    # The loss "kto" needs no partners, so this must not depend on which paths share a micro-batch.
+    if (partner := _partners(paths)) is not None:
+        fields["partner"] = partner
     return fields
 
 
-def _partners(paths: Sequence[TokenPath]) -> np.ndarray:
+def _partners(paths: Sequence[TokenPath]) -> np.ndarray | None:
     """Returns [P] int64: the number of each path's partner, the other path of its preference pair.
 
-    A mismatched path is its own partner.
-
-    Raises:
-        UserError: a path has no partner.
+    A mismatched path is its own partner. The result is None if a path has no partner.
     """
+    if any(path.preference in ("desirable", "undesirable") for path in paths):
+        return None
     members: dict[str | None, dict[str, list[int]]] = {}
     for number, path in enumerate(paths):
         if path.preference in ("chosen", "rejected"):
             members.setdefault(path.pair, {"chosen": [], "rejected": []})[path.preference].append(number)
     partner = np.arange(len(paths))
-    for pair, (chosen, rejected) in ((pair, found.values()) for pair, found in members.items()):
+    for chosen, rejected in (found.values() for found in members.values()):
         if len(chosen) != len(rejected):
-            path = paths[(chosen + rejected)[0]]
-            raise UserError(
-                f"path {path.id or '?'}: preference: expected as many chosen as rejected paths of the pair "
-                f"{pair or '?'!r} in a micro-batch, got {len(chosen)} and {len(rejected)}; put both into one "
-                "group, and set data.layout = 'tree'"
-            )
+            return None
         partner[chosen], partner[rejected] = rejected, chosen
     return partner
 

@@ -18,7 +18,10 @@ _FIXES = {
     "rollout_logprobs": ", as the sampling engine reported them",
     "is_chosen": ": set the field preference to 'chosen' or 'rejected'",
     "is_mismatched": ": set the field preference to 'desirable', 'undesirable' or 'mismatched'",
-    "partner": ": set the field preference to 'chosen' or 'rejected'",
+    "partner": (
+        ": set the field preference to 'chosen' or 'rejected', put as many chosen as rejected paths of each "
+        "pair into one group, and set data.layout = 'tree'"
+    ),
 }
 
 
