@@ -161,15 +161,22 @@ def run(trainer: Any) -> Run:
     return Run(trainer, losses, logs[:-1], rows, weights, start)
 
 
-def assert_equal(stock: Run, tree: Run, micro_batches: int = 1, tolerance: float = 2e-5) -> None:
-    """Asserts equal samples, losses of steps, metrics, and weights, relative to the way that they moved."""
+def assert_equal(
+    stock: Run, tree: Run, micro_batches: int = 1, tolerance: float = 2e-5, same_order: bool = False
+) -> None:
+    """Asserts equal samples, losses of steps, metrics, and weights, relative to the way that they moved.
+
+    Args:
+        micro_batches: per step. With several, metrics are compared only if they hold the same rows.
+        same_order: whether micro-batches hold the same rows in both runs.
+    """
     assert stock.rows == tree.rows
     sums = [
         [sum(losses[i : i + micro_batches]) for i in range(0, len(losses), micro_batches)]
         for losses in (stock.losses, tree.losses)
     ]
     assert sums[1] == pytest.approx(sums[0], rel=1e-5, abs=2e-6)
-    if micro_batches == 1:
+    if micro_batches == 1 or same_order:
         for one, other in zip(stock.logs, tree.logs, strict=True):
             mine = {name: other[name] for name in one}
             assert mine == pytest.approx(one, rel=1e-4, abs=1e-5, nan_ok=True)
