@@ -284,6 +284,27 @@ def test_terminals_that_are_not_unicode(monkeypatch, file):
     assert stdout.buffer.getvalue().endswith(rb" 1 \u27e6 2 3 5 \u27e7" + b"\n")
 
 
+def test_trained_tokens_of_the_template_are_counted(capsys, tmp_path):
+    """An answer holds control tokens, plain text under chatml only. Another has an empty thought."""
+    turns = [("user", "?"), ("assistant", "<|im_end|><|im_start|>"), ("user", "<think>\n\n</think>")]
+    turns += [("assistant", "<think>\n\n</think>fine")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    ends, starts = "trained control tokens: 2 x <|im_end|>\n", "3 x <|im_end|>, 1 x <|im_start|>\n"
+    blocks = (
+        " empty think blocks are trained; some templates write them for turns without reasoning; avoid it by "
+        "a variable such as --sample enable_thinking=false\n"
+    )
+    for template, settings, control, n_blocks in (
+        ("chatml", (), ends, 1),
+        ("qwen3", (), starts, 2),
+        ("qwen3", ("--sample", "enable_thinking=false"), starts, 0),
+    ):
+        _, out, _ = inspect(capsys, tmp_path / "a.jsonl", "--template", template, *settings)
+        assert control in out
+        assert (f"\n{n_blocks}{blocks}" in out) == (n_blocks > 0), template
+
+
 def test_lines_without_a_group_id_that_share_prefixes_are_told(capsys, tmp_path):
     (tmp_path / "f").write_text("".join(json.dumps({"tokens": [1, 2, 3, n]}) + "\n" for n in range(12)))
     told = (
@@ -309,12 +330,14 @@ def test_statistics_of_real_rollouts(capsys):
     )
     assert rows(out)["all 100"] == [
         "210",
-        "317,892",
-        "233,271",
-        "0.266",
+        "312,710",
+        "230,531",
+        "0.263",
         "1.36x",
         "320",
         "4",
         "2.00",
-        "2,800",
+        "2,775",
     ]
+    assert "\ntrained control tokens: 210 x <|im_end|>\n" in out
+    assert "think blocks" not in out

@@ -61,7 +61,7 @@ class PlainTokenizer:
     def __init__(self, tokenizer: TreeTokenizer, template: str, control: Iterable[str] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = plain_environment().from_string(template)
-        self.control = tokenizer._encoder.control_tokens if control is None else control
+        self.control = tokenizer.control_tokens if control is None else control
         self.has_text_spans = re.search(r"\|\s*text\b", template) is not None
 
     def samples(self, messages: list, tools: list | None, turns: str = "each", **variables: Any) -> Samples:

@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from itertools import count, islice
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -47,6 +49,7 @@ LEGEND = {
     "fan-out": "mean children of a branching node",
     "longest": "tokens of the longest path",
 }
+BLANK_TOKENS = 8  # of an empty think block, at most
 FILE_WIDTH = 160  # columns if the output is not a terminal
 
 
@@ -107,15 +110,58 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"trees": trees, "all": _as_json(TreeStats.total([tree for _, tree in stats]))}))
         return
     else:
-        ungrouped = UngroupedLines()
-        stats = [(name, tree.stats) for name, tree in _trees(args, reader, ungrouped)]
+        ungrouped, boilerplate = UngroupedLines(), TrainedBoilerplate(tokenizer)
+        stats = [(n, boilerplate.counted(tree).stats) for n, tree in _trees(args, reader, ungrouped)]
         _print_table(console, stats, args.limit)
+        boilerplate.print(console)
         if (advice := ungrouped.advice()) is not None:
             console.print(advice, style="yellow", highlight=False)
     if tokenizer is not None and args.tokenizer is None:
         console.print(
             "these tokens are bytes; use --tokenizer FOLDER to see those of your model", style="yellow"
         )
+
+
+class TrainedBoilerplate:
+    """Counts trained tokens that the chat template wrote: control tokens, and empty think blocks."""
+
+    def __init__(self, tokenizer: TreeTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        ids = tokenizer.special_tokens if tokenizer else {}
+        self._think, self._end_think = ids.get("<think>", -1), ids.get("</think>", -1)
+        self._control = {ids[token]: token for token in tokenizer.control_tokens} if tokenizer else {}
+        self._control_ids = np.array([*self._control], np.int32)
+        self._counts: Counter[int] = Counter()
+        self._empty_blocks = 0
+
+    def counted(self, tree: TokenTree) -> TokenTree:
+        """Counts the trained tokens of all paths of a tree, and returns the tree."""
+        for path in tree.paths if self._tokenizer is not None else ():
+            trained = path.tokens[1:][path.loss_mask[1:] > 0]  # nothing predicts the first token
+            self._counts.update(trained[np.isin(trained, self._control_ids)].tolist())
+            for start in np.flatnonzero(trained == self._think):
+                self._empty_blocks += self._is_empty(trained[start + 1 : start + 1 + BLANK_TOKENS])
+        return tree
+
+    def _is_empty(self, tokens: np.ndarray) -> bool:
+        """Returns whether only white space stands before ``</think>``."""
+        assert self._tokenizer is not None
+        ends = np.flatnonzero(tokens == self._end_think)
+        return len(ends) > 0 and not self._tokenizer.decode(tokens[: ends[0]]).strip()
+
+    def print(self, console: Console) -> None:
+        """Prints up to two lines."""
+        if self._counts:
+            counts = (f"{count:,} x {self._control[id]}" for id, count in self._counts.most_common())
+            console.print(f"trained control tokens: {', '.join(counts)}", highlight=False, markup=False)
+        if self._empty_blocks:
+            console.print(
+                f"{self._empty_blocks:,} empty think blocks are trained; some templates write them for turns "
+                "without reasoning; avoid it by a variable such as --sample enable_thinking=false",
+                style="yellow",
+                highlight=False,
+                markup=False,
+            )
 
 
 def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokenizer | None:

@@ -52,6 +52,7 @@ class TreeTokenizer:
 
     Attributes:
         special_tokens: added token -> id, see ``AddedToken``.
+        control_tokens: those of them that are control tokens, such as ``<|im_end|>``.
         vocab_size: largest id + 1. A model's embedding may have more rows.
         template_fields: the fields of messages, tool calls and tools that the chat template reads by name.
             Empty without a template.
@@ -64,6 +65,7 @@ class TreeTokenizer:
         self._fingerprint: str | None = None
         self._template = template
         self.special_tokens: dict[str, int] = self._encoder.special_tokens
+        self.control_tokens: frozenset[str] = self._encoder.control_tokens
         self.vocab_size: int = self._encoder.vocab_size
         self.template_fields: frozenset[str] = template.fields if template else frozenset()
         self.template_reads_clock: bool = template is not None and template.reads_clock
