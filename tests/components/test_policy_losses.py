@@ -28,7 +28,8 @@ def forest(seed, zero_advantage=False):
     paths = random_paths(seed)
     for path in paths:
         path.old_logprobs = path.old_logprobs.clip(max=-0.01)
-        path.rollout_logprobs = (path.old_logprobs + rng.normal(0, 0.2, len(path))).astype(np.float32)
+        noisy = path.old_logprobs + rng.normal(0, 0.2, len(path))
+        path.rollout_logprobs = noisy.clip(max=0).astype(np.float32)
         if zero_advantage:
             path.advantage[:] = 0
     batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])

@@ -30,8 +30,8 @@ def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
                 loss_mask=rng.choice([0, 1, 1, 0.5, 0.01], n) if i else np.zeros(n),
                 weight=float(rng.uniform(0.2, 2)),
                 advantage=float(rng.normal()) if i % 2 else rng.normal(size=n),
-                old_logprobs=rng.normal(-1, 0.5, n),
-                ref_logprobs=rng.normal(-1, 0.5, n),
+                old_logprobs=-np.abs(rng.normal(1, 0.5, n)),
+                ref_logprobs=-np.abs(rng.normal(1, 0.5, n)),
             )
         )
     return [*paths, paths[-1]]  # a duplicate

@@ -53,7 +53,7 @@ def test_tokens_outside_of_the_loss_need_no_log_probs():
     with pytest.raises(UserError, match=r"shifted_ref_logprobs: .* got nan at token 1; only"):
         TokenPath([5, 6], shifted_ref_logprobs=[None])
     with pytest.raises(
-        UserError, match=r"old_logprobs: expected numbers from -1e12 to 1e12, got -inf at token 1$"
+        UserError, match=r"old_logprobs: expected numbers from -1e12 to 0, got -inf at token 1$"
     ):
         TokenPath([5, 6], [0, 0], old_logprobs=[0, -math.inf])
 
@@ -78,7 +78,11 @@ def test_one_policy_version_or_one_per_token():
         ({"loss_mask": [0, 2e12]}, "loss_mask: expected every entry from 0 to 1e12, got 1999"),
         (
             {"old_logprobs": [0, -2e12]},
-            "old_logprobs: expected numbers from -1e12 to 1e12, got -1999",
+            "old_logprobs: expected numbers from -1e12 to 0, got -1999",
+        ),
+        (
+            {"old_logprobs": [0, 0.9]},
+            "old_logprobs: expected log-probs, which are at most 0, got 0.9 at token 1; these may be",
         ),
         ({"temperature": 1e-46}, "temperature: expected a number > 0 and up to 1e12, got 1e-46"),
         ({"temperature": 0}, "temperature: expected a number > 0 and up to 1e12, got 0"),

@@ -17,6 +17,7 @@ MAX_ID = np.iinfo(np.int32).max  # of tokens and policy versions
 MAX_EXPERT = np.iinfo(np.int16).max
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOAT32_ZERO = 2.0**-150  # the largest number that float32 rounds to 0
+MAX_LOGPROB = 0.01  # a log-prob is at most 0; engines that round may report slightly more
 MAX_NUMBER = 1e12  # of numbers in the loss: the product of a weight, a mask and an advantage fits float32
 
 
@@ -122,7 +123,11 @@ def logprob_array(name: str, values: object, shifted: object, loss_mask: np.ndar
     if bad.any():
         token = int(bad.argmax())
         hint = "; only tokens with loss mask 0 may lack a log-prob" if np.isnan(array[token]) else ""
-        raise wrong(field, "numbers from -1e12 to 1e12", f"{array[token]} at token {token}{hint}")
+        raise wrong(field, "numbers from -1e12 to 0", f"{array[token]} at token {token}{hint}")
+    if (bad := (loss_mask > 0) & (array > MAX_LOGPROB))[1:].any():
+        token = 1 + int(bad[1:].argmax())
+        hint = "; these may be probabilities: give their natural logarithms"
+        raise wrong(field, "log-probs, which are at most 0", f"{array[token]:g} at token {token}{hint}")
     return array
 
 

@@ -1,19 +1,22 @@
 """Strict JSON: what ``json.loads`` would accept and silently change is an error that names the field.
 
-Refused are keys that appear twice in an object, NaN and Infinity, lone surrogates (half of a character that
-UTF-16 writes in two units), and text that is not UTF-8.
+Refused are keys that appear twice in an object, NaN, Infinity and numbers that float64 cannot hold, lone
+surrogates (half of a character that UTF-16 writes in two units), and text that is not UTF-8.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from titan_tree.errors import UserError, require_unicode
 
-# Only lines that match can hold a lone surrogate or a constant such as NaN; the others are not walked.
-_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity")
+# Only lines that match can hold a lone surrogate, a constant such as NaN, or a number above 1e308; the others
+# are not walked.
+_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity|[0-9][eE]\+?[0-9]{3}|[0-9]{300}")
 
 
 class _Constant(NamedTuple):
@@ -57,16 +60,14 @@ def parse_json(content: bytes, place: str) -> object:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in result if names.count(name) > 1)
-        raise UserError(
-            f"{name:.60}: expected every key once, got it {names.count(name)} times in one object"
-        )
+        counts = Counter(name for name, _ in pairs)
+        name = next(name for name in counts if counts[name] > 1)
+        raise UserError(f"{name:.60}: expected every key once, got it {counts[name]} times in one object")
     return result
 
 
 def _check(value: object, where: str) -> None:
-    """Raises UserError for constants and lone surrogates in a parsed value, at any depth."""
+    """Raises UserError for constants, infinite numbers and lone surrogates in a value, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():
             inner = f"{where}.{name:.60}" if where else f"{name:.60}"
@@ -77,5 +78,7 @@ def _check(value: object, where: str) -> None:
             _check(item, f"{where}[{index}]")
     elif isinstance(value, _Constant):
         raise UserError(f"{where or 'value'}: expected a finite number, got {value.name}")
+    elif isinstance(value, float) and math.isinf(value):
+        raise UserError(f"{where or 'value'}: expected a number up to 1.8e308, got a larger one")
     elif isinstance(value, str):
         require_unicode(value, where or "value")
