@@ -202,6 +202,27 @@ def test_prime_rl_records_experts() -> None:
         row.routed_experts = SimpleNamespace(data=experts.tobytes(), shape=list(experts.shape), dtype="uint8")
     for path, row in zip(PrimeRL.to_paths(rows), rows, strict=True):
         assert path.routed_experts.flatten().tolist() == list(range(6 * len(row.token_ids)))
+    padded = np.zeros((len(rows[0].token_ids), 2, 3), np.int32)
+    padded[:2] = [[3, 1, 2], [0, 5, 4]]
+    rows[0].routed_experts = {"data": padded.tobytes(), "shape": list(padded.shape), "dtype": "int32"}
+    path = PrimeRL.to_paths(rows[:1])[0]
+    assert path.routed_experts[:2].tolist() == padded[:2].tolist()
+    assert (path.routed_experts[2:] == -1).all()
+
+
+def test_samples_that_prime_rl_does_not_train_have_no_advantage() -> None:
+    rows = training_samples()
+    rows[0].advantages, rows[0].mask = None, [False] * len(rows[0].mask)
+    rows[1].advantages = [a if m else None for a, m in zip(rows[1].advantages, rows[1].mask, strict=True)]
+    paths = PrimeRL.to_paths(rows)
+    assert not paths[0].advantage.any()
+    assert not paths[0].loss_tokens
+    kept = np.array(rows[1].mask)
+    given = [a for a in rows[1].advantages if a is not None]
+    np.testing.assert_array_equal(paths[1].advantage[kept], np.float32(given))
+    assert not paths[1].advantage[~kept].any()
+    rows[2].advantages = None
+    assert PrimeRL.to_paths(rows)[2].advantage is None  # a trained sample: the loss refuses it
 
 
 def generator_output() -> dict[str, Any]:

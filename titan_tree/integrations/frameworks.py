@@ -287,7 +287,12 @@ class PrimeRL:
         Raises:
             UserError: a field is unknown, not supported or of the wrong length.
         """
-        return [path for row in _prime_rl_rows(rows) for path in _prime_rl_paths(row)]
+        paths = [path for row in _prime_rl_rows(rows) for path in _prime_rl_paths(row)]
+        if any(path.advantage is not None for path in paths):
+            for path in paths:
+                if path.advantage is None and not path.loss_tokens:
+                    path.advantage = np.zeros(len(path), np.float32)
+        return paths
 
     @staticmethod
     def to_rows(rows: Sequence[object], values: Sequence[Tensor]) -> list[Tensor]:
@@ -439,6 +444,9 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
     values = {name: _array(x) for name in names if (x := row.entries(name, number)) is not None}
     temperatures = row.entries("temperature", number)
     values["loss_mask"] = values["loss_mask"] != 0
+    if "advantage" in values:  # may be missing for tokens that are not trained
+        no_value = np.isnan(values["advantage"]) & ~values["loss_mask"]
+        values["advantage"] = np.where(no_value, np.float32(0), values["advantage"])
     if (weights := values.pop("rl_weights", None)) is not None:
         if weights.min() < 0:
             raise row.error("rl_weights", f"expected numbers >= 0, got {weights.min()}")
@@ -465,11 +473,16 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
 
 
 def _prime_rl_experts(value: Any) -> np.ndarray:
-    """Returns [T, L, k] from prime-rl's RoutedExperts, which has bytes, shape and dtype."""
+    """Returns [T, L, k] from prime-rl's RoutedExperts, which has bytes, shape and dtype.
+
+    prime-rl pads with zeros. A token chooses k different experts, so k > 1 zeros mean that none are recorded.
+    """
     fields = (
         value if isinstance(value, Mapping) else {n: getattr(value, n) for n in ("data", "shape", "dtype")}
     )
-    return np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
+    experts = np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
+    is_padding = (experts == 0).all((1, 2)) & (experts.shape[2] > 1)
+    return np.where(is_padding[:, None, None], -1, experts.astype(np.int64))
 
 
 def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
