@@ -63,7 +63,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
         "n_rows": 0,
         "n_disagreeing": 0,
     }
-    assert list(found) == ["trees", "all"]
+    assert list(found) == ["trees", "all", "answers"]
     assert found["trees"][0] == a
     assert [tree["id"] for tree in found["trees"]] == ["a", "b"]
     del a["id"]

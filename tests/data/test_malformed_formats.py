@@ -65,6 +65,21 @@ def test_several_choices_become_trajectories(tmp_path, caplog):
     assert "the assistant turns in prompts are context" in caplog.text
 
 
+def test_a_schema_for_the_answer_is_named_once(tmp_path, caplog):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    rows = {
+        "openai_chat": chat(ASK, ANSWER, response_format=schema),
+        "openai_responses": {"input": [ASK], "output": [SAYS], "text": {"format": schema}},
+        "anthropic": chat(ASK, ANSWER, system="s", output_config={"format": schema}),
+    }
+    for format, row in rows.items():
+        file = write_lines(tmp_path / format, [row, row])
+        assert len(list(read_records(file, format))) == 2
+        assert caplog.text.count(f"{format}: some requests have a schema for their answer") == 1
+    convert(tmp_path, "openai_chat", chat(ASK, ANSWER, response_format={"type": "text"}))
+    assert caplog.text.count("some requests") == 3
+
+
 def request(*messages):
     return {"request": {"messages": list(messages)}}
 
@@ -101,7 +116,8 @@ def test_of_a_call_with_its_history_only_the_answer_is_trained(tmp_path, row, tu
     assert [path.id for path in paths] == [f"x/{turn}" for turn in turns]
     assert reader.sizes().samples == len(turns)
     for path in paths:
-        assert tokenizer.decode(path.tokens[path.loss_mask > 0]).count("<|im_end|>") == 1
+        is_whole = path.id == paths[-1].id or "prompt" in row  # the answer goes on after the other messages
+        assert tokenizer.decode(path.tokens[path.loss_mask > 0]).count("<|im_end|>") == is_whole
         assert tokenizer.decode(path.tokens).count("<|im_start|>assistant") >= 3  # the history is context
 
 
@@ -122,7 +138,8 @@ def test_interleaved_blocks_become_several_assistant_messages(tmp_path, caplog):
     )
     called = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}
     assert record["messages"][1:] == [
-        {"role": "assistant", "content": "cd", "reasoning_content": "a\nb", "tool_calls": [called]},
+        {"role": "assistant", "content": "cd", "reasoning_content": "a\nb", "tool_calls": [called]}
+        | {"finish_reason": "continued"},
         {"role": "assistant", "content": "e"},
         {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
         {"role": "user", "content": "u"},
@@ -142,7 +159,7 @@ def test_request_and_response_of_responses(tmp_path):
         "messages": [
             {"role": "system", "content": "s"},
             ASK,
-            {"role": "assistant", "content": "a", "reasoning_content": "r"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r", "finish_reason": "continued"},
             {"role": "assistant", "content": "b"},
         ],
     }
@@ -247,6 +264,35 @@ REFUSED = [
         "openai_chat",
         chat(ASK, {"role": "assistant", "function_call": 3}),
         r"messages\[1\].function_call: expected",
+    ),
+    (
+        "openai_chat",
+        request(ASK) | {"response": {"choices": [{"message": ANSWER}]}, "messages": [ASK]},
+        "messages: expected it once, got it in the row and in its parts; remove one",
+    ),
+    (
+        "openai_chat",
+        {
+            "request": chat(ASK, temperature=1),
+            "response": {"choices": [{"message": ANSWER}]},
+            "temperature": 2,
+        },
+        "temperature: expected it once",
+    ),
+    (
+        "anthropic",
+        {"request": chat(ASK), "response": {"content": []}, "tools": [], "messages": [ASK]},
+        "messages: expected it once",
+    ),
+    (
+        "openai_responses",
+        {"request": {"input": "?"}, "response": {"output": [SAYS]}, "output": []},
+        "output: expected it once",
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "!"}], "messages": [ASK]},
+        "messages: expected it",
     ),
     ("openai_chat", chat(ASK, ANSWER, system="s"), "system: a field of Anthropic's API"),
     (

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.cases import for_each
 from tests.support.datasets import sample_reader
+from tests.support.formats import write_lines
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.sample_reader import NO_LIMITS
 from titan_tree.errors import UserError
@@ -289,3 +290,16 @@ def test_records_of_a_group_must_be_adjacent_in_one_file(tmp_path):
     one, two = write(tmp_path / "1", a), write(tmp_path / "2", a)
     with pytest.raises(UserError, match="appeared before"):
         read([one, two])
+
+
+def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
+    row = {"tokens": list(range(9)), "old_logprobs": [0.0] * 9}
+    short = {"tokens": [1, 2, 3], "old_logprobs": [0.0] * 3}
+    reader = sample_reader(write_lines(tmp_path / "f", [short, row | {"id": "r"}, row]))
+    for group in reader.groups():
+        reader.paths(group)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "f:2: old_logprobs: all of them are 0, as if the model could say nothing else; check that they were "
+        "recorded, or remove the field"
+    )

@@ -175,7 +175,16 @@ def test_truncated_arrays_are_refused(tmp_path):
             b'{"tokens": [1], "id": "\xed\xa0\x80"}',
             "expected UTF-8 text: invalid continuation byte at byte 24",
         ),
-        (b'{"tokens": [1], "weight": 1e999}', "weight: expected a number from 0 to 1e12, got inf"),
+        (b'{"tokens": [1], "weight": 1e999}', "weight: expected a finite number, got one beyond 1.8e308"),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"a": [-1e999]}}]}]}',
+            "messages[0].tool_calls[0].arguments.a[0]: expected a finite number, got one beyond 1.8e308",
+        ),
+        (b'{"tokens": [1], "a": 1' + b"0" * 320 + b".5}", "a: expected a finite number, got one beyond"),
+        (
+            b'{"tokens": [1], "id": 1, ' + b", ".join(b'"%d": 0' % i for i in range(30_000)) + b', "7": 1}',
+            "7: expected every key once, got it 2 times in one object",
+        ),
         (b'{"tokens": [1], "weight": 1e40}', "weight: expected a number from 0 to 1e12, got 1e+40"),
         (
             b'{"tokens": [1, 2], "advantage": [0, 1e38]}',
@@ -241,7 +250,7 @@ def test_token_records_carry_every_field(tmp_path):
     for name in TokenPath.__slots__:
         np.testing.assert_array_equal(getattr(path, name), getattr(want, name), err_msg=name)
     documented = KNOWN["token ids"] - set(fields) - {"tokens", "input_ids", "routed_experts"}
-    names = {"group_id", "id", "rollout_id", "reward"}
+    names = {"group_id", "id", "rollout_id", "reward", "finish_reason"}
     assert documented - names == {"ref_logprobs", "shifted_old_logprobs", "shifted_rollout_logprobs"}
 
 

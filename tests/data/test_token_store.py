@@ -40,7 +40,7 @@ def with_fields(paths: list[TokenPath], draw: random.Random) -> list[TokenPath]:
     made = []
     for number, path in enumerate(paths):
         n = len(path)
-        fields: dict[str, Any] = {name: [draw.random() for _ in range(n)] for name in PER_TOKEN}
+        fields: dict[str, Any] = {name: [-draw.random() for _ in range(n)] for name in PER_TOKEN}
         fields["advantage"] = draw.random()
         if number % 2 and n > 1:
             fields["routed_experts"] = [[[draw.randrange(4)], [draw.randrange(4)]] for _ in range(n - 1)]

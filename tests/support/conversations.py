@@ -114,12 +114,14 @@ def random_conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[
     messages: list[dict[str, Any]] = [{"role": "system", "content": text()}] if rng.random() < 0.6 else []
     messages.append({"role": "user", "content": text()})
     for _ in range(rng.randrange(1, 9)):
-        turn: dict[str, Any] = {"role": "assistant", "content": text()}
+        turn: dict[str, Any] = {"role": "assistant", "content": text(), "finish_reason": "stop"}
         if rng.random() < 0.4:
             turn["reasoning_content"] = text()
         if rng.random() < 0.5:
             arguments = rng.choice(({"q": text()}, text(), {}))
             turn["tool_calls"] = [{"name": rng.choice("fg"), "arguments": arguments}] * rng.randrange(1, 3)
+        if not any(turn.get(field) for field in ("content", "reasoning_content", "tool_calls")):
+            turn["content"] = "!"
         roles = [rng.choice(("tool", "tool", "user", "system")) for _ in range(rng.choice((0, 1, 1, 2)))]
         messages += [turn, *({"role": role, "content": text()} for role in roles)]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": text()}}}

@@ -50,6 +50,10 @@ LEGEND = {
     "longest": "tokens of the longest path",
 }
 BLANK_TOKENS = 8  # of an empty think block, at most
+UNFINISHED = {  # endings of answers, and what is trained of them
+    "cut off": "trained without an end",
+    "filtered": "not trained unless their weight is 1",
+}
 FILE_WIDTH = 160  # columns if the output is not a terminal
 
 
@@ -107,13 +111,18 @@ def run(args: argparse.Namespace) -> None:
     elif args.json:
         stats = [(name, tree.stats) for name, tree in _trees(args, reader)]
         trees = [{"id": name, **_as_json(tree)} for name, tree in stats]
-        print(json.dumps({"trees": trees, "all": _as_json(TreeStats.total([tree for _, tree in stats]))}))
+        total = _as_json(TreeStats.total([tree for _, tree in stats]))
+        unfinished = {name.replace(" ", "_"): reader.endings[name] for name in UNFINISHED}
+        print(json.dumps({"trees": trees, "all": total, "answers": unfinished}))
         return
     else:
         ungrouped, boilerplate = UngroupedLines(), TrainedBoilerplate(tokenizer)
         stats = [(n, boilerplate.counted(tree).stats) for n, tree in _trees(args, reader, ungrouped)]
         _print_table(console, stats, args.limit)
         boilerplate.print(console)
+        if any(reader.endings[name] for name in UNFINISHED):
+            counts = [f"{reader.endings[name]:,} {name} ({done})" for name, done in UNFINISHED.items()]
+            console.print(f"answers: {', '.join(counts)}", highlight=False)
         if (advice := ungrouped.advice()) is not None:
             console.print(advice, style="yellow", highlight=False)
     if tokenizer is not None and args.tokenizer is None:

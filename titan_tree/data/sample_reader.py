@@ -5,18 +5,21 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import logging
 import math
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_trajectories
 from titan_tree.data.readers import Record
+from titan_tree.data.readers.chat import marked
 from titan_tree.data.schema import (
     KNOWN,
     LOGPROB_FIELDS,
@@ -31,7 +34,7 @@ from titan_tree.data.schema import (
     turn_weights,
 )
 from titan_tree.data.token_store import STORED, StoredGroup, TokenStore
-from titan_tree.errors import UserError, errors_at
+from titan_tree.errors import UserError, errors_at, printable
 from titan_tree.tree.path_fields import advantage_array, wrong
 from titan_tree.tree.paths import ModelLimits, TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from titan_tree.config import DataConfig
 
 NO_LIMITS = ModelLimits()
+MANY_TOKENS = 8  # that a model samples with probability 1 only by accident
+logger = logging.getLogger(__name__)
 
 
 class SampleReader(DataFiles):
@@ -54,6 +59,9 @@ class SampleReader(DataFiles):
         tokenizer: renders and tokenizes conversations. Files of token ids do not need one.
         limits: limits of the model. Longer paths and larger token ids are errors. If ``config.replay`` uses
             recorded experts, they must fit the model's layers and experts.
+
+    Attributes:
+        endings: how many answers of the trajectories that were read are "cut off", and how many "filtered".
 
     Raises:
         UserError: a file does not exist or is named twice, or ``ignore_fields`` names a field that is read.
@@ -78,7 +86,9 @@ class SampleReader(DataFiles):
                 "data.advantage_options: expected none with data.advantage = 'given'; remove them, or "
                 "name an estimator in data.advantage"
             )
+        self.endings: Counter[str] = Counter()
         self._checked_stores: set[str] = set()
+        self._warned_zero = False
 
     def tree(self, group: Group, replay: Replay | None = None) -> TokenTree:
         """Returns the token tree of a group's samples.
@@ -194,6 +204,8 @@ class SampleReader(DataFiles):
         else:
             check_record(record, "token ids", self.ignored)
             paths = [_token_path(name, kinds[0], record)]
+            self.endings[ending(record.get("finish_reason"), "finish_reason")] += 1
+            self._warn_about_zeros(trajectory.place, paths[0])
         for path in paths:
             path.check_limits(self.limits)
         return paths
@@ -208,17 +220,45 @@ class SampleReader(DataFiles):
         for field, value in fields.items():
             if isinstance(value, list):
                 raise wrong(field, "one number for a conversation", "a list")
-        messages = record["messages"]
+        messages = _marked_messages(record)
         check_messages(messages, self.tokenizer.template_fields, self.ignored)
         options = self.config.sample | present_fields(record, ("turns",))
         paths = self.tokenizer.samples(messages, record.get("tools"), **options)
         turns = _trained_turns(messages, paths, options.get("turns", "each"))
         if not turns:
             raise UserError("messages: expected at least one assistant turn to train on, got none")
+        self.endings.update(ending(message.get("finish_reason"), "finish_reason") for message in messages)
         for turn, path in turns:
             path.id = f"{name}/{turn}"
         chosen = [path for _, path in turns]
         return [dataclasses.replace(path, **fields) for path in chosen] if fields else chosen
+
+    def _warn_about_zeros(self, place: str, path: TokenPath) -> None:
+        """Warns once about a path whose log-probs of all counted tokens are 0."""
+        counted = path.loss_mask[1:] > 0
+        if self._warned_zero or counted.sum() < MANY_TOKENS:
+            return
+        for field in ("old_logprobs", "rollout_logprobs"):
+            values = getattr(path, field)
+            if values is None or values[1:][counted].any():
+                continue
+            self._warned_zero = True
+            logger.warning(
+                "%s: %s: all of them are 0, as if the model could say nothing else; check that they were "
+                "recorded, or remove the field",
+                printable(place),
+                field,
+            )
+
+
+def _marked_messages(record: Record) -> Any:
+    """Returns the messages of a conversation; its ``finish_reason`` becomes that of the last message."""
+    messages, mark = record["messages"], record.get("finish_reason")
+    if mark is None or not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+        return messages
+    if messages[-1].get("role") != "assistant":
+        raise UserError("finish_reason: expected a conversation that ends with an answer of the assistant")
+    return [*messages[:-1], *marked(messages[-1:], mark, "finish_reason")]
 
 
 def _set_preference(paths: Sequence[TokenPath], record: Record, group_id: str) -> None:
@@ -252,11 +292,14 @@ def _trained_turns(
 
 
 def _token_path(name: str, kind: str, record: Record) -> TokenPath:
-    """Returns the path of a trajectory whose field ``kind`` holds token ids."""
+    """Returns the path of a trajectory whose field ``kind`` holds token ids; no loss on filtered ones."""
     fields = present_fields(record, ("loss_mask", *LOGPROB_FIELDS, "routed_experts", *PATH_FIELDS))
     if isinstance(encoded := fields.get("routed_experts"), str):
         fields["routed_experts"] = _decode_array("routed_experts", encoded)
-    return TokenPath(record[kind], id=name, **fields)
+    path = TokenPath(record[kind], id=name, **fields)
+    if ending(record.get("finish_reason"), "finish_reason") == "filtered":
+        path.loss_mask = np.zeros_like(path.loss_mask)
+    return path
 
 
 def _decode_array(field: str, encoded: str) -> np.ndarray:

@@ -27,7 +27,9 @@ TRAJECTORY_KINDS = ("messages", "tokens", "input_ids")  # a trajectory has exact
 LOGPROB_FIELDS = (*LOGPROBS, *(f"shifted_{name}" for name in LOGPROBS))
 TOKEN_FIELDS = ("loss_mask", *LOGPROB_FIELDS, "routed_experts")  # only beside token ids
 PATH_FIELDS = ("weight", "advantage", "temperature", "policy_version")  # of the TokenPaths of any trajectory
-OWN_FIELDS = ("id", "group_id", "rollout_id", "reward", "preference", "pair")  # of trajectories, not of tasks
+OWN_FIELDS = (  # of trajectories, not of tasks
+    *("id", "group_id", "rollout_id", "reward", "preference", "pair", "finish_reason"),
+)
 CONVERSATION_FIELDS = ("tools", "turns")  # only beside messages
 INHERITED_FIELDS = (*CONVERSATION_FIELDS, *PATH_FIELDS)  # a task passes them on to its trajectories
 
@@ -58,6 +60,7 @@ ADVICE = {  # what to do about fields that are probably meant to be read
     "labels": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "attention_mask": "not read; give unpadded tokens and a loss_mask (0: not trained on)",
     "response_mask": "not read; give a loss_mask with one entry per token, 0 for the prompt",
+    "finish_reason": "not read here; give each trajectory, or its last message, a finish_reason of its own",
     "reward": "not read here; give each trajectory a reward of its own",
     "preference": "not read here; give each trajectory a preference of its own",
     "rollout_id": "not read here; give each trajectory a rollout_id of its own",

@@ -22,7 +22,7 @@ def test_both_spellings_of_messages_become_one_form():
         {"role": "tool", "content": None, "tool_call_id": "1"},
         {"role": "assistant", "content": "é", "reasoning_content": "r"},
     ]
-    function = {"name": "f", "arguments": '{"a":1}'}
+    function = {"name": "f", "arguments": '{"a": 1}'}
     openai = [
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
         {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},

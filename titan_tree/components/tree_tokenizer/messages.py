@@ -8,22 +8,27 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.components.tree_tokenizer.tool_calls import parse_object, printed
 from titan_tree.errors import UserError, require_unicode, shorten
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA = ("image", "audio", "video")  # in the types of content parts
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # the first one that is present counts
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # at most one text among them
+ANSWER_FIELDS = ("finish_reason", "prefill")  # only on assistant messages
 LEGACY_FIELDS = {  # of OpenAI's messages; templates do not read them, so they would be dropped silently
     "function_call": "not read; give tool_calls, a list of calls",
     "refusal": "not read; give the text of the refusal as content",
 }
 # What normalize_messages reads or refuses.
-NORMALIZED_FIELDS = frozenset({"role", "content", "tool_calls", *REASONING_FIELDS, *LEGACY_FIELDS})
+NORMALIZED_FIELDS = frozenset(
+    {"role", "content", "tool_calls", *REASONING_FIELDS, *ANSWER_FIELDS, *LEGACY_FIELDS}
+)
 
 
 def normalize_messages(messages: object, where: str) -> list[Message]:
@@ -31,11 +36,14 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
 
     - ``content`` is a string, or a list of ``{"type": "text", "text": str}`` that is joined. For assistants
       and tools, null or a missing field becomes "".
-    - ``reasoning_content`` may also be called ``reasoning`` or ``thinking``; null counts as missing.
+    - ``reasoning_content`` may also be called ``reasoning`` or ``thinking``. Null and "" beside another one
+      count as missing. Two different texts are an error.
+    - ``finish_reason`` is one of the marks in endings.py. ``prefill`` is the beginning of ``content`` that
+      the request gave.
     - ``tool_calls`` are ``{"name", "arguments"}`` or ``{"type", "function": {"name", "arguments"}}`` as in
-      OpenAI's API. Arguments that are the JSON text of an object become the object. Other text that a model
-      wrote stays a string: broken JSON, repeated keys, and what JSON cannot express again, such as NaN,
-      integers of more than 4,300 digits or lone surrogates.
+      OpenAI's API. Arguments that are the JSON text of an object become the object, if printing it gives the
+      same characters. Other text stays as the model wrote it: other white space or forms of numbers, broken
+      JSON, repeated keys, and the end of a message that was cut off.
     - ``function_call`` and ``refusal`` are refused. The reader of Chat Completions converts them.
     - Other fields (name, tool_call_id, ...) are kept, because a template may read them.
 
@@ -54,11 +62,15 @@ def normalize_messages(messages: object, where: str) -> list[Message]:
 def text_before_calls_as_reasoning(messages: Sequence[Message]) -> list[Message]:
     """Returns normalized messages in which the text before an assistant's tool calls is its reasoning.
 
-    Agents without a reasoning channel think aloud there. Messages that already have reasoning do not change.
+    Agents without a reasoning channel think aloud there. Messages that already have reasoning, or a prefill,
+    do not change.
     """
     return [
         {**message, "reasoning_content": message["content"], "content": ""}
-        if message.get("tool_calls") and message["content"] and not message.get("reasoning_content")
+        if message.get("tool_calls")
+        and message["content"]
+        and not message.get("reasoning_content")
+        and not message.get("prefill")
         else message
         for message in messages
     ]
@@ -77,11 +89,19 @@ def _normalize_message(message: object, where: str) -> Message:
         field: value for field, value in message.items() if field not in ("reasoning_content", "tool_calls")
     }
     result["content"] = _content(message.get("content"), role, f"{where}.content")
+    for field in ANSWER_FIELDS:
+        if role != "assistant" and message.get(field) is not None:
+            raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
+    is_cut = ending(message.get("finish_reason"), f"{where}.finish_reason") in ("cut off", "filtered")
     reasoning = _reasoning(message, role, where)
     if reasoning is not None:
         result["reasoning_content"] = reasoning
-    if calls := _tool_calls(message, role, f"{where}.tool_calls"):
+    if calls := _tool_calls(message, role, f"{where}.tool_calls", is_cut):
         result["tool_calls"] = calls
+    prefill = "" if message.get("prefill") is None else message["prefill"]
+    if not (isinstance(prefill, str) and result["content"].startswith(prefill)) or (prefill and reasoning):
+        expected = "the beginning of content, and no reasoning"
+        raise UserError(f"{where}.prefill: expected {expected}, got {shorten(prefill)}")
     return result
 
 
@@ -107,18 +127,21 @@ def _content(content: object, role: str, where: str) -> str:
 
 
 def _reasoning(message: Message, role: str, where: str) -> str | None:
-    field = next((field for field in REASONING_FIELDS if message.get(field) is not None), None)
-    if field is None:
-        return None
-    if role != "assistant":
-        raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
-    reasoning = message[field]
-    if not isinstance(reasoning, str):
-        raise UserError(f"{where}.{field}: expected a string, got {shorten(reasoning)}")
-    return require_unicode(reasoning, f"{where}.{field}")
+    reasoning: str | None = None
+    for field in REASONING_FIELDS:
+        if (text := message.get(field)) is None:
+            continue
+        if role != "assistant":
+            raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
+        if not isinstance(text, str):
+            raise UserError(f"{where}.{field}: expected a string, got {shorten(text)}")
+        if reasoning and text not in ("", reasoning):
+            raise UserError(f"{where}.{field}: expected one text of reasoning, got two; remove one field")
+        reasoning = reasoning or require_unicode(text, f"{where}.{field}")
+    return reasoning
 
 
-def _tool_calls(message: Message, role: str, where: str) -> list[Message]:
+def _tool_calls(message: Message, role: str, where: str, is_cut: bool) -> list[Message]:
     calls = message.get("tool_calls")
     if calls is None:
         return []
@@ -126,10 +149,11 @@ def _tool_calls(message: Message, role: str, where: str) -> list[Message]:
         raise UserError(f"{where}: expected a list, got {shorten(calls)}")
     if calls and role != "assistant":
         raise UserError(f"{where}: expected only on assistant messages, got it on role {role!r}")
-    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    last = len(calls) - 1 if is_cut else None
+    return [_tool_call(call, f"{where}[{index}]", index == last) for index, call in enumerate(calls)]
 
 
-def _tool_call(call: object, where: str) -> Message:
+def _tool_call(call: object, where: str, is_cut: bool) -> Message:
     if not isinstance(call, dict):
         raise UserError(f"{where}: expected an object with name and arguments, got {shorten(call)}")
     if "function" in call:
@@ -144,24 +168,29 @@ def _tool_call(call: object, where: str) -> Message:
     if not isinstance(name, str):
         raise UserError(f"{where}.name: expected a string, got {shorten(name)}")
     require_unicode(name, f"{where}.name")
-    arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+    arguments = _arguments(function.get("arguments"), f"{where}.arguments", is_cut)
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(arguments: object, where: str) -> dict[str, object] | str:
+def _arguments(arguments: object, where: str, is_cut: bool) -> dict[str, object] | str:
     if isinstance(arguments, dict):
+        refuse_not_finite(arguments, where)
         return arguments
     if not isinstance(arguments, str):
         raise UserError(f"{where}: expected an object or its JSON text, got {shorten(arguments)}")
-    try:
-        parsed = json.loads(arguments, object_pairs_hook=_unique_keys)
-        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return require_unicode(arguments, where)
-    return parsed if isinstance(parsed, dict) else arguments
+    require_unicode(arguments, where)
+    parsed = None if is_cut else parse_object(arguments)
+    return parsed if parsed is not None and printed(parsed) in (arguments, "{}") else arguments
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if len(result := dict(pairs)) < len(pairs):
-        raise ValueError("a repeated key")
-    return result
+def refuse_not_finite(value: object, where: str) -> None:
+    """Raises UserError for NaN and infinite numbers, which JSON cannot express, in dicts and lists."""
+    waiting = [value]
+    seen: set[int] = set()  # of containers
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            raise UserError(f"{where}: expected finite numbers, got {item}")
+        if isinstance(item, dict | list) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item

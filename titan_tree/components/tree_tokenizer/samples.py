@@ -5,7 +5,8 @@ The sample of assistant turn i is what the model read and wrote at that turn:
     prompt      = render(messages[:i], add_generation_prompt=True)
     completion  = the rest of render(messages[:i + 1])
 
-Only the completion has loss. Some templates change the history: Qwen3's drops the reasoning of earlier
+Only the completion has loss. An answer that the model did not end is rendered twice with more text, and ends
+where the two renderings diverge. Some templates change the history: Qwen3's drops the reasoning of earlier
 turns. The samples of one conversation then diverge, exactly as the model's inputs did.
 
 Each prompt of a conversation repeats most of the one before. ``PrefixEncoder`` reuses the ids of this part.
@@ -21,6 +22,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Spans, TextEncoder
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
 from titan_tree.errors import UserError
@@ -56,9 +58,11 @@ class ConversationSamples:
         indices = self.assistant_turns()
         if not indices:
             return []
+        if turns == "last":
+            indices = indices[-1:]
+        self._refuse_neighbours(indices)
         if turns == "whole":
             return [self.encode(self.render_whole(indices))]
-        indices = indices if turns == "each" else indices[-1:]
         return [self.encode(turn) for turn in self.render_turns(indices)]
 
     def assistant_turns(self) -> list[int]:
@@ -70,19 +74,84 @@ class ConversationSamples:
         The completion ends with the end-of-turn token, where the model stopped. The template adds white space
         after it. The model did not write it, so it has loss mask 0. It stays in the sample because the
         prompts of later turns contain it: the tree then shares all tokens of the sample with them.
+
+        If the model did not end its answer, the sample ends with the text of the answer. If the message is
+        not trained, or the model wrote nothing, there is no completion.
         """
         prefixes = [prefix for index in indices for prefix in ((index, True), (index + 1, False))]
         texts = self.template.prefixes(self.messages, self.tools, prefixes, self.variables)
         for index, prompt, text in zip(indices, texts, texts, strict=True):
+            if prefill := self.messages[index].get("prefill"):
+                prompt = self._begun(index, {"role": "assistant", "content": prefill}, prompt)
             if not text.startswith(prompt):
                 raise UserError(
                     f"messages[{index}]: expected the chat template to render this turn as a continuation of "
                     f"its own generation prompt: {_first_difference(prompt, text)}; change the template's "
                     "variables, such as enable_thinking, or the template"
                 )
-            stripped = text.rstrip()
-            stopped = len(stripped) > len(prompt) and stripped.endswith(tuple(self.encoder.special_tokens))
-            yield RenderedSample(text, [(len(prompt), len(stripped) if stopped else len(text))])
+            yield self._turn(index, prompt, text)
+
+    def _turn(self, index: int, prompt: str, text: str) -> RenderedSample:
+        """Returns the sample of a turn from the rendered text before and after it."""
+        message = self.messages[index]
+        if not self._is_trained(index):
+            return RenderedSample(text, [])
+        how = ending(message.get("finish_reason"), f"messages[{index}].finish_reason")
+        is_empty = not any(message.get(field) for field in ("content", "reasoning_content", "tool_calls"))
+        stripped = text.rstrip()
+        tokens = [token for token in self.encoder.special_tokens if stripped.endswith(token)]
+        if how in ("cut off", "filtered") or (how == "continued" and not tokens):
+            text = text if is_empty else self._begun(index, message, prompt)
+            is_empty = is_empty or len(text) == len(prompt)
+            return RenderedSample(text, [] if is_empty else [(len(prompt), len(text))])
+        if is_empty:
+            raise UserError(
+                f"messages[{index}]: expected text, reasoning or tool calls in a trained answer, got none; "
+                "remove the message, or give it weight 0 or a finish_reason such as length"
+            )
+        end = len(stripped) if tokens and len(stripped) > len(prompt) else len(text)
+        if how == "continued":
+            end -= max(map(len, tokens))
+        return RenderedSample(text, [(len(prompt), end)])
+
+    def _is_trained(self, index: int) -> bool:
+        """Returns whether an answer is trained: a filtered one only if it has a weight other than 0."""
+        message = self.messages[index]
+        how = ending(message.get("finish_reason"), f"messages[{index}].finish_reason")
+        return message.get("weight", 1) != 0 and (how != "filtered" or message.get("weight") is not None)
+
+    def _begun(self, index: int, message: Message, prompt: str) -> str:
+        """Returns the rendered text up to the last character of an assistant message that is not ended.
+
+        Text is added to the message in two ways. What follows it in the two renderings cannot agree.
+        """
+        before = self.messages[:index]
+        longer = [[*before, _extended(message, more, index)] for more in "ab"]
+        one, other = (self.template.render(m, self.tools, False, self.variables) for m in longer)
+        end = next((i for i in range(len(prompt), len(one)) if one[i] != other[i : i + 1]), len(one))
+        text = one[:end]
+        shows_end = one.startswith(f"{text}a") and other.startswith(f"{text}b")
+        calls = message.get("tool_calls")
+        shows_text = not calls or text.endswith(calls[-1]["function"]["arguments"])
+        if not (shows_end and shows_text and one.startswith(prompt)):
+            raise UserError(
+                f"messages[{index}]: the chat template does not show where the answer was cut off; give the "
+                "message weight 0, or remove it"
+            )
+        return text
+
+    def _refuse_neighbours(self, indices: Sequence[int]) -> None:
+        """Raises UserError for two assistant messages in a row that may be one answer, if one is trained."""
+        trained = {index for index in indices if self._is_trained(index)}
+        turns = set(self.assistant_turns())
+        for index in sorted(turns):
+            pair = {index, index + 1}
+            if pair <= turns and pair & trained and self.messages[index].get("finish_reason") is None:
+                raise UserError(
+                    f"messages[{index + 1}]: expected another role after the assistant's message "
+                    f"{index}; join the two, or give message {index} a finish_reason: stop (the model ended "
+                    "it), length (it was cut off) or continued (both are one answer)"
+                )
 
     def render_whole(self, indices: Sequence[int]) -> RenderedSample:
         """Renders all messages once, with the completions of all assistant messages."""
@@ -106,6 +175,7 @@ class ConversationSamples:
         tokens = [self._prompts.encode(before)]
         mask = [np.zeros(len(tokens[0]), np.float32)]
         for part, has_loss in others:
+            part = self.template.reopened(before, part)
             pieces = self._encode_part(before, part)
             tokens += pieces
             mask.append(np.full(sum(map(len, pieces)), has_loss, np.float32))
@@ -126,6 +196,22 @@ def _parts(sample: RenderedSample) -> list[tuple[str, bool]]:
         parts += [(sample.text[position:start], False), (sample.text[start:end], True)]
         position = end
     return [*parts, (sample.text[position:], False)]
+
+
+def _extended(message: Message, more: str, index: int) -> Message:
+    """Returns the message with more text where the model stopped."""
+    if calls := message.get("tool_calls"):
+        *others, last = calls
+        function = last["function"]
+        if not isinstance(function["arguments"], str):
+            raise UserError(
+                f"messages[{index}].tool_calls[{len(others)}]: expected arguments as text in an answer that "
+                "was cut off, because an object does not show where; give the message weight 0, or remove it"
+            )
+        function = {**function, "arguments": function["arguments"] + more}
+        return {**message, "tool_calls": [*others, {**last, "function": function}]}
+    field = "content" if message["content"] else "reasoning_content"
+    return {**message, field: message[field] + more}
 
 
 def _first_difference(expected: str, got: str) -> str:

@@ -136,6 +136,11 @@ class ChatTemplate:
         begins_inside = rendered.count(CLOSE) > rendered.count(OPEN)
         return [(part, index % 2 == begins_inside) for index, part in enumerate(_MARKS.split(rendered))]
 
+    def reopened(self, before: str, text: str) -> str:
+        """Returns ``text``, with a mark in front if ``before``, which precedes it, ends in a text span."""
+        is_open = self.has_text_spans and before.rfind(OPEN) > before.rfind(CLOSE)
+        return OPEN + text if is_open else text
+
     def plain(self, rendered: str) -> str:
         """Returns rendered text without the marks of text spans.
 

@@ -12,11 +12,14 @@ import numpy as np
 
 from titan_tree.components.tree_tokenizer.encoders import Spans, make_encoder
 from titan_tree.components.tree_tokenizer.messages import (
+    Message,
     normalize_messages,
+    refuse_not_finite,
     text_before_calls_as_reasoning,
 )
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples, Turns
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
+from titan_tree.components.tree_tokenizer.tool_calls import ordered_results, readable_arguments
 from titan_tree.components.tree_tokenizer.vocabulary import (
     QWEN_PATTERN,
     NormalForm,
@@ -196,9 +199,24 @@ class TreeTokenizer:
             UserError: a malformed message, a variable that the template does not read, or an error in the
                 template.
         """
-        normal = normalize_messages(messages, "messages")
         template = self._chat_template()
-        return template.plain(template.render(normal, _checked(tools), add_generation_prompt, variables))
+        normal = self._normal_messages(messages, tools, variables)
+        return template.plain(template.render(normal, tools, add_generation_prompt, variables))
+
+    def _normal_messages(
+        self, messages: object, tools: Tools | None, variables: Mapping[str, object]
+    ) -> list[Message]:
+        """Returns checked messages that the chat template renders as they were meant."""
+        template, where = self._chat_template(), "messages"
+        tools = _checked(tools)
+        normal = ordered_results(
+            normalize_messages(messages, where), "tool_call_id" in self.template_fields, where
+        )
+
+        def render(messages: Sequence[Message]) -> str:
+            return template.render(messages, tools, False, variables)
+
+        return readable_arguments(normal, render, where)
 
     def samples(
         self,
@@ -215,6 +233,9 @@ class TreeTokenizer:
         the turn. The loss mask is 1 on completions, including their end-of-turn tokens, and 0 elsewhere.
         Prompts and completions are encoded separately, so each completion starts at a token boundary.
 
+        An answer that was cut off is trained up to its last character, without an end. Filtered answers, and
+        those with ``weight`` 0, have loss mask 0. endings.py describes the field ``finish_reason``.
+
         Args:
             messages: the conversation, in a form that ``messages.normalize_messages`` accepts.
             tools: JSON schemas of the tools.
@@ -226,15 +247,14 @@ class TreeTokenizer:
             variables: template variables, such as ``keep_reasoning`` of chatml.
 
         Raises:
-            UserError: what ``render`` raises, an unknown ``turns``, or a template that renders a turn
-                differently from its own generation prompt.
+            UserError: what ``render`` raises, an unknown ``turns``, a template that renders a turn
+                differently from its own generation prompt, an empty answer that is trained, or a trained one
+                next to another one that does not say how it ended.
         """
-        normal = normalize_messages(messages, "messages")
+        normal = self._normal_messages(messages, tools, variables)
         if text_before_calls_is_reasoning:
             normal = text_before_calls_as_reasoning(normal)
-        samples = ConversationSamples(
-            self._encoder, self._chat_template(), normal, _checked(tools), variables
-        )
+        samples = ConversationSamples(self._encoder, self._chat_template(), normal, tools, variables)
         return samples.paths(turns)
 
     def _chat_template(self) -> ChatTemplate:
@@ -266,6 +286,7 @@ def _checked(tools: Tools | None) -> Tools | None:
         isinstance(tools, list | tuple) and all(isinstance(t, dict) for t in tools)
     ):
         raise UserError(f"tools: expected a list of JSON schemas (objects), got {shorten(tools)}")
+    refuse_not_finite(tools, "tools")
     return tools
 
 

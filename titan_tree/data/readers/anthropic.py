@@ -12,6 +12,8 @@ from titan_tree.data.readers.chat import (
     answered,
     assistant_messages,
     call,
+    joined,
+    marked,
     not_text,
     text_of,
     without,
@@ -22,7 +24,10 @@ from titan_tree.errors import UserError, shorten
 
 BLOCKS = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # only Anthropic has these
 ENCRYPTED = "some thoughts are encrypted and have no text; their turns are trained without them"
-RESPONSE_FIELDS = ("thinking", "context_management", "container", "mcp_servers")  # more bookkeeping
+RESPONSE_FIELDS = (  # more bookkeeping
+    *("thinking", "context_management", "container", "mcp_servers", "output_config", "output_format"),
+)
+MESSAGE_FIELDS = ("id", "type", "model", "usage", "stop_sequence", "container", "context_management")
 
 
 def is_anthropic_row(row: Record) -> bool:
@@ -48,8 +53,9 @@ class AnthropicReader(RowReader):
 
     In a request with its response, only the response is trained. The blocks of an assistant's message become
     its reasoning, text and tool calls, and ``tool_result`` blocks become messages of role "tool". Encrypted
-    thoughts have no text; they are left out with a warning. Request parameters other than ``temperature`` are
-    left out.
+    thoughts have no text; they are left out with a warning. ``stop_reason`` says how an answer ended. A
+    response continues the assistant's message at the end of its request. Request parameters other than
+    ``temperature`` are left out.
     """
 
     def recognizes(self, source: Source) -> bool:
@@ -65,10 +71,10 @@ class AnthropicReader(RowReader):
         request = expect(row["request"], dict, "request", "an object with messages")
         response = expect(row.get("response"), dict, "response", "an object with content")
         messages = expect(request.get("messages"), list, "request.messages", "a list of messages")
-        if any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages):
+        roles = [message.get("role") for message in messages if isinstance(message, dict)]
+        if "assistant" in roles[:-1]:
             self.warn(EARLIER_TURNS)
-        answer = {"role": "assistant", "content": response.get("content")}
-        return without(row, ("request", "response")) | self._conversation(request, answer)
+        return joined(without(row, ("request", "response")), self._conversation(request, response))
 
     def _conversation(self, row: Record, answer: Message | None = None) -> Record:
         record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "system"})
@@ -80,7 +86,9 @@ class AnthropicReader(RowReader):
             messages += self._messages(message, names, f"messages[{index}]")
         record["messages"] = messages
         if answer is not None:
-            record |= answered(messages, self._messages(answer, names, "response"))
+            answer = {**answer, "role": "assistant"}
+            continues = bool(messages) and messages[-1]["role"] == "assistant"
+            record |= answered(messages, self._messages(answer, names, "response"), continues)
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -91,17 +99,24 @@ class AnthropicReader(RowReader):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise UserError(f"{where}.role: expected user or assistant, got {shorten(role)}")
-        content, where = message.get("content"), f"{where}.content"
+        content, mark = message.get("content"), message.get("stop_reason")
+        others = without(message, ("role", "content", "stop_reason", *MESSAGE_FIELDS))
+        if role == "assistant":
+            converted = self._answer(content, names, f"{where}.content")
+            return marked([m | others for m in converted], mark, f"{where}.stop_reason")
+        where = f"{where}.content"
         if not isinstance(content, list):
-            return [{"role": role, "content": text_of(content, where)}]
-        blocks = [
-            (expect(block, dict, f"{where}[{index}]", "a content block"), f"{where}[{index}]")
-            for index, block in enumerate(content)
+            return [{"role": role, "content": text_of(content, where)} | others]
+        return [m | others for m in _user_messages(role, _blocks(content, where), names)]
+
+    def _answer(self, content: object, names: dict[object, object], where: str) -> list[Message]:
+        """Returns the messages that the content of an assistant's message becomes."""
+        if not isinstance(content, list):
+            return [{"role": "assistant", "content": text_of(content, where)}]
+        parts = [
+            part for block, place in _blocks(content, where) for part in self._parts(block, names, place)
         ]
-        if role != "assistant":
-            return _user_messages(role, blocks, names)
-        parts = [part for block, place in blocks for part in self._parts(block, names, place)]
-        return assistant_messages(parts) or [{"role": role, "content": ""}]
+        return assistant_messages(parts) or [{"role": "assistant", "content": ""}]
 
     def _parts(self, block: Message, names: dict[object, object], where: str) -> Iterator[tuple[str, object]]:
         kind = block.get("type")
@@ -117,6 +132,15 @@ class AnthropicReader(RowReader):
             self.warn(ENCRYPTED)
         else:
             raise not_text(where, kind)
+
+
+def _blocks(content: list[object], where: str) -> list[tuple[Message, str]]:
+    """Returns the blocks of a message, each with its place."""
+    places = [f"{where}[{index}]" for index in range(len(content))]
+    return [
+        (expect(block, dict, place, "a content block"), place)
+        for block, place in zip(content, places, strict=True)
+    ]
 
 
 def _user_messages(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.readers.chat import Message, call, text_of
+from titan_tree.data.readers.chat import Message, call, marked, text_of
 from titan_tree.data.readers.containers import first_rows, load_document
 from titan_tree.data.readers.openai_chat import converted_messages
 from titan_tree.data.readers.row_reader import expect, warn_once
@@ -65,7 +65,7 @@ class Tau2BenchReader(Reader):
     The trials of a task form a group. Without a system message, the policy in ``info.environment_info``
     becomes one; the agent's own instructions are not in the file. ``tool_defs`` beside it become the tools.
     The user's own tool calls and their results are left out, because the agent did not see them. Costs, times
-    and indices of turns are left out, too. Raw responses are read for their reasoning only.
+    and indices of turns are left out, too. Raw responses are read for reasoning and finish reasons only.
     """
 
     def recognizes(self, source: Source) -> bool:
@@ -135,6 +135,8 @@ def _seen_by_agent(message: object, where: str) -> list[Message]:
         answer = raw.get("message") if isinstance(raw, dict) else None
         if isinstance(answer, dict) and isinstance(thought := answer.get("reasoning_content"), str):
             result["reasoning_content"] = thought
+        if isinstance(raw, dict):
+            return marked([result], raw.get("finish_reason"), f"{where}.raw_data.finish_reason")
     return [result]
 
 
@@ -196,7 +198,7 @@ def _message(message: Message, where: str) -> Message:
         texts = [
             block.get("thinking") for block in expect(thoughts, list, f"{where}.thinking_blocks", "a list")
         ]
-        kept["reasoning_content"] = "\n".join(
+        kept["thinking"] = "\n".join(
             expect(text, str, f"{where}.thinking_blocks", "blocks with a thinking text") for text in texts
         )
     kept["content"] = text_of(kept.get("content"), f"{where}.content")

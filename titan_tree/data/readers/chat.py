@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.readers.row_reader import expect
 from titan_tree.errors import UserError, shorten
 
@@ -33,12 +34,16 @@ def assistant_messages(parts: Iterable[tuple[str, object]]) -> list[Message]:
     message.
 
     Args:
-        parts: ("reasoning" or "text", str), ("call", a tool call), or ("end", None), which ends a message.
+        parts: ("reasoning" or "text", str), ("call", a tool call), or ("end", mark), which ends a message;
+            the mark is its ``finish_reason``, or None if the answer goes on.
     """
     messages: list[Message] = []
     last = "end"
     for kind, value in parts:
-        if kind != "end":
+        if kind == "end":
+            if messages and value is not None:
+                messages[-1]["finish_reason"] = value
+        else:
             if last == "end" or PART_ORDER[kind] < PART_ORDER[last]:
                 messages.append({"role": "assistant", "content": ""})
             message = messages[-1]
@@ -50,7 +55,28 @@ def assistant_messages(parts: Iterable[tuple[str, object]]) -> list[Message]:
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = value if before is None else f"{before}\n{value}"
         last = kind
+    for message in messages[:-1]:
+        message.setdefault("finish_reason", "continued")
     return messages
+
+
+def marked(answer: list[Message], mark: object, where: str) -> list[Message]:
+    """Returns the messages of an answer with the mark that says how it ended, see endings.py.
+
+    Raises:
+        UserError: an unknown mark, or one that contradicts that of a message.
+    """
+    how = ending(mark, where)
+    if mark is None or not answer:
+        return answer
+    *others, last = answer
+    own = last.get("finish_reason")
+    before = how if own is None else ending(own, "finish_reason")
+    if before != how and (before, how) != ("cut off", "filtered"):  # a filter cuts off
+        raise UserError(f"{where}: expected {shorten(own)}, as in the message, got {shorten(mark)}")
+    if how == "filtered":
+        others = [{**message, "finish_reason": mark} for message in others]
+    return [*others, {**last, "finish_reason": mark}]
 
 
 def call(name: object, arguments: object, identifier: object) -> Message:
@@ -59,17 +85,44 @@ def call(name: object, arguments: object, identifier: object) -> Message:
     return {"type": "function", **({} if identifier is None else {"id": identifier}), "function": function}
 
 
-def answered(prompt: list[Message], answer: list[Message]) -> Message:
+def answered(prompt: list[Message], answer: list[Message], continues: bool = False) -> Message:
     """Returns the fields of a conversation of which only the answer is trained: messages, and perhaps turns.
 
     Earlier turns of the assistant, which the prompt repeats, are the answers of other calls.
+
+    Args:
+        continues: whether the answer continues the prompt's last message, an assistant's (a prefill).
     """
+    if continues:
+        prompt, answer = _continued(prompt, answer)
     if all(message.get("role") != "assistant" for message in prompt):
         return {"messages": prompt + answer}
     if len(answer) == 1:
         return {"messages": prompt + answer, "turns": "last"}
     context = [m | {"weight": 0} if m.get("role") == "assistant" else m for m in prompt]
     return {"messages": context + answer}
+
+
+def _continued(prompt: list[Message], answer: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Returns the prompt without its last message, and the answer that begins with it."""
+    *prompt, begun = prompt
+    first, *others = answer or [{"role": "assistant", "content": ""}]
+    if begun.get("role") != "assistant" or begun.get("tool_calls") or first.get("reasoning_content"):
+        raise UserError(
+            "request: expected text of the assistant in the last message, which the answer continues, and an "
+            "answer without reasoning; remove the row"
+        )
+    text = text_of(begun.get("content"), "request.messages")
+    content = text + text_of(first.get("content"), "response")
+    return prompt, [{**first, "content": content, "prefill": text}, *others]
+
+
+def joined(row: Message, fields: Message) -> Message:
+    """Returns the fields of both. Raises UserError if they disagree, because one value would be dropped."""
+    for name, value in fields.items():
+        if row.get(name) is not None and value is not None and row[name] != value:
+            raise UserError(f"{name}: expected it once, got it in the row and in its parts; remove one")
+    return row | {name: value for name, value in fields.items() if value is not None or name not in row}
 
 
 def text_of(content: object, where: str) -> str:

@@ -17,7 +17,8 @@ Node = dict[str, Any]
 
 KINDS = ("messages", "text", "tokens")  # a node has exactly one of these
 PER_TOKEN = ("loss_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs", "policy_version", "advantage")
-OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id")  # of the node at which a sample ends
+# Of the node at which a sample ends:
+OF_SAMPLE = ("reward", "weight", "temperature", "rollout_id", "finish_reason")
 ALLOWED = {
     kind: frozenset(
         {"id", "parent", "sample", kind, *OF_SAMPLE, *(PER_TOKEN if kind == "tokens" else ("advantage",))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_tree.data.readers import Record
-from titan_tree.data.readers.chat import Message, call, without
+from titan_tree.data.readers.chat import Message, call, joined, without
 from titan_tree.data.readers.row_reader import RowReader, expect
 from titan_tree.data.readers.strict_json import parse_text
 from titan_tree.errors import UserError, shorten
@@ -35,7 +35,7 @@ class AlpacaReader(RowReader):
             text = expect(row["input"], str, "input", "a string")
             question = f"{question}\n{text}" if question else text
         messages += _turn(question, expect(row.get("output"), str, "output", "a string"))
-        return {**without(row, FIELDS), "messages": messages}
+        return joined(without(row, FIELDS), {"messages": messages})
 
 
 def _turn(question: str, answer: str) -> list[Message]:
@@ -77,7 +77,7 @@ class ShareGptReader(RowReader):
         if row.get("tools"):
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool) for tool in tools]
-        return {**record, "messages": messages}
+        return joined(record, {"messages": messages})
 
 
 def _message(turn: object, where: str) -> Message:

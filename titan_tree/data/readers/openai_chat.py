@@ -12,6 +12,8 @@ from titan_tree.data.readers.chat import (
     Message,
     answered,
     call,
+    joined,
+    marked,
     text_of,
     without,
 )
@@ -32,8 +34,10 @@ class OpenAIChatReader(RowReader):
     becomes "system". A ``refusal`` is the text of its message. Several choices become trajectories. Of the
     last three forms, only the response or completion is trained. A preference pair becomes a task of two
     trajectories; without a prompt, the messages that both answers begin with are the prompt.
-    Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, finish reasons,
-    log-probs of text) are left out; ``temperature`` is kept.
+    A ``finish_reason`` says how an answer ended. With ``continue_final_message`` in the request, or
+    ``prefix`` in its last message, the answer continues that message.
+    Parameters of the request (``REQUEST_FIELDS``) and the response's bookkeeping (ids, usage, log-probs of
+    text) are left out; ``temperature`` is kept.
     """
 
     reads_pairs = True
@@ -57,8 +61,8 @@ class OpenAIChatReader(RowReader):
             return self._pair(row)
         if any(row.get(name) is not None for name in PAIR_COLUMNS):
             return self._preference_pair(row)
-        if row.get("completion") is not None and "messages" not in row:
-            return self._prompt_and_completion(row)
+        if row.get("completion") is not None and row.get("messages") is None:
+            return self._prompt_and_completion(without(row, ("messages",)))
         if "messages" in row:
             return {**converted_request(row), "messages": converted_messages(row["messages"], "messages")}
         if isinstance(trajectories := row.get("trajectories"), list):
@@ -72,23 +76,35 @@ class OpenAIChatReader(RowReader):
         if not choices:
             raise UserError("response.choices: expected a non-empty list, got []")
         prompt = converted_messages(request.get("messages"), "request.messages")
-        self._warn_about_turns(prompt)
-        record = without(row, ("request", "response")) | without(converted_request(request), ("messages",))
+        continues = request.get("continue_final_message") is True
+        if prompt and prompt[-1].get("prefix") is not None:
+            continues = prompt[-1].pop("prefix") is True
+        if continues:
+            request = without(request, ("continue_final_message", "add_generation_prompt"))
+        self._warn_about_turns(prompt[:-1] if continues else prompt)
+        asked = without(converted_request(request), ("messages",))
+        record = joined(without(row, ("request", "response")), asked)
         answers = []
         for index, choice in enumerate(choices):
             where = f"response.choices[{index}]"
-            message = expect(choice, dict, where, "an object with a message").get("message")
-            answers.append(converted_messages([message], where))
+            choice = expect(choice, dict, where, "an object with a message")
+            mark = choice.get("finish_reason")
+            if mark == "stop" and isinstance(choice.get("stop_reason"), str):  # vLLM: the stop string
+                mark = "stop_sequence"
+            answer = converted_messages([choice.get("message")], where)
+            answers.append(marked(answer, mark, f"{where}.finish_reason"))
         if len(answers) == 1:
-            return record | answered(prompt, answers[0])
+            return joined(record, answered(prompt, answers[0], continues))
         shared = {name: record.pop(name) for name in ("temperature", "reward") if name in record}
-        return record | {"trajectories": [shared | answered(prompt, answer) for answer in answers]}
+        trajectories = [shared | answered(prompt, answer, continues) for answer in answers]
+        return joined(record, {"trajectories": trajectories})
 
     def _prompt_and_completion(self, row: Record) -> Record:
         prompt = converted_messages(row.get("prompt"), "prompt")
         self._warn_about_turns(prompt)
         completion = converted_messages(row["completion"], "completion")
-        return converted_request(without(row, ("prompt", "completion"))) | answered(prompt, completion)
+        record = converted_request(without(row, ("prompt", "completion")))
+        return joined(record, answered(prompt, completion))
 
     def _preference_pair(self, row: Record) -> Record:
         answers = [converted_messages(row.get(name), name) for name in PAIR_COLUMNS]
@@ -107,7 +123,8 @@ class OpenAIChatReader(RowReader):
                 )
             turns = "whole" if len(answer) > 1 else "last"
             trajectories.append({"messages": prompt + answer, "turns": turns, "preference": name})
-        return converted_request(without(row, ("prompt", *PAIR_COLUMNS))) | {"trajectories": trajectories}
+        record = converted_request(without(row, ("prompt", *PAIR_COLUMNS)))
+        return joined(record, {"trajectories": trajectories})
 
     def _warn_about_turns(self, prompt: list[Message]) -> None:
         if any(message.get("role") == "assistant" for message in prompt):

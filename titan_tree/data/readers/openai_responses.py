@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import (
     EARLIER_TURNS,
@@ -10,6 +11,8 @@ from titan_tree.data.readers.chat import (
     answered,
     assistant_messages,
     call,
+    joined,
+    marked,
     text_of,
     without,
 )
@@ -33,7 +36,8 @@ class OpenAIResponsesReader(RowReader):
 
     ``input`` is a string or a list of items, ``output`` a list of items. Instructions become the system
     message. Adjacent reasoning, text and function calls become one assistant message. Reasoning is the text
-    of its content, or else of its summary. Parameters are left out, except for ``temperature``.
+    of its content, or else of its summary. The ``status`` of a response, and of an item, says whether it was
+    cut off or filtered. Parameters are left out, except for ``temperature``.
     Items of tools that run at OpenAI are refused. ``previous_response_id`` is refused, because the earlier
     items are not in the file.
     """
@@ -49,7 +53,8 @@ class OpenAIResponsesReader(RowReader):
         if "request" in row:
             request = expect(row["request"], dict, "request", "an object with input")
             response = expect(row.get("response"), dict, "response", "an object with output")
-            row = {**without(row, ("request", "response")), **request, "output": response.get("output")}
+            ended = {name: response.get(name) for name in ("output", "status", "incomplete_details")}
+            row = joined(joined(without(row, ("request", "response")), request), ended)
         if row.get("previous_response_id") is not None:
             raise UserError(
                 "previous_response_id: expected the items of the earlier response in input; add them, and "
@@ -67,9 +72,12 @@ class OpenAIResponsesReader(RowReader):
             self.warn(EARLIER_TURNS)
         messages += prompt
         record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "instructions", "input", "output"})
-        record["messages"] = messages
+        record = joined(record, {"messages": messages})
         if row.get("output") is not None:
-            record |= answered(messages, self._messages(row["output"], "output"))
+            details = expect(row.get("incomplete_details") or {}, dict, "incomplete_details", "an object")
+            mark = row.get("status") if details.get("reason") is None else details["reason"]
+            answer = self._messages(row["output"], "output") or [{"role": "assistant", "content": ""}]
+            record |= answered(messages, marked(answer, mark, "status"))
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -84,12 +92,14 @@ class OpenAIResponsesReader(RowReader):
             item = expect(item, dict, place, "an item")
             kind = item.get("type", "message")
             role = item.get("role") if kind == "message" else None
+            ends = None  # how an item of the assistant ended
             if kind in OUTPUTS or (kind == "message" and role != "assistant"):
                 messages += [*assistant_messages(parts), _other_message(item, kind, names, place)]
                 parts = []
             elif kind == "message":
                 after_text = [("end", None)] if parts and parts[-1][0] == "text" else []
                 parts += [*after_text, ("text", text_of(item.get("content"), f"{place}.content"))]
+                ends = item.get("status")
             elif kind == "reasoning":
                 if text := _reasoning(item, place):
                     parts.append(("reasoning", text))
@@ -99,11 +109,14 @@ class OpenAIResponsesReader(RowReader):
                 names[str(item.get("call_id"))] = item.get("name")
                 arguments = item.get("arguments" if kind == "function_call" else "input")
                 parts.append(("call", call(item.get("name"), arguments, item.get("call_id"))))
+                ends = item.get("status")
             else:
                 raise UserError(
                     f"{place}: items of type {shorten(kind)} are not supported; expected message, reasoning, "
                     "function_call or function_call_output. titan_tree trains on text: remove the sample"
                 )
+            if ending(ends, f"{place}.status") != "finished":
+                parts.append(("end", ends))
         return messages + assistant_messages(parts)
 
 

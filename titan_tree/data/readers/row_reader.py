@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 JSON_COLUMNS = ("messages", "tools", "functions", "trajectories", "conversations", "nodes")
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 PAIR_COLUMNS = ("chosen", "rejected")
+ANSWER_SCHEMA = (
+    "some requests have a schema for their answer (response_format), which the samples leave out; if the "
+    "server showed it to the model, add its text to the system message"
+)
 PREFERENCE_COLUMNS = (*PAIR_COLUMNS, "preferred_output", "non_preferred_output", "kto_tag")
 
 
@@ -48,6 +52,8 @@ class RowReader(Reader):
         self.path = source.path
         for place, row in rows(source):
             with errors_at(place):
+                if any(map(asks_for_schema, (row, row.get("request")))):
+                    self.warn(ANSWER_SCHEMA)
                 refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
                 record = self.convert(decoded_columns(row))
             yield place, record
@@ -55,6 +61,16 @@ class RowReader(Reader):
     def warn(self, message: str) -> None:
         """Logs a warning about the file once."""
         warn_once(self.path, message)
+
+
+def asks_for_schema(request: object) -> bool:
+    """Returns whether a request has a JSON schema for its answer."""
+    if not isinstance(request, dict):
+        return False
+    text, config = request.get("text"), request.get("output_config")
+    formats = [request.get("response_format"), request.get("output_format")]
+    formats += [part.get("format") for part in (text, config) if isinstance(part, dict)]
+    return any(isinstance(format, dict) and format.get("type") != "text" for format in formats)
 
 
 @functools.cache

@@ -79,6 +79,6 @@ def _check(value: object, where: str) -> None:
     elif isinstance(value, _Constant):
         raise UserError(f"{where or 'value'}: expected a finite number, got {value.name}")
     elif isinstance(value, float) and math.isinf(value):
-        raise UserError(f"{where or 'value'}: expected a number up to 1.8e308, got a larger one")
+        raise UserError(f"{where or 'value'}: expected a finite number, got one beyond 1.8e308")
     elif isinstance(value, str):
         require_unicode(value, where or "value")

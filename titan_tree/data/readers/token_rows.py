@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from titan_tree.components.tree_tokenizer.endings import Ending, ending
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import without
 from titan_tree.data.readers.row_reader import RowReader, expect
@@ -40,6 +41,8 @@ PER_ROW = {
     "id": ("id",),
     "routed_experts": ("routed_experts", "rollout_routed_experts", "rollout_expert_indices"),
 }
+MARKS = ("finish_reason", "stop_reason", "status")
+FLAGS = ("truncated", "is_truncated")  # true: cut off
 TEMPERATURES = ("temperature", "temperatures", "completion_temperatures")
 # These columns describe the response and never the prompt, whatever their length.
 OF_RESPONSE = (
@@ -63,6 +66,8 @@ class TokenRowReader(RowReader):
     - ``labels`` (-100: not trained on) become a mask.
     - Tokens with 0 in ``attention_mask`` are padding and are removed, also those of ``prompt_mask``. A
       ``prompt_mask`` of zeros alone is a loss mask.
+    - ``MARKS`` and ``FLAGS`` say how the response ended. The ids of a response that was cut off are trained
+      as they are.
     - Several temperatures in a row are refused. ``BOOKKEEPING`` is left out.
     """
 
@@ -89,6 +94,8 @@ class TokenRowReader(RowReader):
             record.setdefault("id", row["index"])
         if (name := _only(row, TEMPERATURES)) is not None:
             record["temperature"] = _temperature(columns, name, record["loss_mask"])
+        if (mark := _mark(row)) is not None:
+            record["finish_reason"] = mark
         if not all(is_real):
             _remove_padding(record, is_real)
         return {**without(row, KNOWN), **record}
@@ -212,6 +219,20 @@ def _temperature(columns: _Columns, name: str, loss_mask: list[float]) -> object
     return trained.pop() if trained else None
 
 
+def _mark(row: Record) -> str | None:
+    """Returns the mark that says how the response ended; two that contradict each other are an error."""
+    marks = {name: row[name] for name in MARKS if row.get(name) is not None}
+    flags = [name for name in FLAGS if row.get(name) is not None]
+    marks |= {n: "length" if expect(row[n], bool, n, "true or false") else "stop" for n in flags}
+    endings: dict[Ending, str] = {ending(mark, name): name for name, mark in marks.items()}
+    if len(endings) > 1:
+        raise UserError(
+            f"{' and '.join(endings.values())}: expected one ending of the response, got "
+            f"{' and '.join(endings)}; remove one"
+        )
+    return next(iter(marks.values()), None)
+
+
 def _only(row: Record, names: Iterable[str]) -> str | None:
     """Returns the name that the row has; two names of one field are an error."""
     present = [name for name in names if row.get(name) is not None]
@@ -244,6 +265,7 @@ def _foreign(row: Record) -> set[str]:
         "advantage",
     }
     own_schema |= {
+        "finish_reason",
         "reward",
         "group_id",
         "rollout_id",
@@ -258,6 +280,6 @@ def _foreign(row: Record) -> set[str]:
 
 KNOWN = {
     *(*PROMPTS, *RESPONSES, *WHOLE, *MASKS, *TEMPERATURES, *BOOKKEEPING),
-    *("labels", "attention_mask", "prompt_mask", "index"),
+    *("labels", "attention_mask", "prompt_mask", "index", *MARKS, *FLAGS),
     *(name for names in (*PER_TOKEN.values(), *PER_ROW.values()) for name in names),
 }

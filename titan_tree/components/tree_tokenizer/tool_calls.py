@@ -1,0 +1,144 @@
+"""Arguments of tool calls as the model wrote them, and results of tools in the order of their calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from titan_tree.errors import UserError, shorten
+
+Message = dict[str, Any]
+
+
+def ordered_results(messages: Sequence[Message], template_reads_ids: bool, where: str) -> list[Message]:
+    """Returns normalized messages in which the results of a message's calls are in the order of the calls.
+
+    A template that does not read ``tool_call_id`` shows only by this order which call a result belongs to.
+    With other templates, and where calls or results have no ids, the order stays.
+
+    Raises:
+        UserError: the id of a result is not that of one of the assistant's last calls, two results have one
+            id, or, with such a template, a call without a result precedes one with a result.
+    """
+    ordered: list[Message] = []
+    calls: list[object] = []  # ids of the assistant's last calls
+    answered: list[object] = []  # those that have a result
+    for role, run in groupby(enumerate(messages), key=lambda item: item[1]["role"]):
+        members = list(run)
+        if role == "assistant":
+            calls = [call.get("id") for _, message in members for call in message.get("tool_calls", ())]
+            answered = []
+        if role != "tool" or None in calls or any(m.get("tool_call_id") is None for _, m in members):
+            ordered += [message for _, message in members]
+            continue
+        for index, message in members:
+            identifier = message["tool_call_id"]
+            if identifier not in calls or identifier in answered:
+                expected = ", ".join(shorten(c) for c in calls if c not in answered) or "no result"
+                raise UserError(
+                    f"{where}[{index}].tool_call_id: expected the id of a call in the assistant's message "
+                    f"before it, and one result per call ({expected}), got {shorten(identifier)}"
+                )
+            answered.append(identifier)
+        if template_reads_ids:
+            ordered += [message for _, message in members]
+            continue
+        results = {message["tool_call_id"]: message for _, message in members}
+        if missing := [call for call in calls[: len(answered)] if call not in answered]:
+            raise UserError(
+                f"{where}[{members[0][0]}]: expected the results of all calls, because the chat template "
+                f"does not show their ids; {shorten(missing[0])} has none"
+            )
+        ordered += [results[call] for call in calls if call in results]
+    return ordered
+
+
+def readable_arguments(
+    messages: Sequence[Message], render: Callable[[Sequence[Message]], str], where: str
+) -> list[Message]:
+    """Returns normalized messages whose arguments the chat template prints as the model wrote them.
+
+    ``normalize_messages`` leaves the JSON text of an object as text, if printing the object would give other
+    characters. Where the template does not print text as it is, the objects take its place.
+
+    Args:
+        render: renders messages with the chat template.
+
+    Raises:
+        UserError: the template needs the object, and would print one of its numbers in another way.
+    """
+    texts = [
+        call["function"]["arguments"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+        if _is_object(call["function"]["arguments"])
+    ]
+    if not texts:
+        return list(messages)
+    try:
+        rendered = render(messages)
+    except UserError:  # such as a template that lists the arguments by name
+        rendered = ""
+    if all(text in rendered for text in texts):
+        return list(messages)
+    return [_with_objects(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def _with_objects(message: Message, where: str) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for index, call in enumerate(message["tool_calls"]):
+        function = call["function"]
+        if _is_object(function["arguments"]):
+            place = f"{where}.tool_calls[{index}].function.arguments"
+            function = {**function, "arguments": _parse(function["arguments"], place)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _is_object(arguments: object) -> bool:
+    """Returns whether arguments are the text of an object, which ``normalize_messages`` could have parsed."""
+    return isinstance(arguments, str) and parse_object(arguments) is not None
+
+
+def _parse(text: str, where: str) -> object:
+    def same(kind: type) -> Callable[[str], object]:
+        def number(literal: str) -> object:
+            if repr(value := kind(literal)) != literal:
+                raise UserError(
+                    f"{where}: the chat template would print the number {literal[:40]} as {value!r:.40}; "
+                    "use a template that prints arguments given as text"
+                )
+            return value
+
+        return number
+
+    return json.loads(text, parse_int=same(int), parse_float=same(float))
+
+
+def parse_object(text: str) -> dict[str, object] | None:
+    """Returns the object whose JSON text this is, or None for other text that a model wrote.
+
+    Other text is broken JSON, a value of another kind, and what JSON cannot express again: repeated keys,
+    NaN, numbers above 1.8e308, integers of more than 4,300 digits and lone surrogates.
+    """
+    try:
+        parsed = json.loads(text, object_pairs_hook=_unique_keys)
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def printed(arguments: dict[str, object]) -> str:
+    """Returns the JSON text that chat templates print with the filter ``tojson``."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError("a repeated key")
+    return result
