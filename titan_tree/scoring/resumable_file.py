@@ -1,8 +1,8 @@
 """ResumableFile: a text file that is written in rounds, and survives a kill between any two instructions.
 
 While it is written, the folder NAME.partial holds it as "content", beside state.json. A round appends and
-synchronizes the content first. state.json then says how many bytes are complete. The next process cuts the
-content there and goes on, so nothing is lost or repeated.
+synchronizes the content first. state.json then says how many bytes are complete; its first line is a
+checksum. The next process cuts the content there and goes on, so nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,16 +70,14 @@ class ResumableFile:
     def _read_state(self) -> tuple[dict[str, object], int, Any]:
         """Returns the description, the number of complete bytes and the progress of the last round."""
         try:
-            with open(self._state, encoding="utf-8", opener=regular) as file:
-                state = json.load(file)
-            before, size, progress = dict(state["description"]), state["bytes"], state["progress"]
-            if type(size) is not int or size < 0:
-                raise ValueError(size)
+            with open(self._state, "rb", opener=regular) as file:
+                checksum, _, text = file.read().partition(b"\n")
+            if checksum != b"%d" % zlib.crc32(text):
+                raise UserError(f"{self._state}: damaged; remove the folder {self.folder}, and start again")
+            state = json.loads(text)
         except OSError as error:
             raise UserError(f"{self._state}: cannot be read: {error.strerror}; fix this") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{self._state}: is not what titan_tree writes; remove the folder") from None
-        return before, size, progress
+        return state["description"], state["bytes"], state["progress"]
 
     def append(self, texts: Sequence[str], progress: object) -> None:
         """Adds a round. ``progress`` are JSON values that ``open`` returns to the next process."""
@@ -89,9 +88,10 @@ class ResumableFile:
                 os.fsync(file.fileno())
                 size = file.tell()
             state = {"description": self._description, "progress": progress, "bytes": size}
+            text = json.dumps(state)
             new = self._state.with_suffix(".tmp")
-            with new.open("w") as file_of_state:
-                file_of_state.write(json.dumps(state))
+            with open(new, "w", opener=regular) as file_of_state:
+                file_of_state.write(f"{zlib.crc32(text.encode())}\n{text}")
                 file_of_state.flush()
                 os.fsync(file_of_state.fileno())
             new.replace(self._state)
