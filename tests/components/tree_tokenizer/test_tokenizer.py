@@ -479,3 +479,10 @@ def test_a_pickled_copy_encodes_and_renders_the_same(qwen_like, tmp_path):
     messages = [{"role": "user", "content": "a<think>\u0338"}]
     assert copy.render(messages) == ours.render(messages)
     assert copy.encode(ours.render(messages)) == ours.encode(ours.render(messages))
+
+
+def test_a_text_that_tiktoken_cannot_split_is_refused_in_one_line():
+    with pytest.raises(
+        UserError, match=r"^text: tiktoken cannot split ' {20}'\.\.\., 1,000,000 characters: "
+    ):
+        TreeTokenizer.byte_level().encode(" " * 1_000_000)

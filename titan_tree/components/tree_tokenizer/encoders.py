@@ -213,6 +213,11 @@ class BytePairEncoder(TextEncoder):
         except UnicodeEncodeError:
             require_unicode(text, "text")
             raise
+        except ValueError as error:  # such as a million spaces, on which the regular expression backtracks
+            raise UserError(
+                f"text: tiktoken cannot split {text[:20]!r}..., {len(text):,} characters: {error}; shorten "
+                "its runs of white space"
+            ) from None
         return ranks.astype(np.int32) if self._id_of_rank is None else self._id_of_rank[ranks]
 
 
