@@ -48,14 +48,26 @@ def original_rows(folder: Path) -> dict[str, list[Any]]:
     tasks = formats.demo_tasks(1)
     own = sample_reader(write_lines(folder / "own", tasks), TreeTokenizer.byte_level())
     groups = [(group.id, own.paths(group)[:2]) for group in own.groups()]
+    asks = {"role": "user", "content": "q"}
+    cut = {"role": "assistant", "content": "c", "tool_calls": [{"name": "f", "arguments": '{"a": 1.10'}]}
+    choice = {"message": cut, "finish_reason": "length"}
+    chat: Task = {"request": {"messages": [asks]}, "response": {"choices": [choice]}}
+    begun = {"role": "assistant", "content": "b"}
+    claude: Task = {
+        "request": {"messages": [asks, begun]},
+        "response": {"content": [{"type": "text", "text": "c"}], "stop_reason": "max_tokens"},
+    }
+    said = {"type": "message", "role": "assistant", "content": "c", "status": "incomplete"}
+    reason = {"incomplete_details": {"reason": "content_filter"}, "status": "incomplete"}
+    responses: Task = {"input": "q", "output": [said], **reason}
     alpaca: Task = {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}
     return {
-        "openai_chat": [*formats.openai_chat(tasks)[:1], *formats.chat_pairs(tasks)[:1]],
-        "openai_responses": formats.openai_responses(tasks)[:1],
-        "anthropic": formats.anthropic(tasks)[:1],
+        "openai_chat": [*formats.openai_chat(tasks)[:1], *formats.chat_pairs(tasks)[:1], chat],
+        "openai_responses": [*formats.openai_responses(tasks)[:1], responses],
+        "anthropic": [*formats.anthropic(tasks)[:1], claude],
         "sharegpt": formats.sharegpt(formats.only_text_or_calls(tasks))[:1],
         "alpaca": [alpaca],
-        "token_rows": [row for row, _ in TOKEN_ROWS.values()],
+        "token_rows": [row | {"finish_reason": "length"} for row, _ in TOKEN_ROWS.values()],
         "tree": [*formats.message_trees(tasks), *formats.token_trees(groups)],
         "tau_bench": [formats.tau_bench(tasks)[:1]],
         "tau2_bench": [formats.tau2_bench(tasks)],
@@ -75,7 +87,8 @@ def mutated(draw: random.Random, value: Any) -> Any:
     if isinstance(value, list) and value and draw.random() < 0.8:
         index = draw.randrange(len(value))
         return [*value[:index], mutated(draw, value[index]), *value[index + 1 :]]
-    return draw.choice([None, 3, -1, 0.5, True, "", "x", [], {}, [[]], [None], {"type": "text"}, [value]])
+    scalars = [None, 3, -1, 0.5, 1e308, float("inf"), True, "", "x", "stop", "refusal", "continued"]
+    return draw.choice([*scalars, [], {}, [[]], [None], {"type": "text"}, [value]])
 
 
 if __name__ == "__main__":
