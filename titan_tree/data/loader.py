@@ -22,7 +22,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from logging.handlers import QueueHandler
@@ -30,7 +30,6 @@ from math import inf
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Semaphore
 from multiprocessing.util import Finalize
 from typing import Any, Generic, Self, TypeVar
 
@@ -183,12 +182,13 @@ class _Worker:
 
     Attributes:
         connection: takes the dataset to the worker, and steps back.
-        ahead: counts how many more steps the worker may make.
+        turns: tells the worker, by a message for each step, that it may make one more. A semaphore would
+            leave a name behind when this process ends at once, and Python would warn of it.
     """
 
     process: BaseProcess
     connection: Connection
-    ahead: Semaphore
+    turns: Connection
 
     @classmethod
     def start(cls, number: int) -> list[Self]:
@@ -197,18 +197,25 @@ class _Worker:
         workers: list[Self] = []
         for index in range(number):
             ours, theirs = context.Pipe()
-            ahead = context.Semaphore(PREFETCH)
-            process = context.Process(target=_work, args=(index, number, theirs, ahead), daemon=True)
+            their_turns, turns = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(index, number, theirs, their_turns), daemon=True)
             process.start()
             theirs.close()
-            workers.append(cls(process, ours, ahead))
+            their_turns.close()
+            workers.append(cls(process, ours, turns))
+            for _ in range(PREFETCH):
+                workers[-1].give_turn()
         return workers
 
     def next(self) -> WorkerItem | None:
         """Returns (step or error, position after it, log records), or None after the last step."""
         item: WorkerItem | None = pickle.loads(self.connection.recv_bytes())
-        self.ahead.release()
+        self.give_turn()
         return item
+
+    def give_turn(self) -> None:
+        with suppress(ConnectionError):  # the worker has made all its steps
+            self.turns.send_bytes(b"")
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
@@ -219,18 +226,23 @@ def _kill(workers: Sequence[_Worker]) -> None:
         worker.process.join(KILL_S)
 
 
-def _work(worker: int, workers: int, connection: Connection, ahead: Semaphore) -> None:
+def _work(worker: int, workers: int, connection: Connection, turns: Connection) -> None:
     """Makes every ``workers``-th step, and sends it as bytes, then None. A worker process runs it."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     # A thread sends, so that the worker makes a step while the pipe is full.
     with ThreadPoolExecutor(1) as thread:
-        for item in chain(_worker_items(worker, workers, connection, ahead), [None]):
-            thread.submit(connection.send_bytes, pickle.dumps(item))  # fails only if nobody reads any more
+        try:
+            for item in chain(_worker_items(worker, workers, connection, turns), [None]):
+                thread.submit(
+                    connection.send_bytes, pickle.dumps(item)
+                )  # fails only if nobody reads any more
+        except EOFError:  # the training process has ended
+            os._exit(1)
 
 
 def _worker_items(
-    worker: int, workers: int, connection: Connection, ahead: Semaphore
+    worker: int, workers: int, connection: Connection, turns: Connection
 ) -> Iterator[WorkerItem]:
     dataset, prepare, num_steps, sharing = pickle.loads(connection.recv_bytes())
     collected = _Collector()
@@ -240,11 +252,11 @@ def _worker_items(
     try:
         if sharing:
             sharing.join(worker)
-        ahead.acquire()
+        turns.recv_bytes()
         for micro_batches in dataset.steps(num_steps, worker, workers, sharing):
             step_bytes = to_bytes(prepare(micro_batches))
             yield step_bytes, _position(dataset), collected.take()
-            ahead.acquire()
+            turns.recv_bytes()
     except UserError as error:
         yield error, {}, collected.take()
 
