@@ -101,7 +101,10 @@ EXPECTED = "expected the id of a call in the assistant's message before it, and 
     ("messages", "message"),
     [
         ([ASK, CALL, result("c", "C")], f"messages[2].tool_call_id: {EXPECTED} ('a', 'b'), got 'c'"),
-        ([ASK, result("a", "A")], f"messages[1].tool_call_id: {EXPECTED} (no result), got 'a'"),
+        (
+            [ASK, CALL, result("a", "A"), result("b", "B"), result("a", "A")],
+            f"messages[4].tool_call_id: {EXPECTED} (no result), got 'a'",
+        ),
         (
             [ASK, CALL, result("a", "A"), result("a", "A")],
             f"messages[3].tool_call_id: {EXPECTED} ('b'), got 'a'",
@@ -117,6 +120,14 @@ def test_results_without_a_call_are_refused(messages, message):
     with pytest.raises(UserError) as error:
         BYTES.render(messages)
     assert str(error.value) == message
+
+
+def test_results_whose_calls_are_not_in_the_messages_keep_their_order():
+    """The calls may be in the text of an answer, or in the part of a history that an agent has left out."""
+    as_text = {"role": "assistant", "content": "<call>a</call><call>b</call>"}
+    for before in ([ASK], [ASK, as_text]):
+        assert WITH_IDS.render([*before, result("b", "B"), result("a", "A")]).endswith("bB;aA;")
+        assert "B" in BYTES.render([*before, result("b", "B"), result("a", "A")])
 
 
 def test_the_text_of_reasoning_is_the_field_that_is_not_empty():

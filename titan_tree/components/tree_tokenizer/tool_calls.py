@@ -16,7 +16,8 @@ def ordered_results(messages: Sequence[Message], template_reads_ids: bool, where
     """Returns normalized messages in which the results of a message's calls are in the order of the calls.
 
     A template that does not read ``tool_call_id`` shows only by this order which call a result belongs to.
-    With other templates, and where calls or results have no ids, the order stays.
+    With other templates, and where calls or results have no ids, the order stays. It also stays where no
+    message with calls precedes: they may be in the text of an answer, or in a history that was left out.
 
     Raises:
         UserError: the id of a result is not that of one of the assistant's last calls, two results have one
@@ -30,7 +31,12 @@ def ordered_results(messages: Sequence[Message], template_reads_ids: bool, where
         if role == "assistant":
             calls = [call.get("id") for _, message in members for call in message.get("tool_calls", ())]
             answered = []
-        if role != "tool" or None in calls or any(m.get("tool_call_id") is None for _, m in members):
+        if (
+            role != "tool"
+            or not calls
+            or None in calls
+            or any(m.get("tool_call_id") is None for _, m in members)
+        ):
             ordered += [message for _, message in members]
             continue
         for index, message in members:
