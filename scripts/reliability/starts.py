@@ -1,4 +1,4 @@
-"""Sends a signal to a training command in its first seconds, from the start of Python on.
+"""Sends a signal to a training command in its first second, from the start of Python on.
 
 The command must end because of the signal: at once before the first step, or after a step and with its
 checkpoint. It must print no traceback, except that of Python itself before it imports titan_tree.
@@ -18,7 +18,7 @@ from training import OPTIONS, PATIENCE_S, ROOT, TRACEBACK, check
 
 TRIALS = 1000
 KINDS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-FIRST_S, LATER_S = 1.0, 6.0  # half of the trials signal in the first second, the others until the first steps
+FIRST_S = 1.0  # trials of "signals" signal later moments
 
 
 def prepare(work: Path) -> None:
@@ -38,7 +38,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
         f"folder={folder / 'run'}",
         *OPTIONS,
     ]
-    delay_s = draw.uniform(0, draw.choice((FIRST_S, LATER_S)))
+    delay_s = draw.uniform(0, FIRST_S)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = time.monotonic()
     process = subprocess.Popen(

@@ -66,7 +66,8 @@ def refuse_in_worker() -> None:
 class StepLoader(Generic[T]):
     """Iterates over (input, position) of the next steps. The position is the dataset's, after the step.
 
-    It also has the "checksum" of the step's groups (``TreeDataset.checksum``), for ``all_reduce_counts``.
+    With ``is_compared`` of the dataset, the position also has the "checksum" of the step's groups, for
+    ``all_reduce_counts``.
 
     Args:
         dataset: the stream of micro-batches, at the position to start from.
@@ -262,7 +263,7 @@ def _worker_items(
 
 
 def _position(dataset: TreeDataset) -> Position:
-    return dataset.position() | {"checksum": dataset.checksum}
+    return dataset.position() | ({"checksum": dataset.checksum} if dataset.is_compared else {})
 
 
 def _late(number: int, workers: Sequence[_Worker], limit_s: float) -> str:

@@ -158,7 +158,7 @@ class TreeLightningModule(L.LightningModule):
                 seed=self.config.training.seed,
                 max_bad_steps=min(self.config.training.max_bad_steps, self.num_steps),
             )
-        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum"))
+        sizes = all_reduce_counts(step_input, checksum=position.pop("checksum", None))
         report = self._optimizer_step.run(step, step_input, sizes, epoch=position["epoch"], started=started)
         if self.global_step < step:
             optimizer.step()  # without the gradients of a bad step, it only counts the step

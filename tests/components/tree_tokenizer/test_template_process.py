@@ -184,6 +184,7 @@ def render():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("action", "numbers"),
     [

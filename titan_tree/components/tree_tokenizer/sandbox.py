@@ -276,7 +276,7 @@ REQUESTS: dict[str, Callable[..., Iterator[object]]] = {"describe": describe, "r
 _seconds = 0.0
 
 
-def serve(seconds: float, memory: int) -> None:
+def serve(seconds: float, memory: int, parent: int) -> None:
     """Answers requests until the parent process has ended.
 
     A request on stdin is a pickle of (name of a function in REQUESTS, arguments). The answer on stdout is the
@@ -287,19 +287,19 @@ def serve(seconds: float, memory: int) -> None:
     Args:
         seconds: CPU time of each text, and of reading a template.
         memory: bytes of address space.
+        parent: the end of a pipe to which nothing is written. It is closed when the parent has ended. The
+            signal SIGIO then ends this process, whatever the template does.
     """
     global _seconds
     _seconds = seconds
     _confine(memory)
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())  # receives SIGIO
+    fcntl.fcntl(parent, fcntl.F_SETFL, os.O_ASYNC)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         while size := requests.read(8):
             request = requests.read(int.from_bytes(size))
-            # From here until the answer, the pipe can only be closed. The parent has then ended, and the
-            # signal SIGIO ends this process, whatever the template does.
-            fcntl.fcntl(requests, fcntl.F_SETFL, os.O_ASYNC)
             answer = _answer(request)
-            fcntl.fcntl(requests, fcntl.F_SETFL, 0)
             answers.write(len(answer).to_bytes(8) + answer)
             answers.flush()
     except MemoryError:
@@ -346,7 +346,6 @@ def _confine(memory: int) -> None:
     for number in (signal.SIGPROF, signal.SIGIO):
         signal.signal(number, signal.SIG_DFL)  # which ends the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF, signal.SIGIO))
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())  # receives SIGIO
     sys.dont_write_bytecode = True
     # Python's runtime reports its fatal errors on stderr; the parent process reports them in one line.
     null = os.open(os.devnull, os.O_WRONLY)
@@ -355,4 +354,4 @@ def _confine(memory: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(float(sys.argv[1]), int(sys.argv[2]))
+    serve(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

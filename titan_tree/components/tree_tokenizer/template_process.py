@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class TemplateProcess:
     def forget(self) -> None:
         """Leaves the process to another owner: after a fork, it is that of the parent."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._alive: FileIO | None = None  # its end tells the process that this one has ended
         self._lock = threading.Lock()
 
     def request(self, name: str, *arguments: object) -> Answer:
@@ -76,6 +78,8 @@ class TemplateProcess:
             The status with which the process ended: -n after signal n. 0 if there was none.
         """
         process, self._process = self._process, None
+        if self._alive:
+            self._alive.close()
         if process is None:
             return 0
         with process:
@@ -91,14 +95,19 @@ class TemplateProcess:
     def _start(self) -> None:
         self.stop()
         program = Path(__file__).with_name("sandbox.py")
-        limits = [str(self.seconds), str(self.memory)]
+        end, own = os.pipe()
+        self._alive = FileIO(own, "w")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # which the process inherits
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(program), *limits], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-P", str(program), str(self.seconds), str(self.memory), str(end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[end],
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(end)
 
     def _exchange(self, request: bytes) -> bytes:
         """Returns the answer. Raises _LimitError if there is none, or if it is too long."""
