@@ -57,7 +57,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
     if has_ended and process.returncode == 0:
         return f"{moment}, which had finished"
     if TRACEBACK in text and "/titan_tree/" not in text and "KeyboardInterrupt" in text:
-        return f"{moment}, in Python's own start"
+        return f"{moment}, in Python's own start" + ", which ignored it" * ("Exception ignored in" in text)
     check(TRACEBACK not in text, f"a traceback, {moment}: {text[-300:]!r}")
     status = process.returncode
     check(status in (-number, 128 + number), f"exit status {status}, {moment}: {text[-300:]!r}")
