@@ -14,7 +14,7 @@ from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError
 
-TIME = "it takes more than 0.2 seconds of CPU time"
+TIME = "it takes more than 0.5 seconds of CPU time"
 MEMORY = "it takes more than 512 MiB of memory"
 EITHER = "it takes more than "  # filling the memory takes about as long as the limit of CPU time
 TEXT = "its texts of one conversation take more than 16 MiB"
@@ -25,7 +25,6 @@ NESTED = (  # lists that hold one list twice: a comparison visits 2^60 lists, wi
 DOUBLE = "{% set n = namespace(s='xx', l=[1], d=9) %}{% for i in range(99) %}"
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}"
 OFTEN = "{%% for i in range(99999) %%}{%% set x = %s %%}{%% endfor %%}"
-DEEP = "{% set n = namespace(a=()) %}{% for i in range(90000) %}{% set n.a = (n.a,) %}{% endfor %}"
 
 LIMITED = [  # source, the limit
     (NESTED + "{{ n.a == n.b }}", TIME),
@@ -51,7 +50,6 @@ MORE_LIMITED = [
     ("{{ '%10000000000d' % 1 }}", ""),
     ("{{ '{:10000000000}'.format(1) }}", ""),
     ("{{ (1).to_bytes(10**10, 'big') }}", MEMORY),
-    (DEEP + "{{ {n.a: 1} | length }}", ""),
     ("{{ ('%(' * 400000) % {} }}", "ValueError: incomplete format key"),
     ("{% if x %}" + "{% elif x %}a" * 19_999 + "{% endif %}", ""),
 ]
@@ -97,7 +95,7 @@ TEMPLATES = [  # source, words of the error
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
     """Lets templates run in a process with small limits."""
-    process = TemplateProcess(seconds=0.2, memory=512 << 20, answer=16 << 20)
+    process = TemplateProcess(seconds=0.5, memory=512 << 20, answer=16 << 20)
     monkeypatch.setattr(templates, "PROCESS", process)
     yield process
     process.stop()
