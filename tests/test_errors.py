@@ -12,7 +12,8 @@ import urllib.parse
 import pytest
 
 from titan_tree import errors, train
-from titan_tree.errors import UserError, hide, keep_secret, printable, shorten
+from titan_tree.data.readers.strict_json import parse_json
+from titan_tree.errors import UserError, hide, keep_secret, printable, require_unicode, shorten
 
 
 def test_no_character_that_controls_a_terminal_is_printed() -> None:
@@ -56,6 +57,13 @@ def test_all_spellings_of_a_secret_are_hidden() -> None:
             assert len(tail) == len(encoded) - (before + len(KEY.encode())) * 8 // 6
     assert str(UserError(f"got {KEY}")) == "got ***"
     assert shorten({"x" * 20 + KEY: 1}) == "{'xxxxxxxxxxxxxxxxxxxx***': 1}"
+    with pytest.raises(UserError, match=r"in '\*{3}.ud800\*{3}'$"):
+        require_unicode(f"{KEY}\ud800{KEY}", "answer")
+    name = json.dumps("x" * 55 + KEY)
+    for text in (f"{{{name}: 1, {name}: 2}}", f"{{{name}: NaN}}"):
+        with pytest.raises(UserError, match=r"x\*{3}: expected") as error:
+            parse_json(text.encode(), "answer")
+        assert KEY[:5] not in str(error.value)
 
 
 def test_short_secrets_are_ignored_and_passwords_in_urls_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

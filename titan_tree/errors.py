@@ -99,7 +99,11 @@ def require_unicode(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        near = text[max(error.start - 20, 0) : error.start + 20]
+        before, after = (
+            hide(text[: error.start]),
+            hide(text[error.start + 1 :]),
+        )  # first, since a cut splits secrets
+        near = f"{before[-20:]}{text[error.start]}{after[:19]}"
         raise UserError(f"{where}: expected Unicode text, got a lone surrogate in {near!r}") from None
     return text
 

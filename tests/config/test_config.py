@@ -136,7 +136,9 @@ def test_an_error_in_an_argument_names_the_key(file: Path, argument: str, says: 
     assert_says(lambda: load_config(file, [argument]), says)
 
 
-@pytest.mark.parametrize("key", ["rl.server.api_key", "training.password"])
+@pytest.mark.parametrize(
+    "key", ["rl.server.api_key", "training.password", "hf_token", "rl.server.headers.Authorization"]
+)
 def test_the_value_of_a_key_that_names_a_secret_is_not_shown(
     file: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 
 from tests.data.fuzz_formats import fuzz
@@ -488,6 +490,23 @@ def test_a_data_set_names_only_files_in_its_folder(tmp_path, name, message):
     with pytest.raises(UserError) as error:
         list(read_records(str(tmp_path)))
     assert str(error.value) == f"{tmp_path}/state.json: {message}"
+
+
+def test_an_arrow_file_without_its_end_is_refused(tmp_path):
+    rows = pyarrow.table(
+        {"messages": [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]]}
+    )
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", rows.schema) as stream:
+        stream.write_table(rows)
+        stream.write_table(rows)
+    content = (tmp_path / "a.arrow").read_bytes()
+    assert len(list(read_records(str(tmp_path)))) == 2
+    (tmp_path / "a.arrow").write_bytes(content + b"more")
+    assert len(list(read_records(str(tmp_path)))) == 2
+    (tmp_path / "a.arrow").write_bytes(content[:-8])
+    with pytest.raises(UserError, match=r"a\.arrow: damaged file: its end is missing; copy it again"):
+        list(read_records(str(tmp_path)))
 
 
 @pytest.mark.slow

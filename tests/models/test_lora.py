@@ -327,6 +327,9 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
     save_file(tensors | {key.replace("up_proj", "side_proj"): tensors[key].clone()}, file)
     with pytest.raises(UserError, match=r"side_proj.* expected a factor of a linear of qwen3"):
         load_adapter(tree_model(hf_model(True)), tmp_path)
+    save_file(tensors | {key.replace("model.layers", "layers"): tensors[key].clone()}, file)
+    with pytest.raises(UserError, match=r"expected every factor once; another name holds it, too"):
+        load_adapter(tree_model(hf_model(True)), tmp_path)
 
 
 @pytest.mark.parametrize(

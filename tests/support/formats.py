@@ -86,7 +86,9 @@ def openai_chat(tasks: list[Task]) -> list[Task]:
         calls = m.get("tool_calls", [])
         m = {key: value for key, value in m.items() if key not in ("tool_calls", "tool_call_id")}
         m["role"] = {"system": "developer", "tool": "function"}.get(m["role"], m["role"])
-        functions = [{"name": c["name"], "arguments": json.dumps(c["arguments"])} for c in calls]
+        functions = [
+            {"name": c["name"], "arguments": json.dumps(c["arguments"], ensure_ascii=False)} for c in calls
+        ]
         if len(functions) == 1:
             return {**m, "function_call": functions[0]}
         if functions:
@@ -168,7 +170,7 @@ def openai_responses(tasks: list[Task]) -> list[Task]:
             kind = "output_text" if m["role"] == "assistant" else "input_text"
             yield {"type": "message", "role": m["role"], "content": [{"type": kind, "text": m["content"]}]}
         for c in calls:
-            arguments = json.dumps(c["arguments"])
+            arguments = json.dumps(c["arguments"], ensure_ascii=False)
             yield {"type": "function_call", "call_id": c["id"], "name": c["name"], "arguments": arguments}
 
     def convert(messages: list[Message], tools: Any) -> Task:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FIRST_ROWS = 8  # rows that a reader sees when it recognizes a file
 BATCH_ROWS = 64  # rows of Parquet and Arrow files that are converted to Python objects at once
 MAX_LINE_BYTES = 1 << 28  # a longer line would be a damaged file, or one that is meant to fill the memory
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow also stops without it
 MAX_DEPTH = 200  # brackets that may be open where the beginning of a document ends
 STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{},]', re.DOTALL)
 
@@ -186,6 +187,9 @@ def _folder_batches(source: Source) -> Iterator[RecordBatch]:
     for name in _arrow_files(folder):
         with source.open_file(str(folder / name)) as file:
             yield from pyarrow.ipc.open_stream(file)
+            file.seek(-len(ARROW_END), os.SEEK_CUR)
+            if file.read(len(ARROW_END)) != ARROW_END:
+                raise UserError(f"{folder / name}: damaged file: its end is missing; copy it again")
 
 
 def _arrow_files(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from titan_tree.errors import UserError, require_unicode
+from titan_tree.errors import UserError, hide, require_unicode
 
 # Only lines that match can hold a lone surrogate, a constant such as NaN, or a number above 1e308; the others
 # are not walked.
@@ -62,7 +62,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(result) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         name = next(name for name in counts if counts[name] > 1)
-        raise UserError(f"{name:.60}: expected every key once, got it {counts[name]} times in one object")
+        raise UserError(
+            f"{hide(name):.60}: expected every key once, got it {counts[name]} times in one object"
+        )
     return result
 
 
@@ -70,7 +72,8 @@ def _check(value: object, where: str) -> None:
     """Raises UserError for constants, infinite numbers and lone surrogates in a value, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():
-            inner = f"{where}.{name:.60}" if where else f"{name:.60}"
+            shown = f"{hide(name):.60}"
+            inner = f"{where}.{shown}" if where else shown
             _check(name, inner)
             _check(item, inner)
     elif isinstance(value, list):

@@ -96,7 +96,9 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
             module += ".down_proj" if match and has_down and not match[2] else ".gate_up_proj"
         if match is None or module not in shapes:
             raise UserError(f"{path}: {shorten(key)}: expected a factor of a linear of {model.family}")
-        by_module.setdefault(module, {})[match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
+        if match[3] in by_module.setdefault(module, {}):
+            raise UserError(f"{path}: {shorten(key)}: expected every factor once; another name holds it, too")
+        by_module[module][match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
     ranks = {module: _of_module("rank_pattern", "r", module, config) for module in by_module}
     scaling = _scaling(config, ranks, Path(folder) / ADAPTER_CONFIG)
     factors = {
