@@ -232,6 +232,15 @@ def test_a_prefill_is_context_of_the_answer_that_continues_it(tmp_path, row):
             "messages[1].prefill: expected the beginning of content, and no reasoning, got 'The sum'",
         ),
         (
+            choice(REST, "stop")
+            | {"request": request(ASK, PREFILL | {"prefix": True, "reasoning_content": "Hm"})},
+            "request: expected only text of the assistant in the last message",
+        ),
+        (
+            {"input": [ASK, SAYS], "status": "incomplete"},
+            "status: expected the answer that did not end in output; move its items there",
+        ),
+        (
             request(ASK, SAYS | {"prefill": "x"}),
             "messages[1].prefill: expected the beginning of content, and no reasoning, got 'x'",
         ),
@@ -276,3 +285,16 @@ def test_inspect_counts_unfinished_answers(tmp_path, capsys):
     )
     inspect.run(parser.parse_args([file, "--json"]))
     assert json.loads(capsys.readouterr().out)["answers"] == {"cut_off": 2, "filtered": 1}
+
+
+def test_marks_beside_the_usual_place_count(tmp_path):
+    thought = {
+        "type": "reasoning",
+        "status": "incomplete",
+        "summary": [{"type": "summary_text", "text": "Hm"}],
+    }
+    (got,) = trained(tmp_path, {"input": [ASK, thought]})
+    assert END not in got
+    row = choice(SAYS, None) | {"request": request(ASK)}
+    row["response"]["choices"][0]["stop_reason"] = "max_tokens"
+    assert trained(tmp_path, row) == ["Hel"]

@@ -391,6 +391,12 @@ REFUSED = [
     ("token_rows", PAIR | {"responses": [1]}, "responses: expected only one of completion_ids and responses"),
     ("token_rows", PAIR | {"temperatures": [1, 2, 2]}, "temperatures: expected one temperature"),
     ("token_rows", PAIR | {"temperatures": [{}, 2, 2]}, "temperatures: expected numbers, got {}"),
+    ("token_rows", PAIR | {"attention_mask": ["0", 1, 1, 1, 1]}, "attention_mask: expected 0 or 1"),
+    (
+        "token_rows",
+        PAIR | {"attention_mask": [1, 1, 1, 0, 1]},
+        "attention_mask: expected zeros only for padding",
+    ),
     ("token_rows", PAIR | {"prompt_mask": [1, 0]}, "prompt_mask: expected 2 entries: 0 for padding"),
     ("token_rows", {"prompt_ids": [1, 2]}, "prompt_ids: expected ids of a prompt and a response"),
     ("token_rows", {"token_ids": [1, 2]}, "loss_mask: missing, and nothing tells the prompt"),

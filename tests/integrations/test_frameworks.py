@@ -398,6 +398,16 @@ def test_slime_counts_rollouts_without_trained_tokens() -> None:
             "row 0: position_ids: expected",
         ),
         (
+            lambda: PrimeRL.to_paths([micro_batch(training_samples()) | {"token_ids": [1]}]),
+            "expected one name of this field, got",
+        ),
+        (
+            lambda: SkyRL.to_paths(
+                generator_output() | {"loss_masks": [*generator_output()["loss_masks"][:-1], None]}
+            ),
+            "row 4: loss_masks: missing; give it for every row",
+        ),
+        (
             lambda: SkyRL.to_paths(generator_output() | {"is_hinted": [True] * 5}),
             "output: is_hinted: samples with",
         ),

@@ -139,6 +139,10 @@ class Fields:
                 raise UserError(f"{where}: {name}: {self.refused[name]}")
             if name in self.read:
                 ours = self.read[name]
+                if ours in row:
+                    raise UserError(
+                        f"{where}: {name}: expected one name of this field, got {row.names[ours]}, too"
+                    )
                 row[ours], row.names[ours] = value, name
             elif name not in self.left_out:
                 raise UserError(
@@ -491,6 +495,7 @@ def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
         fields.required(name)
     rows = fields.split(len(fields["prompt"]), "row")
     for row in rows:
+        row.required("loss_mask")
         row["tokens"] = [*row.required("prompt"), *row.required("response")]
         row["response_length"] = len(row["response"])
     return rows

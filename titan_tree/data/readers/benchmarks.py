@@ -125,6 +125,9 @@ def _seen_by_agent(message: object, where: str) -> list[Message]:
         return [{"role": role, "content": content, "tool_call_id": message.get("id")}]
     result: Message = {"role": role, "content": content}
     if role == "assistant":
+        result |= {
+            name: message[name] for name in ("weight", "finish_reason") if message.get(name) is not None
+        }
         if calls := expect(message.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"):
             result["tool_calls"] = [
                 call(item.get("name"), item.get("arguments"), item.get("id"))

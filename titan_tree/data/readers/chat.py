@@ -107,10 +107,11 @@ def _continued(prompt: list[Message], answer: list[Message]) -> tuple[list[Messa
     """Returns the prompt without its last message, and the answer that begins with it."""
     *prompt, begun = prompt
     first, *others = answer or [{"role": "assistant", "content": ""}]
-    if begun.get("role") != "assistant" or begun.get("tool_calls") or first.get("reasoning_content"):
+    others_of_begun = [name for name in begun if begun[name] and name not in ("role", "content", "weight")]
+    if begun.get("role") != "assistant" or others_of_begun or first.get("reasoning_content"):
         raise UserError(
-            "request: expected text of the assistant in the last message, which the answer continues, and an "
-            "answer without reasoning; remove the row"
+            "request: expected only text of the assistant in the last message, which the answer continues, "
+            "and an answer without reasoning; remove the row"
         )
     text = text_of(begun.get("content"), "request.messages")
     content = text + text_of(first.get("content"), "response")

@@ -89,8 +89,11 @@ class OpenAIChatReader(RowReader):
             where = f"response.choices[{index}]"
             choice = expect(choice, dict, where, "an object with a message")
             mark = choice.get("finish_reason")
-            if mark == "stop" and isinstance(choice.get("stop_reason"), str):  # vLLM: the stop string
-                mark = "stop_sequence"
+            if isinstance(choice.get("stop_reason"), str):
+                if mark is None:
+                    mark = choice["stop_reason"]
+                elif mark == "stop":  # vLLM: the stop string
+                    mark = "stop_sequence"
             answer = converted_messages([choice.get("message")], where)
             answers.append(marked(answer, mark, f"{where}.finish_reason"))
         if len(answers) == 1:

@@ -78,6 +78,8 @@ class OpenAIResponsesReader(RowReader):
             mark = row.get("status") if details.get("reason") is None else details["reason"]
             answer = self._messages(row["output"], "output") or [{"role": "assistant", "content": ""}]
             record |= answered(messages, marked(answer, mark, "status"))
+        elif ending(row.get("status"), "status") != "finished":
+            raise UserError("status: expected the answer that did not end in output; move its items there")
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")
             record["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -105,6 +107,7 @@ class OpenAIResponsesReader(RowReader):
                     parts.append(("reasoning", text))
                 else:
                     self.warn(ENCRYPTED)
+                ends = item.get("status")
             elif kind in ("function_call", "custom_tool_call"):
                 names[str(item.get("call_id"))] = item.get("name")
                 arguments = item.get("arguments" if kind == "function_call" else "input")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from titan_tree.components.tree_tokenizer.endings import Ending, ending
 from titan_tree.data.readers import Record
@@ -184,7 +185,12 @@ def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
         attention = expect(attention, list, "attention_mask", "a list of 0 and 1")
         if len(attention) != columns.num_tokens:
             raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(attention)}")
+        if wrong := [entry for entry in attention if entry not in (0, 1)]:
+            raise UserError(f"attention_mask: expected 0 or 1 for every token, got {shorten(wrong[0])}")
         is_real = [bool(entry) for entry in attention]
+        for part in (is_real[: columns.num_prompt], is_real[columns.num_prompt :]):
+            if "101" in "".join(key for key, _ in groupby("1" if entry else "0" for entry in part)):
+                raise UserError("attention_mask: expected zeros only for padding, got some between tokens")
     prompt_mask = row.get("prompt_mask")
     if prompt_mask is None or not any(expect(prompt_mask, list, "prompt_mask", "a list of 0 and 1")):
         return is_real
