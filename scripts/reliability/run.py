@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("campaign", choices=CAMPAIGNS)
-    parser.add_argument("--trials", type=int, help="number of trials (default: as in docs/reliability.md)")
+    parser.add_argument("--trials", type=int, help="number of trials (default: as in docs/trust.md)")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--csv", type=Path, help="append a row per trial to this file")
     args = parser.parse_args(argv)

@@ -10,7 +10,7 @@ from titan_tree.registry import LOGGERS
 
 @dataclass(kw_only=True)
 class CheckpointConfig(Checked, table="checkpoint"):
-    """When checkpoints are written, and where (docs/reliability.md)."""
+    """When checkpoints are written, and where (docs/trust.md)."""
 
     # Steps between checkpoints. The last step of the run always writes one. 0: no checkpoints.
     interval: int = setting(500, at_least(0))
