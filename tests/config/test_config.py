@@ -147,6 +147,12 @@ def test_the_value_of_a_key_that_names_a_secret_is_not_shown(
         load_config(file, [f"{key}=sk-0123"])
 
 
+def test_the_values_of_other_keys_are_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_secrets", {})
+    load_config(file, ["data.max_tokens=4096", "data.tokenizer=byte", "loss.reduction=token_mean"])
+    assert errors.hide("4096 byte token_mean") == "4096 byte token_mean"
+
+
 @pytest.mark.parametrize(
     ("argument", "names"),
     [

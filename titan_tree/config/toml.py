@@ -124,7 +124,7 @@ def _read_file(path: str | Path) -> Table:
 def _read_argument(argument: str) -> tuple[str, Table]:
     """Returns a name of the argument for error messages, and the tables that it sets."""
     key, separator, text = argument.lstrip("-").partition("=")
-    if re.search(r"key|password|secret|credential|auth|(?<![a-z])token(?!iz)", key, re.IGNORECASE):
+    if re.search(r"key|password|secret|credential|auth|(?<![a-z])token(?![a-z])", key, re.IGNORECASE):
         keep_secret(text)
     source = f"argument {shorten(argument)}"
     names = key.split(".")
