@@ -331,6 +331,31 @@ REFUSED = [
         {"input": [ASK], "previous_response_id": "r"},
         "previous_response_id: expected the items",
     ),
+    (
+        "openai_responses",
+        {"request": {"input": "?"}, "response": {"output": [SAYS], "previous_response_id": "r"}},
+        "previous_response_id: expected the items",
+    ),
+    (
+        "openai_responses",
+        {"request": {"input": "?", "conversation": "c"}, "response": {"output": [SAYS]}},
+        "conversation: expected the items of the earlier responses in input; add them",
+    ),
+    (
+        "openai_responses",
+        {"input": "?", "output": [SAYS], "error": {"code": "server_error"}},
+        "error: expected an answer without an error",
+    ),
+    (
+        "openai_chat",
+        request(ASK) | {"response": {"choices": [{"message": ANSWER, "error": {"code": 502}}]}},
+        r"response.choices\[0\].error: expected an answer without an error; remove the row",
+    ),
+    (
+        "openai_chat",
+        request(ASK) | {"response": {"choices": [{"message": ANSWER}], "status": "incomplete"}},
+        r"response.status: expected as in response.choices\[0\], which is finished; remove one",
+    ),
     ("openai_responses", {"input": [ASK], "tools": [{"type": "mcp"}]}, r"tools\[0\]: a tool of type 'mcp'"),
     (
         "openai_responses",
@@ -397,6 +422,21 @@ REFUSED = [
         PAIR | {"attention_mask": [1, 1, 1, 0, 1]},
         "attention_mask: expected zeros only for padding",
     ),
+    (
+        "token_rows",
+        PAIR | {"attention_mask": [1, 1, 1, 1, 0], "completion_mask": [1, 1, 1]},
+        "loss_mask: expected 0 for padding, got a trained token with 0 in attention_mask or prompt_mask",
+    ),
+    (
+        "token_rows",
+        PAIR | {"loss_mask": [-1] * 3, "completion_mask": [-1] * 3},
+        "loss_mask: expected numbers of at least 0, got -1",
+    ),
+    (
+        "token_rows",
+        PAIR | {"prompt_mask": ["0", "1"]},
+        "prompt_mask: expected 0 or 1 for every token, got '0'",
+    ),
     ("token_rows", PAIR | {"prompt_mask": [1, 0]}, "prompt_mask: expected 2 entries: 0 for padding"),
     ("token_rows", {"prompt_ids": [1, 2]}, "prompt_ids: expected ids of a prompt and a response"),
     ("token_rows", {"token_ids": [1, 2]}, "loss_mask: missing, and nothing tells the prompt"),
@@ -436,6 +476,11 @@ def test_a_malformed_row_is_an_error_with_file_line_and_field(tmp_path, format, 
     assert "\n" not in str(error.value)
 
 
+def simulated(fields, **others):
+    """Returns a file of tau2-bench whose message has these fields."""
+    return {"simulations": [{"task_id": "a", "messages": [ANSWER | fields], **others}]}
+
+
 RUN = {"trajectory": []}
 DOCUMENTS = [
     ("tau_bench", [{"task_id": 1, "traj": 3}], r":\[0\]: traj: expected a list of messages, got 3"),
@@ -445,6 +490,32 @@ DOCUMENTS = [
         "tau2_bench",
         {"simulations": [{"task_id": "a", "messages": [3]}]},
         r":simulations\[0\]: messages\[0\]: exp",
+    ),
+    (
+        "tau_bench",
+        [{"task_id": 1, "id": "a", "trial": 0, "traj": [ASK, ANSWER]}],
+        r":\[0\]: id: expected it once",
+    ),
+    (
+        "tau2_bench",
+        simulated({"raw_data": {"choices": [{"finish_reason": "length"}]}, "finish_reason": "stop"}),
+        r":simulations\[0\]: messages\[0\].raw_data.choices\[0\].finish_reason: expected 'stop', as in the",
+    ),
+    (
+        "tau2_bench",
+        simulated({"raw_data": {"message": {"reasoning_content": "a"}}, "reasoning_content": "b"}),
+        r":simulations\[0\]: reasoning_content: expected it once",
+    ),
+    (
+        "tau2_bench",
+        simulated({"raw_data": {"choices": []}}),
+        r":simulations\[0\]: .*expected one choice, got 0",
+    ),
+    ("tau2_bench", simulated({"is_audio": True}), r":simulations\[0\]: messages\[0\]: .* of type 'audio'"),
+    (
+        "tau2_bench",
+        simulated({}, reward=1, reward_info={"reward": 0}),
+        r":simulations\[0\]: reward: expected it",
     ),
     ("tau2_bench", {"info": 3, "simulations": []}, ": info: expected an object, got 3"),
     ("tau2_bench", {}, ": simulations: expected a list, got None"),
@@ -462,6 +533,39 @@ DOCUMENTS = [
 def test_a_malformed_document_is_an_error_with_its_place(tmp_path, format, document, message):
     with pytest.raises(UserError, match=rf"f\.json{message}"):
         list(read_records(write_document(tmp_path / "f.json", document), format))
+
+
+def test_results_of_benchmarks_keep_what_decides_the_training(tmp_path):
+    kept = {"weight": 0.5, "temperature": 0.7, "finish_reason": "length"}
+    row = {"task_id": 1, "trial": 0, "reward": 1.0, "info": {}, "traj": [ASK, ANSWER], "loss_mask": [1]}
+    ((_, record),) = read_records(write_document(tmp_path / "tau", [row | kept]), "tau_bench")
+    ids = {"group_id": "1", "id": "trial0", "reward": 1.0}
+    assert record == {**ids, "messages": [ASK, ANSWER], "loss_mask": [1], **kept}
+    choice = {"finish_reason": "length", "message": {"reasoning_content": "r"}}
+    answers = [
+        ANSWER | {"weight": 0, "reasoning_content": "r", "cost": 1.0},
+        {"role": "tool", "tool_messages": [{"role": "tool", "id": "c", "content": "t", "error": False}]},
+        ANSWER | {"raw_data": {"choices": [choice]}},
+    ]
+    simulation = {"id": "x", "task_id": "1", "messages": answers, "seed": 3, **kept}
+    file = write_document(tmp_path / "tau2", {"simulations": [simulation]})
+    ((_, record),) = read_records(file, "tau2_bench")
+    assert record.pop("messages") == [
+        ANSWER | {"weight": 0, "reasoning_content": "r"},
+        {"role": "tool", "content": "t", "tool_call_id": "c"},
+        ANSWER | {"reasoning_content": "r", "finish_reason": "length"},
+    ]
+    assert record == {"group_id": "1", "reward": None, **kept}
+
+
+def test_a_struct_with_a_field_twice_is_an_error(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    struct = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    pyarrow.parquet.write_table(pyarrow.table({"s": struct}), tmp_path / "f")
+    with pytest.raises(UserError, match=r"f:row 0: cannot be converted: .*duplicate.*; rename one$"):
+        list(read_records(str(tmp_path / "f"), "jsonl"))
 
 
 def test_broken_documents_and_tables_are_errors(tmp_path):

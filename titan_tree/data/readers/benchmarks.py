@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from titan_tree.data.readers import Place, Reader, Record, Source
-from titan_tree.data.readers.chat import Message, call, marked, text_of
+from titan_tree.data.readers.chat import Message, call, joined, mark_of, marked, not_text, text_of, without
 from titan_tree.data.readers.containers import first_rows, load_document
 from titan_tree.data.readers.openai_chat import converted_messages
 from titan_tree.data.readers.row_reader import expect, warn_once
+from titan_tree.data.schema import KNOWN, MESSAGE_FIELDS, TOKEN_FIELDS, present_fields
 from titan_tree.errors import UserError, errors_at, shorten
 
+SIMULATION_FIELDS = (KNOWN["a conversation"] | {*TOKEN_FIELDS}) - {"id", "messages"}
 NO_TOOLS = "the file has no schemas of the tools; the samples are rendered without them"
 
 
@@ -50,13 +52,14 @@ def by_task(
         for place, result, convert in members:
             with errors_at(place):
                 trial = {} if result.get("trial") is None else {"id": f"trial{result['trial']}"}
-                record = {"group_id": task, **trial, **convert(result)}
+                record = joined({"group_id": task, **trial}, convert(result))
             yield place, record
 
 
 def _record(result: Record) -> Record:
     messages = expect(result.get("traj"), list, "traj", "a list of messages")
-    return {"reward": result.get("reward"), "messages": converted_messages(messages, "traj")}
+    record = without(result, ("task_id", "trial", "traj", "info"))
+    return joined(record, {"messages": converted_messages(messages, "traj")})
 
 
 class Tau2BenchReader(Reader):
@@ -66,6 +69,7 @@ class Tau2BenchReader(Reader):
     becomes one; the agent's own instructions are not in the file. ``tool_defs`` beside it become the tools.
     The user's own tool calls and their results are left out, because the agent did not see them. Costs, times
     and indices of turns are left out, too. Raw responses are read for reasoning and finish reasons only.
+    Fields that decide what is trained, such as ``weight``, are kept in simulations and messages.
     """
 
     def recognizes(self, source: Source) -> bool:
@@ -107,11 +111,12 @@ def _simulation(simulation: Record, environment: Record) -> Record:
         messages += _seen_by_agent(message, f"messages[{index}]")
     reward_info = expect(simulation.get("reward_info") or {}, dict, "reward_info", "an object")
     tools = environment.get("tool_defs")
-    return {
+    fields = {
         "reward": reward_info.get("reward"),
         "messages": messages,
         **({"tools": tools} if isinstance(tools, list) else {}),
     }
+    return joined(present_fields(simulation, SIMULATION_FIELDS), fields)
 
 
 def _seen_by_agent(message: object, where: str) -> list[Message]:
@@ -120,27 +125,38 @@ def _seen_by_agent(message: object, where: str) -> list[Message]:
     role = message.get("role")
     if message.get("requestor") == "user" or (role == "user" and message.get("tool_calls")):
         return []
-    content = text_of(message.get("content"), f"{where}.content")
+    if message.get("is_audio"):
+        raise not_text(where, "audio")
+    if (results := message.get("tool_messages")) is not None:
+        parts = expect(results, list, f"{where}.tool_messages", "a list of messages")
+        return [
+            m for i, part in enumerate(parts) for m in _seen_by_agent(part, f"{where}.tool_messages[{i}]")
+        ]
+    result = present_fields(message, sorted(MESSAGE_FIELDS - {"tool_calls"}))
+    result["content"] = text_of(message.get("content"), f"{where}.content")
     if role == "tool":
-        return [{"role": role, "content": content, "tool_call_id": message.get("id")}]
-    result: Message = {"role": role, "content": content}
-    if role == "assistant":
-        result |= {
-            name: message[name] for name in ("weight", "finish_reason") if message.get(name) is not None
-        }
-        if calls := expect(message.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"):
-            result["tool_calls"] = [
-                call(item.get("name"), item.get("arguments"), item.get("id"))
-                for item in calls
-                if expect(item, dict, f"{where}.tool_calls", "objects") is item
-            ]
-        raw = message.get("raw_data")
-        answer = raw.get("message") if isinstance(raw, dict) else None
-        if isinstance(answer, dict) and isinstance(thought := answer.get("reasoning_content"), str):
-            result["reasoning_content"] = thought
-        if isinstance(raw, dict):
-            return marked([result], raw.get("finish_reason"), f"{where}.raw_data.finish_reason")
-    return [result]
+        return [joined(result, {"tool_call_id": message.get("id")})]
+    if role != "assistant":
+        return [result]
+    if calls := expect(message.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"):
+        result["tool_calls"] = [
+            call(item.get("name"), item.get("arguments"), item.get("id"))
+            for item in calls
+            if expect(item, dict, f"{where}.tool_calls", "objects") is item
+        ]
+    raw, where = message.get("raw_data"), f"{where}.raw_data"
+    if isinstance(raw, dict) and raw.get("choices") is not None:
+        choices = expect(raw["choices"], list, f"{where}.choices", "a list")
+        if len(choices) != 1:
+            raise UserError(f"{where}.choices: expected one choice, got {len(choices)}")
+        where = f"{where}.choices[0]"
+        raw = expect(choices[0], dict, where, "an object")
+    if not isinstance(raw, dict):
+        return [result]
+    answer = raw.get("message")
+    if isinstance(answer, dict) and isinstance(thought := answer.get("reasoning_content"), str):
+        result = joined(result, {"reasoning_content": thought})
+    return marked([result], mark_of(raw, where), f"{where}.finish_reason")
 
 
 # What SWE-agent parsed from a message, and how it treats the message.

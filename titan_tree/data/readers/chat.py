@@ -79,6 +79,20 @@ def marked(answer: list[Message], mark: object, where: str) -> list[Message]:
     return [*others, {**last, "finish_reason": mark}]
 
 
+def mark_of(choice: Message, where: str) -> object:
+    """Returns the mark of a choice in a response of Chat Completions.
+
+    Raises:
+        UserError: the server reports an error in the choice.
+    """
+    if choice.get("error"):
+        raise UserError(f"{where}.error: expected an answer without an error; remove the row")
+    mark, stop = choice.get("finish_reason"), choice.get("stop_reason")
+    if isinstance(stop, str) and mark in (None, "stop"):  # vLLM: the stop string
+        return stop if mark is None else "stop_sequence"
+    return mark
+
+
 def call(name: object, arguments: object, identifier: object) -> Message:
     """Returns a tool call in OpenAI's spelling. The tokenizer checks name and arguments."""
     function = {"name": name, "arguments": arguments}

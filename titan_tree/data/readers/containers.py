@@ -154,9 +154,13 @@ def arrow_rows(source: Source, batch_rows: int = BATCH_ROWS) -> Iterator[tuple[P
                 for row in batch.slice(start, batch_rows).to_pylist():
                     yield f"{source.path}:row {number}", {name: _without_nulls(row[name]) for name in row}
                     number += 1
+    except UserError:
+        raise
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{source.path}: damaged file after row {number} ({reason}); copy it again") from None
+    except ValueError as error:  # a struct has a field twice
+        raise UserError(f"{source.path}:row {number}: cannot be converted: {error}; rename one") from None
 
 
 def _is_arrow(source: Source) -> bool:

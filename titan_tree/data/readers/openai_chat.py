@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.readers import Record, Source
 from titan_tree.data.readers.anthropic import is_anthropic_row
 from titan_tree.data.readers.chat import (
@@ -13,6 +14,7 @@ from titan_tree.data.readers.chat import (
     answered,
     call,
     joined,
+    mark_of,
     marked,
     text_of,
     without,
@@ -84,16 +86,14 @@ class OpenAIChatReader(RowReader):
         self._warn_about_turns(prompt[:-1] if continues else prompt)
         asked = without(converted_request(request), ("messages",))
         record = joined(without(row, ("request", "response")), asked)
+        is_finished = ending(response.get("status"), "response.status") == "finished"
         answers = []
         for index, choice in enumerate(choices):
             where = f"response.choices[{index}]"
             choice = expect(choice, dict, where, "an object with a message")
-            mark = choice.get("finish_reason")
-            if isinstance(choice.get("stop_reason"), str):
-                if mark is None:
-                    mark = choice["stop_reason"]
-                elif mark == "stop":  # vLLM: the stop string
-                    mark = "stop_sequence"
+            mark = mark_of(choice, where)
+            if not is_finished and ending(mark, f"{where}.finish_reason") == "finished":
+                raise UserError(f"response.status: expected as in {where}, which is finished; remove one")
             answer = converted_messages([choice.get("message")], where)
             answers.append(marked(answer, mark, f"{where}.finish_reason"))
         if len(answers) == 1:

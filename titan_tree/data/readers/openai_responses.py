@@ -24,8 +24,9 @@ ENCRYPTED = (
 )
 RESPONSE_FIELDS = (
     *("object", "created_at", "completed_at", "status", "error", "incomplete_details", "usage", "billing"),
-    *("reasoning", "text", "conversation", "moderation"),
+    *("reasoning", "text", "moderation"),
 )
+ENDED = ("output", "status", "incomplete_details", "error", "previous_response_id", "conversation")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -38,8 +39,8 @@ class OpenAIResponsesReader(RowReader):
     message. Adjacent reasoning, text and function calls become one assistant message. Reasoning is the text
     of its content, or else of its summary. The ``status`` of a response, and of an item, says whether it was
     cut off or filtered. Parameters are left out, except for ``temperature``.
-    Items of tools that run at OpenAI are refused. ``previous_response_id`` is refused, because the earlier
-    items are not in the file.
+    Items of tools that run at OpenAI are refused. ``previous_response_id`` and ``conversation`` are refused,
+    because the earlier items are not in the file.
     """
 
     def recognizes_row(self, row: Record) -> bool:
@@ -53,13 +54,14 @@ class OpenAIResponsesReader(RowReader):
         if "request" in row:
             request = expect(row["request"], dict, "request", "an object with input")
             response = expect(row.get("response"), dict, "response", "an object with output")
-            ended = {name: response.get(name) for name in ("output", "status", "incomplete_details")}
+            ended = {name: response.get(name) for name in ENDED}
             row = joined(joined(without(row, ("request", "response")), request), ended)
-        if row.get("previous_response_id") is not None:
-            raise UserError(
-                "previous_response_id: expected the items of the earlier response in input; add them, and "
-                "remove this field"
-            )
+        for name in ("previous_response_id", "conversation"):
+            if row.get(name) is not None:
+                raise UserError(
+                    f"{name}: expected the items of the earlier responses in input; add them, and remove "
+                    "this field"
+                )
         messages: list[Message] = []
         if instructions := row.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
@@ -71,14 +73,17 @@ class OpenAIResponsesReader(RowReader):
         if any(message["role"] == "assistant" for message in prompt) and row.get("output") is not None:
             self.warn(EARLIER_TURNS)
         messages += prompt
-        record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, "instructions", "input", "output"})
+        record = without(row, {*REQUEST_FIELDS, *RESPONSE_FIELDS, *ENDED, "instructions", "input"})
         record = joined(record, {"messages": messages})
+        details = expect(row.get("incomplete_details") or {}, dict, "incomplete_details", "an object")
+        mark = row.get("status") if details.get("reason") is None else details["reason"]
+        is_finished = ending(mark, "status") == "finished"
+        if is_finished and row.get("error") is not None:
+            raise UserError("error: expected an answer without an error; give its status, or remove the row")
         if row.get("output") is not None:
-            details = expect(row.get("incomplete_details") or {}, dict, "incomplete_details", "an object")
-            mark = row.get("status") if details.get("reason") is None else details["reason"]
             answer = self._messages(row["output"], "output") or [{"role": "assistant", "content": ""}]
             record |= answered(messages, marked(answer, mark, "status"))
-        elif ending(row.get("status"), "status") != "finished":
+        elif not is_finished:
             raise UserError("status: expected the answer that did not end in output; move its items there")
         if row.get("tools") is not None:
             tools = expect(row["tools"], list, "tools", "a list of schemas")

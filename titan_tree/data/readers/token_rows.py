@@ -98,6 +98,14 @@ class TokenRowReader(RowReader):
         if (mark := _mark(row)) is not None:
             record["finish_reason"] = mark
         if not all(is_real):
+            is_masked = any(row.get(name) is not None for name in (*MASKS, "labels"))
+            if is_masked and any(
+                mask and not real for mask, real in zip(record["loss_mask"], is_real, strict=True)
+            ):
+                raise UserError(
+                    "loss_mask: expected 0 for padding, got a trained token with 0 in attention_mask or "
+                    "prompt_mask"
+                )
             _remove_padding(record, is_real)
         return {**without(row, KNOWN), **record}
 
@@ -162,6 +170,8 @@ def _loss_mask(row: Record, columns: _Columns, tokens: list[int]) -> list[float]
         numbers = expect(mask, list, name, "a list of numbers")
         if bad := next((repr(n) for n in numbers if not isinstance(n, int | float)), None):
             raise UserError(f"{name}: expected numbers, got {bad:.40}")
+        if wrong := [number for number in numbers if not number >= 0]:
+            raise UserError(f"{name}: expected numbers of at least 0, got {shorten(wrong[0])}")
         product = [before * float(number) for before, number in zip(product, numbers, strict=True)]
     return product
 
@@ -182,25 +192,26 @@ def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
     if attention is None:
         is_real = [True] * columns.num_tokens
     else:
-        attention = expect(attention, list, "attention_mask", "a list of 0 and 1")
-        if len(attention) != columns.num_tokens:
-            raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(attention)}")
-        if wrong := [entry for entry in attention if entry not in (0, 1)]:
-            raise UserError(f"attention_mask: expected 0 or 1 for every token, got {shorten(wrong[0])}")
-        is_real = [bool(entry) for entry in attention]
+        is_real = _bits(attention, "attention_mask")
+        if len(is_real) != columns.num_tokens:
+            raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(is_real)}")
         for part in (is_real[: columns.num_prompt], is_real[columns.num_prompt :]):
             if "101" in "".join(key for key, _ in groupby("1" if entry else "0" for entry in part)):
                 raise UserError("attention_mask: expected zeros only for padding, got some between tokens")
-    prompt_mask = row.get("prompt_mask")
-    if prompt_mask is None or not any(expect(prompt_mask, list, "prompt_mask", "a list of 0 and 1")):
+    if row.get("prompt_mask") is None or not any(prompt := _bits(row["prompt_mask"], "prompt_mask")):
         return is_real
-    if len(prompt_mask) != columns.num_prompt or sorted(map(bool, prompt_mask)) != list(
-        map(bool, prompt_mask)
-    ):
+    if len(prompt) != columns.num_prompt or sorted(prompt) != prompt:
         raise UserError(
             f"prompt_mask: expected {columns.num_prompt} entries: 0 for padding at the left, then 1; or all 0"
         )
-    return [*map(bool, prompt_mask), *is_real[columns.num_prompt :]]
+    return [*prompt, *is_real[columns.num_prompt :]]
+
+
+def _bits(mask: object, name: str) -> list[bool]:
+    entries = expect(mask, list, name, "a list of 0 and 1")
+    if wrong := [entry for entry in entries if entry not in (0, 1)]:
+        raise UserError(f"{name}: expected 0 or 1 for every token, got {shorten(wrong[0])}")
+    return list(map(bool, entries))
 
 
 def _remove_padding(record: Record, is_real: list[bool]) -> None:
