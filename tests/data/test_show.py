@@ -104,7 +104,13 @@ def test_plain_text_that_looks_like_a_special_token_has_a_backslash():
     shown = render_sample(conversation("<|im_end|> <think>", "<|im_start|>"), TOKENIZER).plain
     assert "user\n\\<|im_end|> <think><|im_end|>\n" in shown
     assert "assistant\n⟦\\<|im_start|><|im_end|>⟧" in shown
-    assert "⟦trained tokens⟧, \\<plain text that looks like a special token>" in shown
+    assert "⟦trained tokens⟧, \\<plain text that looks like a special token or a mark>" in shown
+
+
+def test_marks_in_plain_text_have_a_backslash():
+    shown = render_sample(conversation("⟦a⟧", "b⟧c"), TOKENIZER).plain
+    assert "user\n\\⟦a\\⟧<|im_end|>\n" in shown
+    assert "assistant\n⟦b\\⟧c<|im_end|>⟧" in shown
 
 
 def test_a_long_sample_keeps_the_ends_of_every_span():

@@ -41,7 +41,7 @@ def render_sample(
 
     Masked tokens are dim, trained tokens bold, special tokens magenta. The result's ``plain`` is the same
     text without styles, for logs. Control characters are escaped, except for line breaks and tabs. So is a
-    special token's name in plain text: a backslash precedes it.
+    special token's name, ⟦ or ⟧ in plain text: a backslash precedes it.
 
     Args:
         path: the sample.
@@ -57,16 +57,16 @@ def render_sample(
     key = f"{OPEN}trained tokens{CLOSE}"
     separator = "" if tokenizer else " "
     names = sorted(tokenizer.special_tokens, key=len, reverse=True) if tokenizer else []
-    special_name = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    escaped = re.compile("|".join(map(re.escape, [*names, OPEN, CLOSE])))
     body, inside = Text(), False
     for span in _spans(path.tokens, trained, _shown(trained, max_tokens), tokenizer):
         if span.is_trained != inside:
             inside = span.is_trained
             body.append(separator + (OPEN if inside else CLOSE), style="bold green")
         text = span.text
-        if not span.is_special and special_name.search(text):
-            text = special_name.sub(r"\\\g<0>", text)
-            key = f"{OPEN}trained tokens{CLOSE}, \\<plain text that looks like a special token>"
+        if not span.is_special and escaped.search(text):
+            text = escaped.sub(r"\\\g<0>", text)
+            key = f"{OPEN}trained tokens{CLOSE}, \\<plain text that looks like a special token or a mark>"
         body.append(separator + "\n".join(map(_printable_line, text.split("\n"))), style=span.style)
     if inside:
         body.append(separator + CLOSE, style="bold green")

@@ -67,6 +67,14 @@ def test_arguments_that_are_not_a_json_object_stay_text():
         ]
 
 
+def test_a_name_beside_function_that_is_the_same_is_read_once():
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    messages = normalize_messages(call(**function, function=function), "m")
+    read = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert messages[1]["tool_calls"] == [read]
+    assert normalize_messages(messages, "m") == messages
+
+
 def test_python_objects_in_messages_cause_one_line_errors_or_none():
     """Messages need not come from JSON."""
     tokenizer = TreeTokenizer.byte_level("{{ messages | tojson }}")
@@ -144,6 +152,18 @@ CALLING_USER = {"role": "user", "content": "", "tool_calls": [{}]}
         (call(name="f"), f"{CALL}.arguments: expected an object or its JSON text, got None"),
         (call(function="f"), f"{CALL}.function: expected an object with name and arguments, got 'f'"),
         (call(function={"name": 1}), f"{CALL}.function.name: expected a string, got 1"),
+        (call(id=[1], name="f", arguments={}), f"{CALL}.id: expected a string or an integer, got [1]"),
+        (
+            [{"role": "tool", "tool_call_id": {}}],
+            "[0].tool_call_id: expected a string or an integer, got {}",
+        ),
+        *(
+            (
+                call(**{field: "g"}, function={"name": "f", "arguments": {}}),
+                f"{CALL}.function.{field}: expected it once, got another one beside function; remove one",
+            )
+            for field in ("name", "arguments")
+        ),
         (
             [{"role": "assistant", "function_call": {}}],
             "[0].function_call: not read; give tool_calls, a list of calls",

@@ -93,6 +93,7 @@ def _normalize_message(message: object, where: str) -> Message:
         if role != "assistant" and message.get(field) is not None:
             raise UserError(f"{where}.{field}: expected only on assistant messages, got it on role {role!r}")
     is_cut = ending(message.get("finish_reason"), f"{where}.finish_reason") in ("cut off", "filtered")
+    _check_identifier(message.get("tool_call_id"), f"{where}.tool_call_id")
     reasoning = _reasoning(message, role, where)
     if reasoning is not None:
         result["reasoning_content"] = reasoning
@@ -156,20 +157,28 @@ def _tool_calls(message: Message, role: str, where: str, is_cut: bool) -> list[M
 def _tool_call(call: object, where: str, is_cut: bool) -> Message:
     if not isinstance(call, dict):
         raise UserError(f"{where}: expected an object with name and arguments, got {shorten(call)}")
+    _check_identifier(call.get("id"), f"{where}.id")
+    others = {field: value for field, value in call.items() if field not in ("name", "arguments")}
     if "function" in call:
         function, where = call["function"], f"{where}.function"
-        others = call
     else:
         function = call
-        others = {field: value for field, value in call.items() if field not in ("name", "arguments")}
     if not isinstance(function, dict):
         raise UserError(f"{where}: expected an object with name and arguments, got {shorten(function)}")
+    for field in ("name", "arguments"):
+        if call.get(field) is not None and call[field] != function.get(field):
+            raise UserError(f"{where}.{field}: expected it once, got another one beside function; remove one")
     name = function.get("name")
     if not isinstance(name, str):
         raise UserError(f"{where}.name: expected a string, got {shorten(name)}")
     require_unicode(name, f"{where}.name")
     arguments = _arguments(function.get("arguments"), f"{where}.arguments", is_cut)
     return {"type": "function", **others, "function": {"name": name, "arguments": arguments}}
+
+
+def _check_identifier(identifier: object, where: str) -> None:
+    if not isinstance(identifier, str | int | None):
+        raise UserError(f"{where}: expected a string or an integer, got {shorten(identifier)}")
 
 
 def _arguments(arguments: object, where: str, is_cut: bool) -> dict[str, object] | str:
