@@ -378,6 +378,130 @@ def test_slime_counts_rollouts_without_trained_tokens() -> None:
     assert [path.loss_tokens for path in Slime.to_paths(rows, skip_untrained=True)] == [5, 5, 0, 5, 5]
 
 
+def test_marks_decide_what_is_trained() -> None:
+    """A filtered response is not trained; the ids of one that was cut off are trained as they are."""
+    marks = ["stop", "context_length", "agent_timeout", "content_filter", None]
+    paths = SkyRL.to_paths(generator_output() | {"stop_reasons": marks})
+    assert [path.loss_tokens for path in paths] == [5, 5, 3, 0, 5]
+    rows = samples()
+    for row, status in zip(rows, ("pending", "completed", "truncated", "aborted", "failed"), strict=True):
+        row.status = Status(status)
+    assert [path.loss_tokens for path in Slime.to_paths(rows)] == [5, 5, 3, 5, 5]
+    with pytest.raises(UserError, match=r"^row 0: stop_reasons: expected a known mark, got 'new'"):
+        SkyRL.to_paths(generator_output() | {"stop_reasons": ["new", *marks[1:]]})
+
+
+def test_half_precision_tensors_are_read() -> None:
+    batch = areal_batch(computed=False)
+    logprobs = batch["logprobs"].bfloat16()
+    paths = AReaL.to_paths(batch | {"logprobs": logprobs})
+    length = len(paths[0])
+    assert paths[0].rollout_logprobs.tolist() == logprobs[0, :length].tolist()
+    old = [each.bfloat16() for each in OLD]
+    paths = SkyRL.to_paths(generator_output() | {"action_log_probs": old})
+    assert paths[2].old_logprobs[len(PROMPTS[2]) :].tolist() == old[2].tolist()
+
+
+def test_samples_of_one_rollout_may_be_named_by_a_tensor() -> None:
+    """Tensors are never equal as keys, so each sample would be a rollout of its own."""
+    data = train_data() | {"rollout_ids": torch.tensor(ROLLOUTS), "rollout_mask_sums": None}
+    assert [path.rollout_tokens for path in Slime.to_paths(data)] == [10, 10, 3, 10, 10]
+
+
+NOT_NUMBERS = {"data": b"abc", "shape": [1, 1, 1], "dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": [0, float("nan"), 1]}, "row 0: mask: expected only 0 and 1, got nan"),
+        ({"mask": [0, -1, 1]}, "row 0: mask: expected only 0 and 1, got -1"),
+        ({"mask": 1}, "row 0: mask: expected a list, got 1"),
+        ({"mask": "011"}, "row 0: mask: expected a list, got '011'"),
+        (
+            {"mask": list("011")},
+            "row 0: mask: expected numbers, got array(['0', '1', '1'], dtype='<U1')",
+        ),
+        ({"mask": [[0], [0, 1], [1]]}, "row 0: mask: expected numbers, got a nested list"),
+        ({"mask": [[0], [1], [1]]}, "row 0: mask: expected one number per entry, got shape [3, 1]"),
+        ({"token_ids": [5.7, 6, 8]}, "row 0: token_ids: expected integers, got [5.7, 6, 8]"),
+        (
+            {"rl_weights": [0, 0, float("nan")]},
+            "row 0: rl_weights: expected finite numbers >= 0, got something else",
+        ),
+        (
+            {"position_ids": [0, 1.5, 2]},
+            "row 0: position_ids: expected 0, 1, 2, ... for each sample, got something else",
+        ),
+        (
+            {"routed_experts": NOT_NUMBERS},
+            "row 0: routed_experts: expected integers [T, L, k], got cannot reshape array of size 3 into "
+            "shape (1,1,1)",
+        ),
+    ],
+)
+def test_prime_rl_refuses_what_is_no_number(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        PrimeRL.to_paths([{"token_ids": [5, 6, 8], "mask": [0, 0, 1]} | changes])
+    assert str(caught.value) == message
+
+
+def sample(**changes: Any) -> list[dict[str, Any]]:
+    return [{"tokens": [5, 6, 8], "response_length": 1} | changes]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PrimeRL.to_paths([5]), "row 0: expected a dict or an object with fields, got 5"),
+        (
+            lambda: AReaL.to_paths(areal_batch(False) | {"input_ids": areal_batch(False)["input_ids"] + 0.7}),
+            "batch: input_ids: expected integers, got tensor",
+        ),
+        (
+            lambda: AReaL.to_paths(areal_batch(False) | {"logprobs": [[0.0], [0.0, 1.0]]}),
+            "batch: logprobs: expected numbers, got a nested list",
+        ),
+        (
+            lambda: AReaL.to_paths(areal_batch(False) | {"attention_mask": padded([[float("nan")]])}),
+            "batch: attention_mask: expected only 0 and 1, got nan",
+        ),
+        (
+            lambda: SkyRL.to_paths(generator_output() | {"response_ids": ["ab"] * 5}),
+            "row 0: response_ids: expected a list, got 'ab'",
+        ),
+        (
+            lambda: SkyRL.to_paths(generator_output() | {"advantages": ["x"] * 5}),
+            "row 0: advantages: expected numbers, got ",
+        ),
+        (
+            lambda: Slime.to_paths(sample(response_length="x")),
+            "sample 0: response_length: expected an integer of at most 3 tokens, got 'x'",
+        ),
+        (
+            lambda: Slime.to_paths(sample(response_length=1.9)),
+            "sample 0: response_length: expected an integer of at most 3 tokens, got 1.9",
+        ),
+        (
+            lambda: Slime.to_paths(sample(rollout_id=[1])),
+            "sample 0: rollout_id: expected an integer or text, got [1]",
+        ),
+        *[
+            (
+                lambda total=total: Slime.to_paths(train_data() | {"rollout_mask_sums": [total] * 5}),
+                "sample 0: rollout_mask_sums: expected at least the sample's own 5 trained tokens, got "
+                f"{total!r}",
+            )
+            for total in ("x", float("nan"), 4)
+        ],
+    ],
+)
+def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -12,7 +12,7 @@ docs/frameworks.md lists the fields. No framework is imported.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tree.components.tree_partitioner import TreePartitioner
-from titan_tree.errors import UserError
+from titan_tree.components.tree_tokenizer.endings import ending
+from titan_tree.errors import UserError, errors_at, shorten
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.scoring.score_trees import PathScores, score_trees
+from titan_tree.tree.path_fields import FLOAT32_MAX, any_array, float_array, number
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -88,12 +90,60 @@ class Row(dict[str, Any]):
             raise self.error(name, "missing; give it for every row")
         return self[name]
 
+    def size(self, name: str) -> int:
+        """Returns the number of entries of a field. Raises UserError unless it is a list, array or tensor."""
+        value = self.required(name)
+        try:
+            if isinstance(value, str | bytes | Mapping | Set):
+                raise TypeError
+            return len(value)
+        except TypeError:  # a number, or a tensor that is one
+            raise self.error(name, f"expected a list, got {shorten(value)}") from None
+
     def entries(self, name: str, length: int) -> Any:
         """Returns a field with ``length`` entries, or None without it."""
-        value = self.get(name)
-        if value is not None and len(value) != length:
-            raise self.error(name, f"expected {length} entries, got {len(value)}")
-        return value
+        if name in self and (size := self.size(name)) != length:
+            raise self.error(name, f"expected {length} entries, got {size}")
+        return self.get(name)
+
+    def array(self, name: str) -> np.ndarray:
+        """Returns a field as an array. Tensors may be on any device, and have types that NumPy lacks."""
+        value = self.required(name)
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            value = value.float() if value.is_floating_point() and value.itemsize < 4 else value
+        with errors_at(self.where):
+            return any_array(self.names.get(name, name), value, "numbers")
+
+    def integers(self, name: str) -> np.ndarray:
+        """Returns a field of integers in any shape."""
+        array = self.array(name)
+        if array.size and array.dtype.kind not in "iu":
+            raise self.error(name, f"expected integers, got {shorten(self[name])}")
+        return array
+
+    def numbers(self, name: str, length: int | None = None) -> np.ndarray:
+        """Returns a field of numbers as float32, with NaN for None.
+
+        Args:
+            length: the number of entries, one number each. None: any shape.
+        """
+        if length is not None:
+            self.entries(name, length)
+        array = self.array(name)
+        with errors_at(self.where):
+            types = (bool, int, float, type(None))
+            array = float_array(self.names.get(name, name), array, "iufb", types)
+        if length is not None and array.ndim != 1:
+            raise self.error(name, f"expected one number per entry, got shape {list(array.shape)}")
+        return array
+
+    def flags(self, name: str, length: int | None = None) -> np.ndarray:
+        """Returns a field of 0 and 1 as bool, see ``numbers``."""
+        array = self.numbers(name, length)
+        if len(bad := array[(array != 0) & (array != 1)]):
+            raise self.error(name, f"expected only 0 and 1, got {bad[0]:g}")
+        return array == 1
 
     def split(self, number: int, prefix: str) -> list[Row]:
         """Returns the rows of a batch whose fields are columns of ``number`` entries."""
@@ -106,7 +156,7 @@ class Row(dict[str, Any]):
 
     def error(self, name: str, problem: str) -> UserError:
         """Returns the error for a field."""
-        return UserError(f"{self.where}: {self.names[name]}: {problem}")
+        return UserError(f"{self.where}: {self.names.get(name, name)}: {problem}")
 
 
 class Fields:
@@ -132,7 +182,7 @@ class Fields:
             UserError: a field is unknown, or refused.
         """
         row = Row({}, where, {ours: theirs for theirs, ours in reversed(self.read.items())})
-        for name, value in _items(source):
+        for name, value in _items(source, where):
             if _is_empty(value):
                 continue
             if name in self.refused:
@@ -177,10 +227,11 @@ PRIME_RL = Fields(  # the names of a TrainingSample, and then those of a MicroBa
     },
 )
 SKYRL = Fields(
-    "prompt_token_ids=prompt response_ids=response loss_masks=loss_mask advantages=advantage "
+    "prompt_token_ids=prompt response_ids=response loss_masks=loss_mask stop_reasons=mark "
+    "advantages=advantage "
     "action_log_probs=old_logprobs base_action_log_probs=ref_logprobs rollout_logprobs "
     "rollout_expert_indices=routed_experts",
-    "rewards stop_reasons rollout_metrics trajectory_ids is_last_step",
+    "rewards rollout_metrics trajectory_ids is_last_step",
     {
         "pixel_values image_grid_thw": IMAGES,
         "is_hinted": "samples with hints are not supported; remove them, or the field",
@@ -192,8 +243,8 @@ _SLIME = (
     "rollout_mask_sums=rollout_tokens "
 )
 SLIME_SAMPLE = Fields(
-    _SLIME + "response_length loss_mask remove_sample rollout_id index",
-    "group_index prompt response label reward status metadata session_id generate_function_path "
+    _SLIME + "response_length loss_mask status=mark remove_sample rollout_id index",
+    "group_index prompt response label reward metadata session_id generate_function_path "
     "custom_rm_path apply_chat_template_kwargs non_generation_time spec_info prefix_cache_info",
     {
         "rollout_top_p_token_ids rollout_top_p_token_offsets": "log-probs under nucleus sampling are not "
@@ -238,11 +289,17 @@ class AReaL:
         fields = AREAL.row(batch, "batch")
         lengths = _areal_lengths(fields)
         fields.required("loss_mask")
-        tokens = _array(fields.pop("tokens"), np.int64)
-        del fields["attention_mask"]
-        arrays = {name: _array(values, None) for name, values in fields.items()}
+        tokens = fields.integers("tokens")
+        arrays = {
+            name: fields.integers(name)
+            if name in ("routed_experts", "policy_version")
+            else fields.numbers(name)
+            for name in fields
+            if name not in ("tokens", "attention_mask")
+        }
         for name, array in arrays.items():
-            if array.shape[:2] != tokens.shape:
+            shape = array.shape[:2] if name == "routed_experts" else array.shape
+            if shape != tokens.shape:
                 raise fields.error(name, f"expected shape {list(tokens.shape)}, got {list(array.shape)}")
         moved = {"old_logprobs", "ref_logprobs"}
         if "advantage" in arrays:
@@ -254,9 +311,8 @@ class AReaL:
         paths = []
         for row, length in enumerate(lengths.tolist()):
             values: Values = {n: a[row, :length] for n, a in arrays.items()}
-            mask = values["loss_mask"] = values["loss_mask"].astype(np.float32)
             if "policy_version" in values:
-                values["policy_version"] = np.where(mask > 0, values["policy_version"], -1)
+                values["policy_version"] = np.where(values["loss_mask"] > 0, values["policy_version"], -1)
             paths.append(TokenPath(tokens[row, :length], temperature=temperature, id=f"row {row}", **values))
         return paths
 
@@ -269,7 +325,7 @@ class AReaL:
             values: [T] for each row, such as ``PathScores.logprobs`` of ``score_paths``.
         """
         fields = AREAL.row(batch, "batch")
-        rows = torch.zeros(_array(fields.required("tokens"), None).shape, device=values[0].device)
+        rows = torch.zeros(fields.array("tokens").shape, device=values[0].device)
         for row, value, length in zip(rows, values, _areal_lengths(fields).tolist(), strict=True):
             row[: length - 1] = value[1:]
         return rows
@@ -370,13 +426,20 @@ class Slime:
         paths = [_slime_path(sample, temperature) for sample in samples]
         rollouts: dict[object, list[TokenPath]] = {}
         for sample, path in zip(samples, paths, strict=True):
-            names = (sample.get("rollout_id"), sample.get("index"), sample.where)
-            rollouts.setdefault(next(name for name in names if name is not None), []).append(path)
+            rollouts.setdefault(_rollout(sample), []).append(path)
         for members in rollouts.values():
             TokenPath.join_rollout(members)
         for sample, path in zip(samples, paths, strict=True):
             if "rollout_tokens" in sample:  # of all samples of the rollout, also those of other ranks
-                path.rollout_tokens = float(sample["rollout_tokens"])
+                own = path.loss_tokens
+                with errors_at(sample.where):
+                    path.rollout_tokens = number(
+                        sample.names["rollout_tokens"],
+                        sample["rollout_tokens"],
+                        f"at least the sample's own {own:g} trained tokens",
+                        lambda x, own=own: x >= own * (1 - 1e-6),  # type: ignore[misc]
+                        FLOAT32_MAX,
+                    )
         for name, members in rollouts.items():
             if not skip_untrained and not members[0].rollout_tokens:
                 raise UserError(
@@ -413,10 +476,12 @@ class Slime:
 
 
 def _areal_lengths(batch: Row) -> np.ndarray:
-    mask = _array(batch.required("attention_mask"), None) != 0
-    shape = _array(batch.required("tokens"), None).shape
+    shape = batch.array("tokens").shape
+    if len(shape) != 2:
+        raise batch.error("tokens", f"expected shape [B, T], got {list(shape)}")
+    mask = batch.flags("attention_mask")
     lengths = mask.sum(-1)
-    if mask.shape != shape or not np.array_equal(mask, np.arange(mask.shape[-1]) < lengths[:, None]):
+    if mask.shape != shape or not np.array_equal(mask, np.arange(shape[1]) < lengths[:, None]):
         raise batch.error(
             "attention_mask", f"expected shape {list(shape)} with padding at the right of each row only"
         )
@@ -429,44 +494,43 @@ def _prime_rl_rows(rows: Sequence[object]) -> list[Row]:
 
 def _prime_rl_starts(row: Row) -> np.ndarray:
     """Returns where samples start in a row."""
-    number = len(row.required("tokens"))
-    if (positions := row.entries("position_ids", number)) is None:
+    size = row.size("tokens")
+    if "position_ids" not in row:
         return np.zeros(1, np.int64)
-    places = _array(positions, np.int64)
+    places = row.numbers("position_ids", size)
     (starts,) = (places == 0).nonzero()
-    lengths = np.diff([*starts, number])
+    lengths = np.diff([*starts, size])
     if not len(starts) or not np.array_equal(places, np.concatenate([np.arange(n) for n in lengths])):
         raise row.error("position_ids", "expected 0, 1, 2, ... for each sample, got something else")
     return starts
 
 
 def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
-    tokens = _array(row.required("tokens"), np.int64)
-    number = len(tokens)
-    row.required("loss_mask")
-    names = ("loss_mask", "rollout_logprobs", "ref_logprobs", "advantage", "rl_weights")
-    values = {name: _array(x) for name in names if (x := row.entries(name, number)) is not None}
-    temperatures = row.entries("temperature", number)
-    values["loss_mask"] = values["loss_mask"] != 0
+    tokens, size = row.integers("tokens"), row.size("tokens")
+    names = ("rollout_logprobs", "ref_logprobs", "advantage", "rl_weights", "temperature")
+    values = {name: row.numbers(name, size) for name in names if name in row}
+    temperatures = values.pop("temperature", None)
+    values["loss_mask"] = row.flags("loss_mask", size)
     if "advantage" in values:  # may be missing for tokens that are not trained
         no_value = np.isnan(values["advantage"]) & ~values["loss_mask"]
         values["advantage"] = np.where(no_value, np.float32(0), values["advantage"])
     if (weights := values.pop("rl_weights", None)) is not None:
-        if weights.min() < 0:
-            raise row.error("rl_weights", f"expected numbers >= 0, got {weights.min()}")
+        if not (weights.min() >= 0 and weights.max() < np.inf):
+            raise row.error("rl_weights", "expected finite numbers >= 0, got something else")
         values["loss_mask"] &= weights > 0
         if "advantage" in values:
             values["advantage"] = values["advantage"] * weights
     if "rollout_logprobs" in values:  # prime-rl's ratios are relative to the sampling engine
         values["old_logprobs"] = values["rollout_logprobs"]
     if "routed_experts" in row:
-        values["routed_experts"] = _prime_rl_experts(row["routed_experts"])
+        values["routed_experts"] = _prime_rl_experts(row)
     is_packed = row.names["tokens"] == "input_ids"
-    for index, (start, end) in enumerate(pairwise([*_prime_rl_starts(row), number])):
+    for index, (start, end) in enumerate(pairwise([*_prime_rl_starts(row), size])):
         part, name = slice(start, end), f"{row.where}.{index}" if is_packed else row.where
         temperature = 1.0
         if temperatures is not None:
-            trained = set(_array(temperatures, np.float64)[part][values["loss_mask"][part]].tolist())
+            given = row.array("temperature").astype(np.float64)  # as exact as the row
+            trained = set(given[part][values["loss_mask"][part]].tolist())
             if len(trained) > 1:
                 raise UserError(
                     f"{name}: temperatures: expected one for all trained tokens, got {len(trained)}"
@@ -476,15 +540,18 @@ def _prime_rl_paths(row: Row) -> Iterator[TokenPath]:
         yield TokenPath(tokens[part], temperature=temperature, id=name, **fields)
 
 
-def _prime_rl_experts(value: Any) -> np.ndarray:
+def _prime_rl_experts(row: Row) -> np.ndarray:
     """Returns [T, L, k] from prime-rl's RoutedExperts, which has bytes, shape and dtype.
 
     prime-rl pads with zeros. A token chooses k different experts, so k > 1 zeros mean that none are recorded.
     """
-    fields = (
-        value if isinstance(value, Mapping) else {n: getattr(value, n) for n in ("data", "shape", "dtype")}
-    )
-    experts = np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
+    fields = dict(_items(row["routed_experts"], f"{row.where}: routed_experts"))
+    try:
+        experts = np.frombuffer(fields["data"], np.dtype(fields["dtype"])).reshape(fields["shape"])
+        if experts.ndim != 3 or experts.dtype.kind not in "iu":
+            raise ValueError(f"{experts.dtype} of shape {list(experts.shape)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise row.error("routed_experts", f"expected integers [T, L, k], got {error}") from None
     is_padding = (experts == 0).all((1, 2)) & (experts.shape[2] > 1)
     return np.where(is_padding[:, None, None], -1, experts.astype(np.int64))
 
@@ -493,11 +560,12 @@ def _skyrl_rows(output: Mapping[str, object]) -> list[Row]:
     fields = SKYRL.row(output, "output")
     for name in ("prompt", "response", "loss_mask"):
         fields.required(name)
-    rows = fields.split(len(fields["prompt"]), "row")
+    rows = fields.split(fields.size("prompt"), "row")
     for row in rows:
         row.required("loss_mask")
-        row["tokens"] = [*row.required("prompt"), *row.required("response")]
-        row["response_length"] = len(row["response"])
+        row["response_length"] = row.size("response")
+        row.size("prompt")
+        row["tokens"] = [*row.integers("prompt").tolist(), *row.integers("response").tolist()]
     return rows
 
 
@@ -505,7 +573,18 @@ def _slime_rows(rows: Sequence[object] | Mapping[str, object]) -> list[Row]:
     if not isinstance(rows, Mapping):
         return [SLIME_SAMPLE.row(row, f"sample {number}") for number, row in enumerate(rows)]
     train_data = SLIME_TRAIN_DATA.row(rows, "train_data")
-    return train_data.split(len(train_data.required("tokens")), "sample")
+    return train_data.split(train_data.size("tokens"), "sample")
+
+
+def _rollout(sample: Row) -> int | str:
+    """Returns the name of a sample's rollout."""
+    name = next((name for name in ("rollout_id", "index") if name in sample), None)
+    if name is None:
+        return sample.where
+    value = sample[name].item() if isinstance(sample[name], Tensor | np.generic) else sample[name]
+    if not isinstance(value, int | str):
+        raise sample.error(name, f"expected an integer or text, got {shorten(value)}")
+    return value
 
 
 def _slime_path(sample: Row, temperature: float) -> TokenPath:
@@ -514,7 +593,8 @@ def _slime_path(sample: Row, temperature: float) -> TokenPath:
         sample["loss_mask"] = np.full(size, 0.0 if sample.get("remove_sample") else 1.0)
     if "reward" in sample:
         sample.setdefault("advantage", sample["reward"])
-    versions = {str(version) for version in sample.get("weight_versions") or ()}
+    has_versions = "weight_versions" in sample and sample.size("weight_versions")
+    versions = {str(version) for version in sample["weight_versions"]} if has_versions else set()
     if len(versions) == 1 and (version := versions.pop()).isdecimal():
         sample["policy_version"] = int(version)
     path = _response_path(sample, temperature)
@@ -524,27 +604,38 @@ def _slime_path(sample: Row, temperature: float) -> TokenPath:
 
 def _response_length(row: Row) -> int:
     """Returns the number of tokens of a response, which are the last tokens of its row."""
-    length, size = int(row.required("response_length")), len(row.required("tokens"))
-    if not 0 <= length <= size:
-        raise row.error("response_length", f"expected at most {size} tokens, got {length}")
-    return length
+    length, size = row.array("response_length"), row.size("tokens")
+    if length.ndim or length.dtype.kind not in "iu" or not 0 <= length <= size:
+        got = shorten(row["response_length"])
+        raise row.error("response_length", f"expected an integer of at most {size} tokens, got {got}")
+    return int(length)
 
 
 def _response_path(row: Row, temperature: float) -> TokenPath:
-    """Returns the path of a row whose arrays have one entry per token of the response."""
-    tokens, size = _array(row.required("tokens"), None), _response_length(row)
+    """Returns the path of a row whose arrays have one entry per token of the response.
+
+    The mark, if any, says how the response ended, see endings.py. A filtered response is not trained.
+    """
+    tokens, size = row.integers("tokens"), _response_length(row)
     values: Values = {}
     for name, fill in PER_RESPONSE.items():
-        value = row.get(name)
-        if name == "advantage" and value is not None and not np.ndim(_array(value)):
-            values[name] = value  # one number for all tokens
-        elif value is not None:
-            response = _array(row.entries(name, size))
-            values[name] = np.concatenate([np.full(len(tokens) - size, fill, np.float32), response])
+        if name not in row:
+            continue
+        if name == "advantage" and not row.array(name).ndim:
+            values[name] = row.numbers(name)  # one number for all tokens
+        else:
+            prompt = np.full(len(tokens) - size, fill, np.float32)
+            values[name] = np.concatenate([prompt, row.numbers(name, size)])
     if "routed_experts" in row:
-        values["routed_experts"] = _array(row["routed_experts"], None)
+        values["routed_experts"] = row.integers("routed_experts")
     values["policy_version"] = row.get("policy_version")
-    return TokenPath(tokens, temperature=temperature, id=row.where, **values)
+    path = TokenPath(tokens, temperature=temperature, id=row.where, **values)
+    if "mark" in row:
+        mark = getattr(row["mark"], "value", row["mark"])  # of an enum
+        with errors_at(row.where):
+            if ending(mark, row.names["mark"]) == "filtered":
+                path.loss_mask = np.zeros_like(path.loss_mask)
+    return path
 
 
 def _of_responses(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
@@ -553,11 +644,13 @@ def _of_responses(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]
     return [value[len(value) - length :] for value, length in zip(values, lengths, strict=True)]
 
 
-def _items(source: object) -> Iterable[tuple[str, Any]]:
+def _items(source: object, where: str) -> Iterable[tuple[str, Any]]:
     """Returns the items of a dict, or the attributes of an object."""
     if isinstance(source, Mapping):
         return source.items()
     names = getattr(source, "__struct_fields__", None)  # of msgspec
+    if names is None and not hasattr(source, "__dict__"):
+        raise UserError(f"{where}: expected a dict or an object with fields, got {shorten(source)}")
     return vars(source).items() if names is None else [(name, getattr(source, name)) for name in names]
 
 
@@ -566,10 +659,3 @@ def _is_empty(value: object) -> bool:
     if isinstance(value, dict):
         return not value
     return value is None or value is False or (isinstance(value, list) and all(x is None for x in value))
-
-
-def _array(values: Any, dtype: type | None = np.float32) -> np.ndarray:
-    """Returns a number, a list, an array or a tensor on any device as an array."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    return np.asarray(values, dtype)

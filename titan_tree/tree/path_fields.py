@@ -47,7 +47,7 @@ def number(
 
 def token_array(tokens: object) -> np.ndarray:
     """Returns [T] int32 with T >= 1."""
-    array = _array("tokens", tokens, "a flat list of token ids")
+    array = any_array("tokens", tokens, "a flat list of token ids")
     if array.ndim != 1 or array.size == 0:
         raise wrong("tokens", "a non-empty list of token ids", f"shape {array.shape}")
     return _integers("tokens", array, "ids")
@@ -61,7 +61,7 @@ def version_array(field: str, value: object, loss_mask: np.ndarray) -> np.ndarra
         value: one integer, or T of them. None stands for -1.
         loss_mask: [T] tokens that the loss counts must have a version.
     """
-    array = _array(field, value, "integers")
+    array = any_array(field, value, "integers")
     if array.dtype.kind == "O":
         array = np.where(array == np.array(None), -1, array)
     versions = _per_token(field, _integers(field, array, "versions", lowest=-1), len(loss_mask))
@@ -75,7 +75,7 @@ def version_array(field: str, value: object, loss_mask: np.ndarray) -> np.ndarra
 
 def mask_array(field: str, value: object, num_tokens: int) -> np.ndarray:
     """Returns [T] float32 from [T] numbers >= 0 or booleans."""
-    array = _floats(field, value, "iufb", (int, float))
+    array = float_array(field, value, "iufb", (int, float))
     if array.shape != (num_tokens,):
         raise wrong(field, f"{num_tokens} entries, one per token", _size(array))
     if not (array.min() >= 0 and array.max() <= MAX_NUMBER):
@@ -86,7 +86,7 @@ def mask_array(field: str, value: object, num_tokens: int) -> np.ndarray:
 
 def advantage_array(field: str, value: object, num_tokens: int) -> np.ndarray:
     """Returns [T] float32 from one number, or from one per token. The first token's may be anything."""
-    array = _per_token(field, _floats(field, value, "iuf", (int, float)), num_tokens)
+    array = _per_token(field, float_array(field, value, "iuf", (int, float)), num_tokens)
     if (bad := ~(np.abs(array[1:]) <= MAX_NUMBER)).any():
         token = 1 + int(bad.argmax())
         raise wrong(field, "numbers from -1e12 to 1e12", f"{array[token]} at token {token}")
@@ -109,7 +109,7 @@ def logprob_array(name: str, values: object, shifted: object, loss_mask: np.ndar
         raise UserError(f"{name}: expected either {name} or {other}, got both; remove one of them")
     missing = int(shifted is not None)  # entries that the field lacks in front
     field, other = (other, name) if missing else (name, other)
-    array = _floats(field, shifted if missing else values, "iuf", (int, float, type(None)))
+    array = float_array(field, shifted if missing else values, "iuf", (int, float, type(None)))
     num_tokens = len(loss_mask)
     if array.shape != (num_tokens - missing,):
         which = "one per token after the first" if missing else "one per token"
@@ -135,7 +135,7 @@ def expert_array(value: object, num_tokens: int) -> np.ndarray:
     """Returns [T, L, k] int16; see ``TokenPath.routed_experts``."""
     field = "routed_experts"
     expected = "the same number of layers and experts for every token"
-    array = _array(field, value, expected, "lists of unequal lengths")
+    array = any_array(field, value, expected, "lists of unequal lengths")
     if array.ndim != 3 or len(array) > num_tokens or array.dtype.kind not in "iu" or not array.size:
         expected = f"integers [at most {num_tokens} tokens, layers, experts per token]"
         raise wrong(field, expected, f"{array.dtype} of shape {array.shape}")
@@ -152,7 +152,8 @@ def expert_array(value: object, num_tokens: int) -> np.ndarray:
     return padded
 
 
-def _array(field: str, value: object, expected: str, got: str = "a nested list") -> np.ndarray:
+def any_array(field: str, value: object, expected: str, got: str = "a nested list") -> np.ndarray:
+    """Returns an array of any type. ``expected`` and ``got`` are for the error of what is none."""
     try:
         return np.asarray(value)
     except ValueError:  # lists of unequal lengths
@@ -174,9 +175,9 @@ def _integers(field: str, array: np.ndarray, noun: str, lowest: int = 0) -> np.n
     return array.astype(np.int32, copy=False)
 
 
-def _floats(field: str, value: object, kinds: str, types: tuple[type, ...]) -> np.ndarray:
+def float_array(field: str, value: object, kinds: str, types: tuple[type, ...]) -> np.ndarray:
     """Returns float32. ``types`` are the Python types that an array of objects may hold; None becomes NaN."""
-    array = _array(field, value, "numbers")
+    array = any_array(field, value, "numbers")
     if array.dtype.kind not in kinds and not (array.dtype.kind == "O" and _only(array, types)):
         raise wrong(field, "numbers", shorten(value))
     if array.dtype.kind in "iub":

@@ -20,7 +20,7 @@ _MARKS: dict[Ending, str] = {
     "continued": "continued",
     "cut off": "length max_tokens max_output_tokens max_length model_length model_context_window_exceeded "
     "stop_sequence pause_turn incomplete in_progress truncated abort aborted cancelled canceled error failed "
-    "insufficient_system_resource",
+    "pending context_length agent_timeout insufficient_system_resource",
     "filtered": "content_filter content_filtered refusal safety recitation language blocklist spii "
     "prohibited_content guardrail_intervened error_toxic",
 }
