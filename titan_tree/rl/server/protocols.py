@@ -36,10 +36,9 @@ from titan_tree.errors import UserError, shorten
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.server.broadcast import SGLangBroadcast, VLLMBroadcast
 from titan_tree.rl.server.client import Json, ServerClient
-from titan_tree.tree.path_fields import MAX_NUMBER
+from titan_tree.tree.path_fields import MAX_LOGPROB, MAX_NUMBER
 from titan_tree.tree.paths import ExpertSizes
 
-LARGEST_LOGPROB = 0.01  # in nats. Rounding may put a log-prob slightly above 0.
 # The whole vocabulary at temperature 1. Some models' generation_config.json sets other defaults.
 UNTRUNCATED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -79,9 +78,7 @@ class Answer(NamedTuple):
         """
         tokens, logprobs = self.tokens, self.logprobs
         _check_all(tokens, (int,), 0, 2**31 - 1, "integer token_ids, at least 0")
-        _check_all(
-            logprobs, (int, float), -MAX_NUMBER, LARGEST_LOGPROB, "numbers as token_logprobs, at most 0"
-        )
+        _check_all(logprobs, (int, float), -MAX_NUMBER, MAX_LOGPROB, "numbers as token_logprobs, at most 0")
         size = len(tokens)
         if not size == len(logprobs) == self.num_tokens or not 1 <= size <= limit:
             raise UserError(
