@@ -76,7 +76,7 @@ def trial(kind: str, draw: random.Random, work: Path, folder: Path) -> str:
 def _difference(kind: str, draw: random.Random, folder: Path, open_ports: ExitStack) -> Callable[[int], None]:
     """Writes the files of a trial. Returns a function that makes one rank differ."""
     from titan_tree.config import Config
-    from titan_tree.run import agreement
+    from titan_tree.run import rank_facts
     from titan_tree.run import trainer as module
 
     _write(folder, folder / "data.jsonl", "2")
@@ -111,7 +111,7 @@ def _difference(kind: str, draw: random.Random, folder: Path, open_ports: ExitSt
         if kind == "bad variable":
             os.environ[name] = value
         if kind == "other groups":  # the check at the start does not see the files
-            agreement._content = lambda paths: ""  # type: ignore[assignment]
+            rank_facts._content = lambda paths: ""  # type: ignore[assignment]
         if rank != odd and not (kind == "late rank" and rank == 1):
             return
         if kind == "late rank":
@@ -121,7 +121,7 @@ def _difference(kind: str, draw: random.Random, folder: Path, open_ports: ExitSt
             shutil.copytree(ROOT / "titan_tree", copy, ignore=shutil.ignore_patterns("__pycache__"))
             with (copy / "tree" / "paths.py").open("a") as file:
                 file.write("\n")
-            agreement.__file__ = str(copy / "run" / "agreement.py")
+            rank_facts.__file__ = str(copy / "run" / "rank_facts.py")
         build = module.Trainer.__init__
 
         def build_changed(self: module.Trainer, config: Config) -> None:

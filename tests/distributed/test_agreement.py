@@ -14,7 +14,7 @@ from titan_tree.distributed import agreement
 from titan_tree.distributed.agreement import check_agreement
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.errors import AgreedError, UserError
-from titan_tree.run import agreement as at_start
+from titan_tree.run import rank_facts as at_start
 from titan_tree.run.trainer import Trainer
 
 CHATML = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"

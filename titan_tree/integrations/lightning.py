@@ -35,7 +35,6 @@ from titan_tree.errors import UserError
 from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -51,6 +50,7 @@ from titan_tree.run.build import (
 )
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
+from titan_tree.run.rank_facts import check_ranks
 from titan_tree.run.trainer import restore_position, score_validation
 
 try:

@@ -5,6 +5,6 @@ model_setup.py    makes the model on all ranks, with its weights
 trainer.py        Trainer: the training loop
 optimizer_step.py one optimizer step, shared with Lightning
 folder.py         the run's folder, its lock and its loggers, and what a run says about itself
-agreement.py      what the ranks must agree on at the start
+rank_facts.py     what the ranks must agree on at the start
 stopping.py       when a run ends early: signals, wrong data, other ranks
 """

@@ -47,7 +47,6 @@ from titan_tree.errors import AgreedError, UserError
 from titan_tree.metrics import Loggers, step_values, validation_values
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.registry import LOGGERS
-from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -65,6 +64,7 @@ from titan_tree.run.build import (
 from titan_tree.run.folder import RunFolder, describe_data, introduction, summary
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
+from titan_tree.run.rank_facts import check_ranks
 from titan_tree.run.stopping import StopController, SynchronizedInput
 
 T = TypeVar("T")

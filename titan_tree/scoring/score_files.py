@@ -26,9 +26,9 @@ from titan_tree.distributed.mesh import OneRank, all_ranks, init_distributed
 from titan_tree.errors import UserError
 from titan_tree.models.hf.snapshot_files import fingerprint
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.run.agreement import check_ranks
 from titan_tree.run.build import build_reader, build_tokenizer
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.run.rank_facts import check_ranks
 from titan_tree.scoring.resumable_file import ResumableFile
 from titan_tree.scoring.score_trees import PathScores, score_trees
 from titan_tree.scoring.scored_records import PlacedPath, named_groups, path_record, placed_paths
