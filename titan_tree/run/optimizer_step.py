@@ -143,7 +143,9 @@ class OptimizerStep:
                 "step %d: %s: expected log-probs under the weights before this step, got values with a KL "
                 "divergence of %.3g nats per token from them; check that they are log-probs, not "
                 "probabilities, and that they come from the same weights, chat template and temperature",
-                *(step, name, kl),
+                step,
+                name,
+                kl,
             )
 
     def _skip(self, step: int, reason: BadStepError) -> None:

@@ -4,6 +4,8 @@ tokenizer.py         TreeTokenizer, which combines the modules below
 vocabulary.py        reads vocabularies: a Hugging Face tokenizer.json, a .tiktoken rank file, or plain bytes
 encoders.py          encodes and decodes text with a vocabulary, by tiktoken or by the library tokenizers
 messages.py          checks conversations and converts them into one form
+endings.py           how an answer of a model ended, which decides what of it is trained
+tool_calls.py        keeps arguments as the model wrote them, and puts results in the order of their calls
 templates.py         renders conversations with Jinja chat templates; chatml and qwen3 are built in
 template_process.py  starts and ends the process in which templates run
 sandbox.py           the program of that process: a Jinja environment, and limits of the operating system

@@ -121,8 +121,8 @@ def _continued(prompt: list[Message], answer: list[Message]) -> tuple[list[Messa
     """Returns the prompt without its last message, and the answer that begins with it."""
     *prompt, begun = prompt
     first, *others = answer or [{"role": "assistant", "content": ""}]
-    others_of_begun = [name for name in begun if begun[name] and name not in ("role", "content", "weight")]
-    if begun.get("role") != "assistant" or others_of_begun or first.get("reasoning_content"):
+    more = [name for name in begun if begun[name] and name not in ("role", "content", "weight")]
+    if begun.get("role") != "assistant" or more or first.get("reasoning_content"):
         raise UserError(
             "request: expected only text of the assistant in the last message, which the answer continues, "
             "and an answer without reasoning; remove the row"

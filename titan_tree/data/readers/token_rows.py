@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
 
 from titan_tree.components.tree_tokenizer.endings import Ending, ending
 from titan_tree.data.readers import Record
@@ -196,7 +195,7 @@ def _real_tokens(row: Record, columns: _Columns) -> list[bool]:
         if len(is_real) != columns.num_tokens:
             raise UserError(f"attention_mask: expected {columns.num_tokens} entries, got {len(is_real)}")
         for part in (is_real[: columns.num_prompt], is_real[columns.num_prompt :]):
-            if "101" in "".join(key for key, _ in groupby("1" if entry else "0" for entry in part)):
+            if "0" in "".join("01"[entry] for entry in part).strip("0"):
                 raise UserError("attention_mask: expected zeros only for padding, got some between tokens")
     if row.get("prompt_mask") is None or not any(prompt := _bits(row["prompt_mask"], "prompt_mask")):
         return is_real

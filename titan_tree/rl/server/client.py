@@ -26,7 +26,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # its level INFO logs ever
 RETRIED = (408, 409, 425, 429)  # and 500 to 599: statuses of a server that may answer the same request later
 LONGEST_ERROR = 1000  # number of characters of a refusal that are quoted
 CONNECT_S = 30.0  # seconds until a connection must be open. ``stop`` cannot end this wait.
-LARGEST_ANSWER = 2**22  # bytes of an answer, if nothing else is said
+LARGEST_ANSWER = 2**22  # bytes of an answer, unless the caller expects more
 PAUSE_S = 1.0  # seconds before the second attempt. The pause doubles with each further attempt.
 
 
