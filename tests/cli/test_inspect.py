@@ -27,19 +27,19 @@ def inspect(capsys, *args):
 
 
 def rows(out):
-    """Returns the nine cells of each row, by tree name."""
-    table = [line.rsplit(maxsplit=9) for line in out.splitlines()]
+    """Returns the eleven cells of each row, by tree name."""
+    table = [line.rsplit(maxsplit=11) for line in out.splitlines()]
     return {name.strip(): cells for name, *cells in filter(None, table) if cells and cells[0][0].isdigit()}
 
 
 def test_table_has_a_row_per_group_and_totals(capsys, file):
     status, out, err = inspect(capsys, file)
     assert (status, err) == (0, "")
-    # paths, N_flat, N_tree, POR, bound, nodes, depth, fan-out, longest
+    # paths, N_flat, N_leaf, N_tree, POR, POR all, bound, nodes, depth, fan-out, longest
     assert rows(out) == {
-        "a": ["3", "12", "8", "0.333", "1.50x", "5", "3", "2.00", "4"],
-        "b": ["1", "3", "3", "0.000", "1.00x", "1", "1", "0.00", "3"],
-        "all 2": ["4", "15", "11", "0.267", "1.36x", "6", "3", "2.00", "4"],
+        "a": ["3", "12", "12", "8", "0.333", "0.333", "1.50x", "5", "3", "2.00", "4"],
+        "b": ["1", "3", "3", "3", "0.000", "0.000", "1.00x", "1", "1", "0.00", "3"],
+        "all 2": ["4", "15", "15", "11", "0.267", "0.267", "1.36x", "6", "3", "2.00", "4"],
     }
     assert "largest tree: a, 8 tokens; partitioned if above data.max_tokens" in out
 
@@ -52,9 +52,11 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
         "id": "a",
         "n_paths": 3,
         "n_flat": 12,
+        "n_leaf": 12,
         "n_tree": 8,
         "n_nodes": 5,
         "por": pytest.approx(1 / 3),
+        "por_samples": pytest.approx(1 / 3),
         "branching": 2.0,
         "n_branches": 2,
         "n_branch_children": 4,
@@ -70,9 +72,11 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
     assert found["all"] == a | {
         "n_paths": 4,
         "n_flat": 15,
+        "n_leaf": 15,
         "n_tree": 11,
         "n_nodes": 6,
         "por": pytest.approx(4 / 15),
+        "por_samples": pytest.approx(4 / 15),
     }
 
 
@@ -93,11 +97,11 @@ def test_limit_shortens_the_table_but_not_the_totals(capsys, file):
 
 def test_merge_chooses_which_paths_share_a_tree(capsys, file):
     _, out, _ = inspect(capsys, file, "--merge", "all")
-    assert rows(out)["all"][:3] == ["4", "15", "8"]  # b's path is a prefix of a path of a
+    assert rows(out)["all"][:4] == ["4", "15", "12", "8"]  # b's path is a prefix of a path of a
     _, out, _ = inspect(capsys, file, "--merge", "batch", "--global-batch-groups", 1)
-    assert rows(out)["all 2"][:3] == ["4", "15", "11"]
+    assert rows(out)["all 2"][:4] == ["4", "15", "15", "11"]
     _, out, _ = inspect(capsys, file, "--merge", "batch", "--max-tokens", 5)
-    assert {name: cells[2] for name, cells in rows(out).items() if name.startswith("batch")} == {
+    assert {name: cells[3] for name, cells in rows(out).items() if name.startswith("batch")} == {
         "batch 0 tree 0": "5",
         "batch 0 tree 1": "4",
     }
@@ -116,13 +120,12 @@ def test_sample_settings_change_the_paths(capsys):
         status, out, _ = inspect(capsys, "demo", "--limit", 1, *options)
         assert status == 0
         assert "these tokens are bytes" in out
-        counts[name] = [int(n.replace(",", "")) for n in rows(out)["all 64"][:3]]
+        counts[name] = [int(n.replace(",", "")) for n in rows(out)["all 64"][:4]]
     assert counts["whole"][0] == 64 * 4
     assert counts["each"][0] == counts["stripped"][0] == 64 * (2 * 4 + 2 * 5)
-    assert (
-        counts["each"][2] == counts["whole"][2] == counts["last"][2]
-    )  # earlier turns are prefixes of the last
-    assert (counts["each"][2], counts["qwen3"][2]) == (97_885, 116_529)  # the quickstart has these numbers
+    # Earlier turns are prefixes of the last.
+    assert counts["each"][2:] == counts["whole"][2:] == counts["last"][2:]
+    assert (counts["each"][3], counts["qwen3"][3]) == (97_885, 116_529)  # the quickstart has these numbers
     assert counts["stripped"][1] < counts["each"][1]
 
 
@@ -229,7 +232,7 @@ def wide_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 130])
 def test_the_table_fits_the_terminal(capsys, monkeypatch, wide_file, width):
     monkeypatch.setenv("COLUMNS", str(width))
     _, out, _ = inspect(capsys, wide_file)
@@ -240,8 +243,8 @@ def test_the_table_fits_the_terminal(capsys, monkeypatch, wide_file, width):
     assert folded == "0f8fad5b-d9cb-469f-a165-70867728950e"
     for number in (" 100,010 ", " 10,010 ", " 0.900 ", " 9.99x ", " 10,001\n"):
         assert number in out
-    assert ("hidden at this width: fan-out, depth" in out) == (width < 120)
-    assert ("\nfan-out: " in out) == (width == 120)
+    assert ("hidden at this width: fan-out, depth" in out) == (width < 130)
+    assert ("\nfan-out: " in out) == (width == 130)
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys, tmp_path):
@@ -331,7 +334,9 @@ def test_statistics_of_real_rollouts(capsys):
     assert rows(out)["all 100"] == [
         "210",
         "312,710",
+        "312,710",
         "230,531",
+        "0.263",
         "0.263",
         "1.36x",
         "320",

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "idle_share")
+MEASURED = ("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share")
 SETTINGS = [
     "lr_scheduler.warmup_steps=0",
     "lr_scheduler.min_lr_factor=1.0",

@@ -284,6 +284,26 @@ def test_flat_layout_makes_one_tree_per_path(file):
         assert tokens(trees) == Counter(tuple(r["tokens"]) for r in records(file))
 
 
+def test_leaf_layout_makes_one_row_per_leaf(file):
+    """A row is as long as its longest path, and contains the paths that are prefixes of it."""
+    options = {"global_batch_groups": NUM_GROUPS, "max_tokens": 64}
+    (trees,), (rows,) = (
+        steps(tree_dataset(file, layout=layout, **options), 1) for layout in ("tree", "leaf")
+    )
+    assert all(len(row) == row.stats.longest_path for row in rows)
+    leaves = [path for tree in trees for path in leaf_paths(tree.paths)]
+    assert Counter(tuple(row.tokens.tolist()) for row in rows) == Counter(leaves)
+    assert sum(map(len, rows)) == sum(tree.stats.n_leaf for tree in trees)
+    assert tokens(rows) == tokens(trees)
+    assert len(rows) < sum(len(tree.paths) for tree in trees)
+
+
+def leaf_paths(paths):
+    """Returns the different paths that are no prefixes of others."""
+    different = {tuple(path.tokens.tolist()) for path in paths}
+    return [p for p in different if not any(q != p and q[: len(p)] == p for q in different)]
+
+
 @pytest.mark.parametrize("options", [{}, {"merge": "batch"}, {"layout": "flat"}])
 def test_group_advantages_do_not_depend_on_merge_and_layout(options):
     """Three of the demo's four trials earn 1: mean 0.75, standard deviation 0.5."""
@@ -326,7 +346,7 @@ def test_larger_trees_are_micro_batches_of_their_own_if_allowed(file, options):
         ({"merge": "all"}, "data.merge: expected one of group, batch, got 'all'"),
         ({"advantage": "grpo"}, "data.advantage: expected one of given, group, mean, .* got 'grpo'"),
         ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
-        ({"layout": "chain"}, "data.layout: expected one of tree, flat"),
+        ({"layout": "chain"}, "data.layout: expected one of tree, leaf, flat"),
         ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),
     ],
 )

@@ -32,13 +32,13 @@ def test_the_log_line_shows_formatted_values_and_the_metrics_of_the_loss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = {"loss": 0.2776, "grad_norm": 1.0, "lr": 1e-3, "por": 0.5, "err": 0.25, "step_s": 2.0}
-    values |= {"logical_tokens_per_s": 12345.0, "clip_fraction": 0.2774, "mfu": 0.4, "peak_memory_gib": 8.0}
+    values |= {"leaf_tokens_per_s": 12345.0, "clip_fraction": 0.2774, "mfu": 0.4, "peak_memory_gib": 8.0}
     with caplog.at_level("INFO", "titan_tree"):
         ConsoleLogger(tmp_path, 0, 100).log(9, values)
     (line,) = caplog.messages
     assert line == (
         "step   9/100  loss 0.2776  clip_fraction 0.2774  grad 1.000  lr 1.00e-03  POR 50.0%  "
-        "12,345 logical tok/s  2.00 s  MFU 40.0%  8.0 GiB"
+        "12,345 leaf tok/s  2.00 s  MFU 40.0%  8.0 GiB"
     )
 
 

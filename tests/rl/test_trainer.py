@@ -61,14 +61,16 @@ def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, ma
 
 def test_the_layout_of_the_configuration_is_used(tmp_path: Path) -> None:
     found = {}
-    for layout in ("tree", "flat"):
+    for layout in ("tree", "leaf", "flat"):
         options = ["rl.environment=letters", f"data.layout={layout}", "training.steps=1"]
         trainer = with_short_turns(RLTrainer(tiny(tmp_path / layout, *options)))
         trainer.train()
         trainer.close()
         (found[layout],) = rows(tmp_path / layout)
-    tree, flat = ({name: float(value) for name, value in found[layout].items()} for layout in found)
+    tree, leaf, flat = ({name: float(value) for name, value in found[layout].items()} for layout in found)
     assert tree["loss"] == pytest.approx(flat["loss"], abs=1e-6)
+    assert leaf["loss"] == pytest.approx(flat["loss"], abs=1e-6)
+    assert leaf["executed_tokens"] == tree["leaf_tokens"]
     assert tree["grad_norm"] == pytest.approx(flat["grad_norm"], rel=1e-5)
     assert (tree["reward"], flat["por"], flat["executed_tokens"]) == (
         flat["reward"],

@@ -102,7 +102,7 @@ def test_rewards_become_advantages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", slow_except(["qwen3", "qwen3_5_moe"], SMALL))
 def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: str) -> None:
     runs = {}
-    for layout in ("tree", "flat"):
+    for layout in ("tree", "leaf", "flat"):
         options: dict[str, Any] = SMALL[model] | {"data__layout": layout, "training__steps": 12}
         options["optimizer__lr"] = 4e-3
         if model.endswith("_moe"):
@@ -110,8 +110,10 @@ def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: 
         config = tiny_config(tmp_path / layout, **options)
         train(config)
         runs[layout] = read_metrics(config)
-    for tree, flat in zip(runs["tree"], runs["flat"], strict=True):
+    for tree, leaf, flat in zip(*runs.values(), strict=True):
         assert float(tree["loss"]) == pytest.approx(float(flat["loss"]), rel=1e-5), tree["step"]
+        assert float(leaf["loss"]) == pytest.approx(float(flat["loss"]), rel=1e-5), tree["step"]
+        assert float(leaf["executed_tokens"]) == float(tree["leaf_tokens"])
         assert (
             float(tree["executed_tokens"]) < float(flat["executed_tokens"]) == float(flat["logical_tokens"])
         )

@@ -23,7 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 # Columns that differ between equal runs. "idle_share" exists only on several ranks, the last two on a GPU.
 MEASURED = (
-    *("step_s", "logical_tokens_per_s", "executed_tokens_per_s", "idle_share"),
+    *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share"),
     *("mfu", "peak_memory_gib"),
 )
 

@@ -122,6 +122,7 @@ def test_statistics_equal_those_of_the_naive_trie(paths):
     levels = [sum(trie.starts_node(tuple(p[:n])) for n in range(1, len(p) + 1)) for p in paths]
     assert stats == TreeStats(
         n_tree=len(trie.users),
+        n_leaf=sum(map(len, {tuple(p) for p in paths if not trie.children(tuple(p))})),
         n_flat=sum(map(len, paths)),
         n_nodes=sum(map(trie.starts_node, trie.users)),
         n_paths=len(paths),
@@ -130,7 +131,8 @@ def test_statistics_equal_those_of_the_naive_trie(paths):
         max_depth=max(levels),
         longest_path=max(map(len, paths)),
     )
-    assert stats.por == pytest.approx(1 - len(trie.users) / sum(map(len, paths)))
+    assert stats.por == pytest.approx(1 - stats.n_tree / stats.n_leaf)
+    assert stats.por_samples == pytest.approx(1 - stats.n_tree / stats.n_flat)
 
 
 def test_total_statistics_are_sums_and_maxima():
@@ -138,6 +140,7 @@ def test_total_statistics_are_sums_and_maxima():
     b = TokenTree.from_paths([TokenPath([1, 2, 3, 4, 5])]).stats
     assert TreeStats.total([a, b]) == TreeStats(
         n_tree=9,
+        n_leaf=11,
         n_flat=12,
         n_nodes=5,
         n_paths=4,

@@ -207,9 +207,7 @@ def split_tree(tree: TokenTree, cuts: Sequence[int]) -> list[TokenTree]:
     """
     if not cuts:
         return [tree]
-    # The first leaf at or below the end of each path. A path may end inside the tree.
-    leaf_of_path = np.searchsorted(tree.leaves, tree.path_node)
-    piece_of_path = np.searchsorted(cuts, leaf_of_path, side="right")
+    piece_of_path = np.searchsorted(cuts, tree.leaf_of_path, side="right")
     starts = [0, *(int(tree.leaves[cut - 1]) + 1 for cut in cuts), len(tree.node_parent)]  # nodes
     return [
         _piece(tree, start, stop, np.flatnonzero(piece_of_path == i))

@@ -40,11 +40,12 @@ from titan_tree.tree.token_tree import TokenTree, TreeStats
 NamedTree = tuple[str, TokenTree]
 NamedStats = tuple[str, TreeStats]
 
-HIDDEN_FIRST = ("fan-out", "depth", "nodes")  # in this order, if the terminal is too narrow for all columns
+# In this order, if the terminal is too narrow for all columns.
+HIDDEN_FIRST = ("fan-out", "depth", "nodes", "POR all", "N_flat")
 LEGEND = {
-    "N_flat": "total tokens of all paths; N_tree: distinct tokens",
-    "POR": "potential overlap ratio, 1 - N_tree / N_flat",
-    "bound": "largest speed-up, N_flat / N_tree",
+    "N_flat": "tokens of all paths; N_leaf: of one path per leaf; N_tree: distinct",
+    "POR": "potential overlap ratio, 1 - N_tree / N_leaf; POR all: 1 - N_tree / N_flat",
+    "bound": "largest speed-up over one row per leaf path, N_leaf / N_tree",
     "depth": "nodes on the deepest path",
     "fan-out": "mean children of a branching node",
     "longest": "tokens of the longest path",
@@ -263,7 +264,7 @@ def _similar(name: str, names: Sequence[str]) -> str:
 
 
 def _as_json(stats: TreeStats) -> dict[str, object]:
-    return asdict(stats) | {"por": stats.por, "branching": stats.branching}
+    return asdict(stats) | {"por": stats.por, "por_samples": stats.por_samples, "branching": stats.branching}
 
 
 def _print_table(console: Console, stats: list[NamedStats], limit: int) -> None:
@@ -314,9 +315,11 @@ def _cells(stats: TreeStats) -> dict[str, str]:
     return {
         "paths": f"{stats.n_paths:,}",
         "N_flat": f"{stats.n_flat:,}",
+        "N_leaf": f"{stats.n_leaf:,}",
         "N_tree": f"{stats.n_tree:,}",
         "POR": f"{stats.por:.3f}",
-        "bound": f"{stats.n_flat / stats.n_tree:.2f}x",
+        "POR all": f"{stats.por_samples:.3f}",
+        "bound": f"{stats.n_leaf / stats.n_tree:.2f}x",
         "nodes": f"{stats.n_nodes:,}",
         "depth": f"{stats.max_depth}",
         "fan-out": f"{stats.branching:.2f}",

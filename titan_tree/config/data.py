@@ -52,8 +52,9 @@ class DataConfig(Checked, table="data"):
     sample: dict[str, Any] = setting({}, OPTIONS)
     # "group" makes one tree per group. "batch" also merges the groups of a batch.
     merge: Literal["group", "batch"] = "group"
-    # "tree" trains on token trees. "flat" trains on every path separately, as a baseline.
-    layout: Literal["tree", "flat"] = "tree"
+    # "tree" trains on token trees. Baselines: "leaf" trains one row per leaf, together with the paths that
+    # are its prefixes; "flat" trains one row per path.
+    layout: Literal["tree", "leaf", "flat"] = "tree"
     # Source of the advantages: "given" in the data, or an estimator that computes them from the rewards of
     # each group, such as "group" in GRPO (docs/advantages.md).
     advantage: str = setting("given", one_of("given", ADVANTAGES))

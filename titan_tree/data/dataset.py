@@ -17,7 +17,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_tree.data.data_files import DataSizes, Group
-from titan_tree.data.packing import MicroBatches, balanced, flat_trees, merged_trees, pack, shuffled
+from titan_tree.data.packing import BASELINES, MicroBatches, balanced, merged_trees, pack, shuffled
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import TokenPath
@@ -235,16 +235,16 @@ class TreeDataset:
         return [tree for group in batch[self.rank :: self.world_size] for tree in self._group_trees(group)]
 
     def _merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
-        if self.config.layout == "flat":
-            return flat_trees(paths, self.config.replay)
+        if self.config.layout in BASELINES:
+            return BASELINES[self.config.layout](paths, self.config.replay)
         return merged_trees(paths, self.config.max_tokens, self.config.replay)
 
     def _group_trees(self, group: Group) -> list[TokenTree]:
-        """Returns the tree of a group, or one tree per path."""
-        if self.config.layout == "flat":
+        """Returns the tree of a group, or those of its leaves or paths."""
+        if self.config.layout in BASELINES:
             paths = self._paths(group)
             self._check_path_sizes(paths)
-            return flat_trees(paths, self.config.replay)
+            return BASELINES[self.config.layout](paths, self.config.replay)
         tree = self.reader.tree(group)
         self._warn_about_routed_experts(tree.paths)
         place, _ = group.records[0]

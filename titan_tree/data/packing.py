@@ -43,9 +43,25 @@ def shuffled(items: Iterable[T], buffer_size: int, random_order: random.Random) 
     yield from buffer
 
 
+def leaf_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
+    """Returns one tree without branches per leaf: the rows of a trainer without trees.
+
+    A path that is a prefix of others is in the row of the first leaf below its end, where it costs nothing.
+    """
+    tree = TokenTree.from_paths(paths, replay)
+    rows: dict[int, list[TokenPath]] = {}
+    for leaf, path in zip(tree.leaf_of_path.tolist(), paths, strict=True):
+        rows.setdefault(leaf, []).append(path)
+    return [TokenTree.from_paths(row, replay) for row in rows.values()]
+
+
 def flat_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
-    """Returns one tree per path, so that paths share nothing: the baseline for comparisons with trees."""
+    """Returns one tree per path, so that paths share nothing."""
     return [TokenTree.from_paths([path], replay) for path in paths]
+
+
+# The layouts without branches, by the name of ``data.layout``.
+BASELINES = {"leaf": leaf_trees, "flat": flat_trees}
 
 
 def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "off") -> list[TokenTree]:

@@ -45,7 +45,8 @@ class StepCounts:
     advantage_square: float  # sum of w_p m_{p,t} A²_{p,t}; 0 without advantages
     num_trees: int
     num_paths: int
-    logical_tokens: int  # N_flat: tokens that training on every path alone would run
+    logical_tokens: int  # N_flat: tokens of all paths
+    leaf_tokens: int  # N_leaf: tokens of one path per leaf, which training without trees would run
     distinct_tokens: int  # N_tree
     executed_tokens: int  # N_part: larger than N_tree if partitions or pieces repeat shared tokens
     split_tokens: int  # tokens that pieces of trees repeat, see balance/splitting.py
@@ -77,13 +78,18 @@ class StepCounts:
 
     @property
     def por(self) -> float:
-        """The potential overlap ratio (POR)."""
+        """The potential overlap ratio (POR), see ``TreeStats.por``."""
+        return reuse_ratio(self.leaf_tokens, self.distinct_tokens)
+
+    @property
+    def por_samples(self) -> float:
+        """See ``TreeStats.por_samples``."""
         return reuse_ratio(self.logical_tokens, self.distinct_tokens)
 
     @property
     def err(self) -> float:
         """The effective reuse ratio (ERR). It equals ``por`` if no token runs twice."""
-        return reuse_ratio(self.logical_tokens, self.executed_tokens)
+        return reuse_ratio(self.leaf_tokens, self.executed_tokens)
 
     @property
     def duplicates(self) -> float:
@@ -244,6 +250,7 @@ class StepPreparer:
             num_trees=len(tree_ids),
             num_paths=len(paths),
             logical_tokens=sum(batch.n_logical for batch in all_batches),
+            leaf_tokens=sum(plan.tree.leaf_tokens for plan in plans),
             distinct_tokens=distinct_tokens,
             executed_tokens=sum(map(len, all_batches)),
             split_tokens=sum(len(plan.tree) for plan in plans) - distinct_tokens,

@@ -28,7 +28,7 @@ FORMATS = {
     "grad_norm": "grad {:.3f}",
     "lr": "lr {:.2e}",
     "por": "POR {:.1%}",
-    "logical_tokens_per_s": "{:,.0f} logical tok/s",
+    "leaf_tokens_per_s": "{:,.0f} leaf tok/s",
     "executed_tokens_per_s": "{:,.0f} executed tok/s",
     "step_s": "{:.2f} s",
     "mfu": "MFU {:.1%}",
@@ -36,8 +36,10 @@ FORMATS = {
 }
 OMITTED = {
     "epoch",
+    "por_samples",
     "err",
     "logical_tokens",
+    "leaf_tokens",
     "executed_tokens",
     "scored_edges",
     "forwards",

@@ -84,8 +84,10 @@ def tree_metrics(report: StepReport) -> dict[str, float]:
     counts = report.result.counts
     return {
         "por": counts.por,
+        "por_samples": counts.por_samples,
         "err": counts.err,
         "logical_tokens": counts.logical_tokens,
+        "leaf_tokens": counts.leaf_tokens,
         "executed_tokens": counts.executed_tokens,
         "scored_edges": counts.scored_edges,
     }
@@ -107,7 +109,7 @@ def speed_metrics(report: StepReport) -> dict[str, float]:
     """Returns tokens per second and the seconds of the step."""
     counts = report.result.counts
     return {
-        "logical_tokens_per_s": counts.logical_tokens / report.seconds,
+        "leaf_tokens_per_s": counts.leaf_tokens / report.seconds,
         "executed_tokens_per_s": counts.executed_tokens / report.seconds,
         "step_s": report.seconds,
     }

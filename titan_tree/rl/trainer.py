@@ -23,7 +23,7 @@ from typing import Any
 from titan_tree.config import check_warmup
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
-from titan_tree.data.packing import flat_trees, pack
+from titan_tree.data.packing import BASELINES, pack
 from titan_tree.engine.step_io import StepInput
 from titan_tree.errors import UserError
 from titan_tree.models.tree_model import TreeModel
@@ -133,8 +133,8 @@ class EpisodeTrainer(Trainer, ABC):
             except InterruptedSampling:
                 yield StepInput.nothing(), {}  # ``StopController`` ends the run
                 return
-            if data.layout == "flat":
-                trees = flat_trees(list(chain.from_iterable(by_task)), data.replay)
+            if data.layout in BASELINES:
+                trees = BASELINES[data.layout](list(chain.from_iterable(by_task)), data.replay)
             else:
                 trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
             position = {"epoch": 0, "group": step * data.global_batch_groups}

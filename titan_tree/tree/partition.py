@@ -70,7 +70,8 @@ class Partition:
 class PlanStats:
     """Sizes of a plan, in tokens unless stated otherwise."""
 
-    n_flat: int  # sum of the path lengths
+    n_leaf: int  # sum of the lengths of one path per leaf
+    n_flat: int  # sum of the lengths of all paths
     n_tree: int  # distinct tokens
     n_part: int  # executed tokens: n_tree if no token runs twice
     n_forwards: int  # number of partitions
@@ -81,7 +82,7 @@ class PlanStats:
     @property
     def err(self) -> float:
         """Effective reuse ratio. The potential overlap ratio (POR) is its upper bound."""
-        return reuse_ratio(self.n_flat, self.n_part)
+        return reuse_ratio(self.n_leaf, self.n_part)
 
     @property
     def duplicates(self) -> float:
@@ -113,6 +114,7 @@ class PartitionPlan:
     def stats(self) -> PlanStats:
         tree = self.tree.stats
         return PlanStats(
+            n_leaf=tree.n_leaf,
             n_flat=tree.n_flat,
             n_tree=tree.n_tree,
             n_part=sum(map(len, self.partitions)),

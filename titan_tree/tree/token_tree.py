@@ -22,7 +22,7 @@ from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts
 
 
 def reuse_ratio(n_flat: int, n_run: int) -> float:
-    """Returns 1 - n_run / n_flat: POR if N_tree tokens run, ERR if N_part tokens run. 0 without tokens."""
+    """Returns the share of ``n_flat`` tokens that is saved if only ``n_run`` tokens run. 0 without tokens."""
     return 1.0 - n_run / n_flat if n_flat else 0.0
 
 
@@ -31,7 +31,8 @@ class TreeStats:
     """Sizes of one tree, or of several trees together (``TreeStats.total``)."""
 
     n_tree: int  # distinct tokens
-    n_flat: int  # sum of the path lengths, in tokens
+    n_leaf: int  # sum of the lengths of one path per leaf, in tokens
+    n_flat: int  # sum of the lengths of all paths, also of those that are prefixes of others
     n_nodes: int
     n_paths: int
     n_branches: int  # nodes with at least two children
@@ -43,7 +44,16 @@ class TreeStats:
 
     @property
     def por(self) -> float:
-        """Potential overlap ratio: the share of tokens that a tree need not compute."""
+        """Potential overlap ratio: the share that a tree saves of the tokens of one path per leaf.
+
+        This is the ratio of Tree Training (arXiv:2511.00413). A trainer without trees runs ``n_leaf`` tokens
+        if it trains a path together with its prefixes, as one row with the loss masks of all of them.
+        """
+        return reuse_ratio(self.n_leaf, self.n_tree)
+
+    @property
+    def por_samples(self) -> float:
+        """The share that a tree saves of the tokens of all paths, each trained as a row of its own."""
         return reuse_ratio(self.n_flat, self.n_tree)
 
     @property
@@ -60,6 +70,7 @@ class TreeStats:
 
         return TreeStats(
             n_tree=total("n_tree"),
+            n_leaf=total("n_leaf"),
             n_flat=total("n_flat"),
             n_nodes=total("n_nodes"),
             n_paths=total("n_paths"),
@@ -241,6 +252,16 @@ class TokenTree:
         is_leaf[self.node_parent[self.node_parent >= 0]] = False
         return np.flatnonzero(is_leaf)
 
+    @property
+    def leaf_of_path(self) -> np.ndarray:
+        """[P] int64: which of ``leaves`` is the first at or below the end of each path."""
+        return np.searchsorted(self.leaves, self.path_node)
+
+    @property
+    def leaf_tokens(self) -> int:
+        """Sum of the lengths of one path per leaf: N_leaf. The pieces of a tree add up to the tree's."""
+        return int((self.node_depth + self.node_length)[self.leaves].sum(dtype=np.int64))
+
     @cached_property
     def positions(self) -> np.ndarray:
         """[N] int32: position of each token on its paths, used for rotary embeddings (RoPE)."""
@@ -269,6 +290,7 @@ class TokenTree:
             level[node] = level[parent] + 1 if parent >= 0 else 1
         return TreeStats(
             n_tree=len(self),
+            n_leaf=self.leaf_tokens,
             n_flat=len(self.path_index),
             n_nodes=len(self.node_parent),
             n_paths=len(self.paths),

@@ -71,7 +71,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
     estimate, steps = planner.estimate, len(planner.estimate.steps)
     owners = [owner for step in estimate.steps for owner in step]
     parallel = planner.best_parallel() if planner.gpus > 1 else {}
-    tokens = ("logical_tokens", "distinct_tokens", "executed_tokens")
+    tokens = ("logical_tokens", "leaf_tokens", "distinct_tokens", "executed_tokens")
     return {
         "model": planner.model.config.title,
         "parameters": planner.model.num_parameters(),
@@ -81,6 +81,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "steps": steps,
         **{name: getattr(estimate.counts, name) / steps for name in tokens},
         "por": estimate.counts.por,
+        "por_samples": estimate.counts.por_samples,
         "micro_batches": max(len(owner.micro_batches) for owner in owners),
         "forward_passes": max(len(owner.runs) for owner in owners),
         "chain_tokens": estimate.sizes.chain_tokens,
@@ -107,7 +108,7 @@ def _print(plan: dict[str, Any]) -> None:
     """Prints the plan as text, one section after another."""
     from titan_tree.cli.plan.planner import MARGIN
 
-    executed, logical, seconds = (plan[key] for key in ("executed_tokens", "logical_tokens", "seconds_sum"))
+    executed, leaf, seconds = (plan[key] for key in ("executed_tokens", "leaf_tokens", "seconds_sum"))
     sizes = plan["memory"] | {"sum": plan["memory_sum"]}
     if plan["memory_random_router"] > plan["memory_sum"]:
         sizes["sum, random router"] = plan["memory_random_router"]
@@ -118,8 +119,11 @@ def _print(plan: dict[str, Any]) -> None:
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters"),
             ("GPUs", f"{plan['gpus']} x {plan['gpu']}"),
             ("sample", f"{plan['groups']:,} groups in {plan['steps']:,} optimizer step(s)"),
-            ("tokens of a step", f"{executed:,.0f} executed, {logical:,.0f} logical"),
-            ("POR", f"{plan['por']:.1%}: the share of logical tokens that trees save"),
+            (
+                "tokens of a step",
+                f"{executed:,.0f} executed, {leaf:,.0f} of leaf paths, {plan['logical_tokens']:,.0f} of all",
+            ),
+            ("POR", f"{plan['por']:.1%} of leaf paths, {plan['por_samples']:.1%} of all: what trees save"),
             ("micro-batches of a GPU", f"at most {plan['micro_batches']:,}"),
             ("forward passes of a GPU", f"at most {plan['forward_passes']:,}"),
             ("live tokens of a GPU", f"at most {plan['chain_tokens']:,}"),
@@ -134,7 +138,7 @@ def _print(plan: dict[str, Any]) -> None:
         [
             *((name, f"{part:9.4f} {part / seconds:6.1%}") for name, part in times if part),
             ("sum", f"{seconds:9.4f}"),
-            ("tokens per second", f"{executed / seconds:,.0f} executed, {logical / seconds:,.0f} logical"),
+            ("tokens per second", f"{executed / seconds:,.0f} executed, {leaf / seconds:,.0f} of leaf paths"),
             ("MFU", f"{plan['mfu']:.1%}"),
             ("idle share", f"{plan['idle_share']:.1%}: of the GPUs' time, waiting for others"),
         ],
