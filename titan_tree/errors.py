@@ -3,8 +3,7 @@
 import base64
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -123,19 +122,27 @@ def require_list(values: object, kind: type, where: str, hint: str) -> None:
     raise UserError(f"{where}: expected a list of {kind.__name__}s, got {got}; {hint}")
 
 
-@contextmanager
-def errors_at(place: str) -> Iterator[None]:
+class errors_at:  # noqa: N801  # used as a function; a class costs less than a generator for each record
     """Puts the place, such as "file:line", in front of the messages of UserErrors.
 
     Values that are nested too deeply to walk become UserErrors, too.
     """
-    try:
-        yield
-    except UserError as error:
-        message = str(error).removeprefix(f"path {place}: ")  # a path without an id has its place as id
-        raise UserError(f"{place}: {message}") from None
-    except RecursionError:
-        raise UserError(f"{place}: brackets are nested too deeply to read") from None
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UserError):
+            # A path without an id has its place as id.
+            message = str(error).removeprefix(f"path {self.place}: ")
+            raise UserError(f"{self.place}: {message}") from None
+        if isinstance(error, RecursionError):
+            raise UserError(f"{self.place}: brackets are nested too deeply to read") from None
 
 
 class _Repr(reprlib.Repr):

@@ -235,12 +235,12 @@ class SampleReader(DataFiles):
 
     def _warn_about_zeros(self, place: str, path: TokenPath) -> None:
         """Warns once about a path whose log-probs of all counted tokens are 0."""
-        counted = path.loss_mask[1:] > 0
-        if self._warned_zero or counted.sum() < MANY_TOKENS:
-            return
         for field in ("old_logprobs", "rollout_logprobs"):
             values = getattr(path, field)
-            if values is None or values[1:][counted].any():
+            if self._warned_zero or values is None:
+                continue
+            scored = values[1:][path.loss_mask[1:] > 0]
+            if len(scored) < MANY_TOKENS or scored.any():
                 continue
             self._warned_zero = True
             logger.warning(
