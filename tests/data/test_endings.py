@@ -298,3 +298,32 @@ def test_marks_beside_the_usual_place_count(tmp_path):
     row = choice(SAYS, None) | {"request": request(ASK)}
     row["response"]["choices"][0]["stop_reason"] = "max_tokens"
     assert trained(tmp_path, row) == ["Hel"]
+
+
+THOUGHT = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": ["y"]}}]}
+
+
+@for_each(
+    ("template", "answer", "lost"),
+    [
+        ("qwen3", {**SAYS, "content": "a<think>b</think>c"}, "content: .* 'a'"),
+        ("qwen3", {**SAYS, "content": "<think>a</think>b</think>c"}, "content: .* 'b'"),
+        ("qwen3", {**SAYS, "content": "<think>a", "finish_reason": "length"}, "content: .* 'a'"),
+        ("chatml", {**THOUGHT, "content": "<think>a</think>b"}, "content: .* 'a'"),
+        (TRIMS, THOUGHT, "reasoning_content: .* 'a'"),
+        (TRIMS, CALLS | {"content": "b"}, "tool_calls: .* 'y'"),
+        (BEGINS + "{{ m.content | upper }}" + ENDS, SAYS, "content: .* 'Hel'"),
+        (PRINTS, CALLS | {"content": "b"}, "content: .* 'b'"),
+    ],
+)
+def test_a_template_that_loses_what_the_model_wrote_is_refused(tmp_path, template, answer, lost):
+    with pytest.raises(UserError, match=rf"messages\[1\]\.{lost}, which the model wrote"):
+        trained(tmp_path, request(ASK, answer), template)
+
+
+def test_a_thought_at_the_start_of_the_content_is_kept(tmp_path):
+    content = "<think>a</think>b"
+    answer = request(ASK, {"role": "assistant", "content": content})
+    assert trained(tmp_path, answer, "qwen3") == [f"<think>\na\n</think>\n\nb{END}"]
+    assert trained(tmp_path, answer) == [content + END]

@@ -108,8 +108,8 @@ def test_plain_text_that_looks_like_a_special_token_has_a_backslash():
 
 
 def test_marks_in_plain_text_have_a_backslash():
-    shown = render_sample(conversation("⟦a⟧", "b⟧c"), TOKENIZER).plain
-    assert "user\n\\⟦a\\⟧<|im_end|>\n" in shown
+    shown = render_sample(conversation("⟦a⟧ ⟨... 9 tokens left out ...⟩", "b⟧c"), TOKENIZER).plain
+    assert "user\n\\⟦a\\⟧ \\⟨... 9 tokens left out ...⟩<|im_end|>\n" in shown
     assert "assistant\n⟦b\\⟧c<|im_end|>⟧" in shown
 
 

@@ -510,6 +510,12 @@ def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], me
             "batch: attention_mask: expected",
         ),
         (
+            lambda: AReaL.to_paths(
+                {"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]], "loss_mask": [[0, 1, 1]]}
+            ),
+            "batch: loss_mask: expected 0 on padding, where attention_mask is 0",
+        ),
+        (
             lambda: AReaL.to_paths(areal_batch(True) | {"pixel_values": 1}),
             "batch: pixel_values: expected text only",
         ),

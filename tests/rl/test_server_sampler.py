@@ -183,6 +183,10 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
             turn([1, STOP], usage={"completion_tokens": 2, "prompt_tokens": 3}),
             "expected the server to read all 1 tokens of the context, got 3; start it with a longer",
         ),
+        (
+            turn([1, STOP]) | {"prompt_token_ids": [2]},
+            r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
+        ),
     ],
 )
 def test_wrong_answers_are_reported(answer: Any, message: str) -> None:
@@ -448,6 +452,7 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
     ("answer", "reason"),
     [
         ({"success": False, "message": f"{'x' * 990}{KEY}"}, f"{'x' * 990}***"),
+        ({"success": "false", "message": "no"}, "no"),
         (
             {"success": False, "message": ["deep"], "of": {KEY: 1}},
             "{'message': ['deep'], 'of': {'***': 1}, 'success': False}",

@@ -15,6 +15,7 @@ from titan_tree.errors import printable
 from titan_tree.tree.paths import TokenPath
 
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, so that they are visible without color
+LEFT_OUT = "⟨"  # before the number of tokens that are not shown
 LONGEST_CHARACTER = 8  # tokens that may share bytes of characters
 SHORTEST_END = 8  # tokens that a shortened sample shows at least at each end of a span
 
@@ -41,7 +42,7 @@ def render_sample(
 
     Masked tokens are dim, trained tokens bold, special tokens magenta. The result's ``plain`` is the same
     text without styles, for logs. Control characters are escaped, except for line breaks and tabs. So is a
-    special token's name, ⟦ or ⟧ in plain text: a backslash precedes it.
+    special token's name, ⟦, ⟧ or ⟨ in plain text: a backslash precedes it.
 
     Args:
         path: the sample.
@@ -57,14 +58,14 @@ def render_sample(
     key = f"{OPEN}trained tokens{CLOSE}"
     separator = "" if tokenizer else " "
     names = sorted(tokenizer.special_tokens, key=len, reverse=True) if tokenizer else []
-    escaped = re.compile("|".join(map(re.escape, [*names, OPEN, CLOSE])))
+    escaped = re.compile("|".join(map(re.escape, [*names, OPEN, CLOSE, LEFT_OUT])))
     body, inside = Text(), False
     for span in _spans(path.tokens, trained, _shown(trained, max_tokens), tokenizer):
         if span.is_trained != inside:
             inside = span.is_trained
             body.append(separator + (OPEN if inside else CLOSE), style="bold green")
         text = span.text
-        if not span.is_special and escaped.search(text):
+        if not (span.is_special or span.is_left_out) and escaped.search(text):
             text = escaped.sub(r"\\\g<0>", text)
             key = f"{OPEN}trained tokens{CLOSE}, \\<plain text that looks like a special token or a mark>"
         body.append(separator + "\n".join(map(_printable_line, text.split("\n"))), style=span.style)
@@ -135,7 +136,7 @@ def _spans(
         if is_left_out:
             size, count = end - start, int(trained[start:end].sum())
             some = f", {count:,} of them trained" if 0 < count < size else ""
-            yield Span(f"⟨... {size:,} tokens left out{some} ...⟩", count == size, is_left_out=True)
+            yield Span(f"{LEFT_OUT}... {size:,} tokens left out{some} ...⟩", count == size, is_left_out=True)
         elif tokenizer:
             yield Span(tokenizer.decode(tokens[start:end]), is_trained, is_special)
         else:

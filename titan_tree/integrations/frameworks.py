@@ -185,6 +185,9 @@ class AReaL:
             arrays[name] = np.concatenate([arrays[name][:, :1] * 0, arrays[name][:, :-1]], axis=1)
         if "rollout_logprobs" in arrays:
             arrays.setdefault("old_logprobs", arrays["rollout_logprobs"])  # as AReaL without prox_logp
+        is_padding = np.arange(tokens.shape[1]) >= lengths[:, None]
+        if arrays["loss_mask"][is_padding].any():
+            raise fields.error("loss_mask", "expected 0 on padding, where attention_mask is 0")
         paths = []
         for row, length in enumerate(lengths.tolist()):
             values: Values = {n: a[row, :length] for n, a in arrays.items()}

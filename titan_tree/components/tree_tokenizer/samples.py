@@ -14,6 +14,8 @@ Each prompt of a conversation repeats most of the one before. ``PrefixEncoder`` 
 
 from __future__ import annotations
 
+import json
+import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,11 @@ from titan_tree.components.tree_tokenizer.encoders import CONTEXT_CHARACTERS, Sp
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.components.tree_tokenizer.messages import Message
 from titan_tree.components.tree_tokenizer.templates import ChatTemplate
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.tree.paths import TokenPath
 
 Turns = Literal["each", "last", "whole"]
+_THINK = re.compile("</?think>")
 
 
 class RenderedSample(NamedTuple):
@@ -89,7 +92,10 @@ class ConversationSamples:
                     f"its own generation prompt: {_first_difference(prompt, text)}; change the template's "
                     "variables, such as enable_thinking, or the template"
                 )
-            yield self._turn(index, prompt, text)
+            sample = self._turn(index, prompt, text)
+            for start, end in sample.completions:
+                self._refuse_loss(index, self.template.plain(sample.text[start:end]))
+            yield sample
 
     def _turn(self, index: int, prompt: str, text: str) -> RenderedSample:
         """Returns the sample of a turn from the rendered text before and after it."""
@@ -113,6 +119,35 @@ class ConversationSamples:
         if how == "continued":
             end -= max(map(len, tokens))
         return RenderedSample(text, [(len(prompt), end)])
+
+    def _refuse_loss(self, index: int, completion: str) -> None:
+        """Raises UserError unless the completion shows the reasoning, content and calls of its message.
+
+        White space around them may change, also around <think> and </think>, which a template may move.
+        """
+        message, at = self.messages[index], 0
+        content = message["content"][len(message.get("prefill") or "") :]
+        parts = [("reasoning_content", message.get("reasoning_content") or "")]
+        parts += [("content", part) for part in _THINK.split(content)]
+        texts = [(field, text.strip()) for field, text in parts if text.strip()]
+        has_thought = content.lstrip().startswith("<think>")
+        for field, text in texts:
+            found = completion.find(text, at)
+            is_first = field == "content" and (not at or bool(parts[0][1]))
+            if found < 0 or (has_thought and is_first and completion[:found].count("<think>") > 1):
+                raise self._loss(index, field, text)
+            at = found + len(text)
+        for call in message.get("tool_calls", ()):
+            for text in _strings(call["function"]):
+                if not any(form in completion[at:] for form in _forms(text)):
+                    raise self._loss(index, "tool_calls", text)
+
+    def _loss(self, index: int, field: str, text: str) -> UserError:
+        return UserError(
+            f"messages[{index}].{field}: the chat template {self.template.name} leaves out or changes "
+            f"{shorten(text)}, which the model wrote; change data.template, move a thought in the content to "
+            "reasoning_content, or give the message weight 0"
+        )
 
     def _is_trained(self, index: int) -> bool:
         """Returns whether an answer is trained: a filtered one only if it has a weight other than 0."""
@@ -212,6 +247,30 @@ def _extended(message: Message, more: str, index: int) -> Message:
         return {**message, "tool_calls": [*others, {**last, "function": function}]}
     field = "content" if message["content"] else "reasoning_content"
     return {**message, field: message[field] + more}
+
+
+def _strings(function: Message) -> Iterator[str]:
+    """Yields the keys, strings and numbers in the arguments of a call, and the name of its function."""
+    waiting = [function["name"], function["arguments"]]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, str):
+            yield item.strip()
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            yield repr(item)
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yields a text as templates print it: as it is, in JSON, and in JSON text in JSON."""
+    yield text
+    for ensure_ascii in (False, True):
+        escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
+        yield escaped
+        yield json.dumps(escaped, ensure_ascii=ensure_ascii)[1:-1]
 
 
 def _first_difference(expected: str, got: str) -> str:

@@ -98,10 +98,10 @@ class ServerClient:
             attempts: maximum number of attempts. None: the number of the configuration.
 
         Raises:
-            UserError: the answer is JSON with a field "success" that is false.
+            UserError: the answer is JSON with a field "success" that is not true.
         """
         answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
-        if isinstance(answer, dict) and answer.get("success") is False:
+        if isinstance(answer, dict) and answer.get("success", True) is not True:
             message = answer.get("message")
             reason = hide(message)[:LONGEST_ERROR] if isinstance(message, str) else shorten(answer)
             raise UserError(f"{self.url}{path}: expected success, got {reason}; see the log of the server")

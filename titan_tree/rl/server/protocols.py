@@ -53,6 +53,8 @@ class Answer(NamedTuple):
         other_end: another end-of-text token of the model, which may end the turn.
         version: name of the weights that sampled, or None if the answer does not name them.
         num_read: number of tokens of the context that the server has counted, or None.
+        read: ids of the context that the server has read, or None if the answer does not repeat them.
+        repeated: ids of the turn in another field, or None.
     """
 
     tokens: Json
@@ -63,12 +65,16 @@ class Answer(NamedTuple):
     other_end: Json = None
     version: Json = None
     num_read: Json = None
+    read: Json = None
+    repeated: Json = None
 
-    def completion(self, prompt: int, limit: int, stop: int, experts: ExpertSizes | None) -> Completion:
+    def completion(
+        self, prompt: Sequence[int], limit: int, stop: int, experts: ExpertSizes | None
+    ) -> Completion:
         """Returns the turn.
 
         Args:
-            prompt: number of tokens of the context.
+            prompt: the context.
             limit: maximum number of tokens of the turn.
             stop: the id that ends a turn.
             experts: sizes of the model whose experts the answer must contain. None: experts are not recorded.
@@ -86,11 +92,17 @@ class Answer(NamedTuple):
                 f"got {size}, {len(logprobs)} and {shorten(self.num_tokens)}; the server loses tokens, use "
                 "another version"
             )
-        if self.num_read not in (None, prompt):
+        if self.num_read not in (None, len(prompt)):
             raise UserError(
-                f"expected the server to read all {prompt} tokens of the context, got "
+                f"expected the server to read all {len(prompt)} tokens of the context, got "
                 f"{shorten(self.num_read)}; start it with a longer context and without truncation"
             )
+        for name, ids, sent in (("context", self.read, list(prompt)), ("turn", self.repeated, tokens)):
+            if ids not in (None, sent):
+                raise UserError(
+                    f"expected one list of token ids of the {name}, {shorten(sent)}, got another one, "
+                    f"{shorten(ids)}, too; the server changes tokens, use another version"
+                )
         is_ended = tokens[-1] in (stop, self.other_end) and stop not in tokens[:-1]
         is_cut_off = size == limit and stop not in tokens
         reason = self.finish.get("type") if isinstance(self.finish, dict) else self.finish
@@ -100,7 +112,7 @@ class Answer(NamedTuple):
                 f"tokens that end with {shorten(tokens[-3:])} (finish_reason {shorten(self.finish)}); start "
                 "the server without other stop tokens, for example with --generation-config vllm"
             )
-        recorded = None if experts is None else self._recorded_experts(prompt + size, experts)
+        recorded = None if experts is None else self._recorded_experts(len(prompt) + size, experts)
         return Completion(tokens, [float(logprob) for logprob in logprobs], recorded)
 
     def _recorded_experts(self, length: int, sizes: ExpertSizes) -> np.ndarray:
@@ -183,6 +195,7 @@ class SGLang:
             other_end=finish.get("matched") if is_stopped else None,
             version=info.get("weight_version"),
             num_read=info.get("prompt_tokens"),
+            repeated=answer.get("output_ids"),
         )
 
     def pause(self, client: ServerClient) -> None:
@@ -252,7 +265,8 @@ class VLLM:
         except Exception as error:  # NumPy evaluates the header as Python, with errors of the tokenizer
             raise UserError(f"routed_experts: {error!s:.200}; use another version of vLLM") from None
         num_read = answer["usage"].get("prompt_tokens")
-        return Answer(tokens, logprobs, size, finish, experts, num_read=num_read)
+        read = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
+        return Answer(tokens, logprobs, size, finish, experts, num_read=num_read, read=read)
 
     def pause(self, client: ServerClient) -> None:
         client.command("/pause?mode=wait")

@@ -164,7 +164,7 @@ class ServerSampler:
         content = self.client.post(self.protocol.sampling_path, request, self._largest(len(context) + limit))
         try:
             answer = self.protocol.read(content)
-            completion = answer.completion(len(context), limit, stop, self.experts)
+            completion = answer.completion(context, limit, stop, self.experts)
         except UserError as error:
             raise UserError(f"{self.client.url}: {error}") from None
         self._check_version(answer.version)
