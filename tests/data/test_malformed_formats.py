@@ -589,8 +589,8 @@ def test_broken_documents_and_tables_are_errors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("../outside.arrow", "expected names of files in this folder, got '../outside.arrow'"),
-        ("/outside.arrow", "expected names of files in this folder, got '/outside.arrow'"),
+        ("../outside.arrow", "expected names of files in this folder, each once, got '../outside.arrow'"),
+        ("/outside.arrow", "expected names of files in this folder, each once, got '/outside.arrow'"),
         (5, 'expected {"_data_files": [{"filename": str}]}; save the data set again'),
         (None, 'expected {"_data_files": [{"filename": str}]}; save the data set again'),
     ],

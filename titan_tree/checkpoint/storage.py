@@ -285,6 +285,8 @@ def _read_tensors(folder: Path, files: Collection[str]) -> Metadata:
     """The inverse of ``_describe_tensors``. All tensors must lie in ``files``."""
     tensors: dict[str, STORAGE_TYPES] = {}
     places = {}
+    if TENSORS not in files:
+        raise DamagedCheckpointError(f"{folder / MANIFEST}: has no checksum of {TENSORS}")
     for name, (dtype, size, chunks) in json.loads((folder / TENSORS).read_text()).items():
         tensors[name] = TensorStorageMetadata(
             TensorProperties(getattr(torch, dtype)),

@@ -63,6 +63,10 @@ class ResumableFile:
                     f"{self._content}: expected {size:,} bytes or more, because an interrupted run wrote "
                     "them; remove the folder, and start again"
                 )
+        if self._content.is_symlink():  # it would lead the text into another file
+            raise UserError(
+                f"{self._content}: expected a file, got a link; remove the folder, and start again"
+            )
         with self._writing(), open(self._content, "ab", opener=regular) as file:
             file.truncate(size)
         return progress

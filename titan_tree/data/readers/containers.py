@@ -15,7 +15,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from titan_tree.data.readers import Place, Record, Source
+from titan_tree.data.readers import Place, Record, Source, open_binary
 from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, shorten
 
@@ -207,14 +207,22 @@ def _arrow_files(folder: Path) -> list[str]:
             "name the files of a folder with a pattern such as folder/*.jsonl"
         )
     try:
-        names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
-        wrong = next((name for name in names if os.path.basename(name) != name), None)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        with open_binary(str(state)) as file:
+            content = parse_json(file.read(), str(state))
+        names = [entry["filename"] for entry in content["_data_files"]]  # type: ignore[index]
+        wrong = next((n for n in names if os.path.basename(n) != n or "\0" in n or names.count(n) > 1), None)
+        indices = content.get("_indices_data_files")  # type: ignore[attr-defined]
+    except (KeyError, TypeError, AttributeError):
         raise UserError(
             f'{state}: expected {{"_data_files": [{{"filename": str}}]}}; save the data set again'
         ) from None
     if wrong is not None:
-        raise UserError(f"{state}: expected names of files in this folder, got {shorten(wrong)}")
+        raise UserError(f"{state}: expected names of files in this folder, each once, got {shorten(wrong)}")
+    if indices:
+        raise UserError(
+            f"{state}: _indices_data_files: an index selects the rows; save the data set "
+            "again with datasets.Dataset.flatten_indices"
+        )
     return names
 
 

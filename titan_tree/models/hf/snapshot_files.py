@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from titan_tree.config.files import regular
+from titan_tree.data.readers.strict_json import parse_json
 from titan_tree.errors import UserError, shorten
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -29,18 +30,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not os.path.isdir(path.parent):
         raise UserError(f"{path.parent}: no such folder; expected a local Hugging Face snapshot")
     try:
-        with open(path, encoding="utf-8-sig", opener=regular) as file:
+        with open(path, "rb", opener=regular) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
                 raise UserError(f"{path}: expected at most {MAX_JSON_BYTES:,} bytes of JSON, got {size:,}")
-            content = json.loads(file.read())
-    except UserError:
-        raise
+            content = parse_json(file.read(), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected a local Hugging Face snapshot") from None
-    except RecursionError:
-        raise UserError(f"{path}: cannot be read as JSON: brackets are nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, got a {type(content).__name__}")
     return content

@@ -99,6 +99,15 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
         if match[3] in by_module.setdefault(module, {}):
             raise UserError(f"{path}: {shorten(key)}: expected every factor once; another name holds it, too")
         by_module[module][match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
+    if (layers := config.get("layers_to_transform")) is not None:
+        found_layers = sorted(
+            {int(n) for module in by_module for n in re.findall(r"layers\.(\d+)\.", module)}
+        )
+        if found_layers != (sorted(layers) if isinstance(layers, list) else [layers]):
+            raise UserError(
+                f"{path}: expected factors of the layers {shorten(layers)}, which layers_to_transform in "
+                f"{ADAPTER_CONFIG} names, got layers {shorten(found_layers)}"
+            )
     ranks = {module: _of_module("rank_pattern", "r", module, config) for module in by_module}
     scaling = _scaling(config, ranks, Path(folder) / ADAPTER_CONFIG)
     factors = {
@@ -253,6 +262,7 @@ def _check_config(config: Mapping[str, object], path: Path) -> None:
     require("r", "an integer > 0", positive_int(rank) is None)
     require("lora_alpha", "a number > 0", positive_number(alpha) is None)
     require("bias", "'none'", config.get("bias", "none") == "none")
+    require("use_rslora", "true or false", config.get("use_rslora") in (None, True, False))
     init = config.get("init_lora_weights", True)
     require("init_lora_weights", "an initialization that keeps the base model", init in KEEP_BASE)
     for field, is_wrong in (("rank_pattern", positive_int), ("alpha_pattern", positive_number)):
