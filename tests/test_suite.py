@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import budget
-from tests.support.cases import for_each, slow_except
+from tests.support.cases import exhaustive, for_each, slow_except
 
 
 def item(*marks: str) -> Any:
@@ -38,6 +38,9 @@ def test_cases_that_do_not_run_every_day_are_slow() -> None:
     assert first == "a"
     assert second.values == ("b",)
     assert [mark.name for mark in second.marks] == ["slow"]
+    first, second = slow_except({"a"}, exhaustive({"b"}, ["a", "b"]))
+    assert first == "a"
+    assert [mark.name for mark in second.marks] == ["exhaustive"]
 
 
 def test_a_loop_over_cases_names_the_one_that_fails(tmp_path: Path) -> None:

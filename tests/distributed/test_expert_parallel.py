@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
@@ -55,6 +55,7 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
     # Some micro-batches are cut, others are not, and one rank has none. All ranks score first if one must.
     "four, whole paths": (FOUR, {"data__max_tokens": 40, **EXPERTS, **WHOLE_PATHS}),
 }
+COVERED = ("partitions", "whole paths", "two by two")  # other cases have the same parts
 
 
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:
@@ -180,7 +181,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", slow_except(("one rank has data", "hybrid"), CASES))
+@pytest.mark.parametrize("name", slow_except(("one rank has data", "hybrid"), exhaustive(COVERED, CASES)))
 def test_sharded_experts_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses, gradient norms, the weights of the checkpoint and those of the export."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it

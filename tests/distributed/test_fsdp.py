@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
@@ -50,6 +50,17 @@ def config(folder: Path, name: str) -> Config:
     return tiny_config(folder, **fixed, **validation, **CASES[name])
 
 
+# Cases with more features, of this file or of sharded experts, have the same parts.
+COVERED = (
+    "reduce after the last micro-batch",
+    "one group",
+    "partitions",
+    "recompute",
+    "partitions of one rank",
+    "hybrid",
+    "experts, one group",
+    "experts, partitions",
+)
 EVERYDAY = ("reduce after every micro-batch", "merged trees", "experts")
 
 
@@ -59,7 +70,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name))
 
 
-@pytest.mark.parametrize("name", slow_except(EVERYDAY, CASES))
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, exhaustive(COVERED, CASES)))
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     many = config(tmp_path / "two", name)  # writes the data before two processes read it
     run_ranks(train_case, 2, tmp_path / "two", name)

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "shared tokens": ("qwen3", SIZES, {"sequence_parallel": 2}),
     "sharded experts": ("qwen3_moe", SIZES, {"expert_parallel": 2}),
 }
-IN_CI = ("dense", "hybrid", "experts")
+IN_CI = ("hybrid", "experts")
 REDUCTIONS = {
     "sft": "rollout_token_mean",
     "grpo": "path_token_mean",

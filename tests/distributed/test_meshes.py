@@ -1,7 +1,6 @@
 """Ranks that share tokens, experts and weights in any combination train as one process."""
 
 import re
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_expert_parallel import square_of_mean
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, process_group, run_ranks
 from tests.support.same_run import EXPERTS, assert_same_run
 from tests.support.tiny_run import SMALL, tiny_config, train
@@ -58,7 +57,11 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "replicate 2 of 4": (4, {REPLICATE: 2}, {"parallel__reduce_gradients": "every", **MICRO_BATCHES}),
     "replicate 2, experts 2": (4, {REPLICATE: 2, EXPERT: 2}, {**CUT, **EXPERTS}),
     "replicate 2, sequence 2": (4, {REPLICATE: 2, SEQUENCE: 2}, {**CUT, **SMALL["qwen3_5"]}),
-    "all": (4, {REPLICATE: 2, SEQUENCE: 2, EXPERT: 2}, {**CUT, **EXPERTS}),
+    "all": (
+        4,
+        {REPLICATE: 2, SEQUENCE: 2, EXPERT: 2},
+        {**CUT, **EXPERTS, "training__activation_checkpoint": "selective"},
+    ),
 }
 
 
@@ -143,8 +146,15 @@ EVERYDAY = (
     "replicate 2",
 )
 # Other cases, such as "all", have the same parts.
-COVERED = ("sequence 2, experts 4", "replicate 2, experts 2", "sequence 2 of 4, whole paths")
-MARKED_CASES = [pytest.param(n, marks=pytest.mark.exhaustive) if n in COVERED else n for n in CASES]
+COVERED = (
+    "sequence 2, hybrid",
+    "sequence 4",
+    "sequence 2 of 4, whole paths",
+    "sequence 2, experts 4",
+    "sequence 4, experts 2",
+    "replicate 2, experts 2",
+    "replicate 2, sequence 2",
+)
 
 
 def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
@@ -153,7 +163,7 @@ def train_case(rank: int, ports: list[int], folder: Path, name: str) -> None:
         train(config(folder, name, **parallel))
 
 
-@pytest.mark.parametrize("name", slow_except(EVERYDAY, MARKED_CASES))
+@pytest.mark.parametrize("name", slow_except(EVERYDAY, exhaustive(COVERED, CASES)))
 def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses and gradient norms, and the weights of the checkpoint, which one rank loads."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it
@@ -161,38 +171,41 @@ def test_ranks_train_as_one_process(tmp_path: Path, name: str) -> None:
     assert_same_run(many, train(config(tmp_path / "one", name)))
 
 
-def save_exact_results(rank: int, ports: list[int], path: Path) -> None:
-    results = {}
+def save_exact_results(rank: int, ports: list[int], path: Path, name: str) -> None:
+    results, parallel = {}, EXACT[name][2]
     with process_group(rank, 4, ports[0]):
         mesh = init_device_mesh("cpu", (4,))
-        for (name, (_, _, parallel)), max_tokens in product(EXACT.items(), MAX_TOKENS):
+        for max_tokens in MAX_TOKENS:
             model = parallelize(exact_model(name), mesh, dtype=torch.float64, **parallel)
             first = 2 * (rank // parallel["sequence_parallel"])  # a second group of ranks has the last tree
             own = trees(3)[first : first + (3 if parallel["sequence_parallel"] == 4 else 2)]
-            results[name, max_tokens] = exact_result(model, name, own, max_tokens)
+            results[max_tokens] = exact_result(model, name, own, max_tokens)
     if rank == 3:
         torch.save(results, path)
 
 
 @pytest.fixture(scope="module")
 def exact_results(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[str, int | None], dict[str, Tensor]]:
-    """Returns the results of four processes by family and largest number of tokens."""
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int | None, dict[str, Tensor]]]:
+    """Returns a case of EXACT, and the results of four processes by largest number of tokens."""
     path = tmp_path_factory.mktemp("exact") / "results.pt"
-    run_ranks(save_exact_results, 4, path)
-    return torch.load(path)
+    run_ranks(save_exact_results, 4, path, request.param)
+    return request.param, torch.load(path)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("exact")
 @pytest.mark.parametrize("max_tokens", MAX_TOKENS)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "exact_results", exhaustive(("dense, whole paths", "hybrid"), EXACT), indirect=True, scope="module"
+)
 def test_gradients_are_exact(
-    exact_results: dict[tuple[str, int | None], dict[str, Tensor]], name: str, max_tokens: int | None
+    exact_results: tuple[str, dict[int | None, dict[str, Tensor]]], max_tokens: int | None
 ) -> None:
     """Compares with one process in float64: the loss, gradients, log-probs and experts."""
-    got = exact_results[name, max_tokens]
+    name, results = exact_results
+    got = results[max_tokens]
     want = exact_result(exact_model(name), name, trees(3), max_tokens)
     assert got.keys() == want.keys()
     for label, value in want.items():

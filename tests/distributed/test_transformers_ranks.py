@@ -58,7 +58,7 @@ def config(
     ("name", "steps"),
     [
         ("qwen3", 20),
-        ("hybrid", 20),
+        ("hybrid", 4),
         pytest.param("hybrid with experts", 20, marks=pytest.mark.exhaustive),
         pytest.param("partitions", 4, marks=pytest.mark.exhaustive),
     ],

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import titan_tree.rl.__main__ as command
 from tests.support import rollout_server as support
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.rl_runs import DEMO, TINY, rows, tiny
 from tests.support.rollout_server import RolloutServer, random_turn, rollout_server, server_process
 from titan_tree import TokenPath, UserError, build_model, tree_logprobs
@@ -244,7 +244,7 @@ def test_a_failed_update_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("async_steps", [0, 1])
+@pytest.mark.parametrize("async_steps", exhaustive((0,), [0, 1]))
 def test_a_signal_ends_the_wait_for_rollouts(async_steps: int, tmp_path: Path) -> None:
     """The server stops answering after its second update. The run ends after a checkpoint."""
     server, hangs, released = RolloutServer("sglang", other_model()), threading.Event(), threading.Event()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import read_metrics, tiny_config, train, write_config
 from titan_tree import signals
@@ -106,7 +106,7 @@ def test_what_is_told_is_true(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", exhaustive((signal.SIGTERM,), [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_before_the_first_step_ends_the_run_at_once(number: signal.Signals, tmp_path: Path) -> None:
     arguments = ["--config", str(write_config(tmp_path)), f"folder={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "titan_tree.train", *arguments]

@@ -19,6 +19,11 @@ def slow_except(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in everyday or hasattr(case, "marks") else _slow(case) for case in cases]
 
 
+def exhaustive(by_hand: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns the cases for ``pytest.mark.parametrize``; those in ``by_hand`` are exhaustive."""
+    return [pytest.param(case, marks=pytest.mark.exhaustive) if case in by_hand else case for case in cases]
+
+
 def _slow(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
 

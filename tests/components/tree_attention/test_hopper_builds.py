@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import exhaustive
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from tests.support.layouts import make_layout, random_qkv
 from titan_tree.components.tree_attention import Scoring, hopper
@@ -41,7 +42,7 @@ def compile_kernels(dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", BUILDS)
+@pytest.mark.parametrize("dim", exhaustive((64,), BUILDS))
 def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import exhaustive
 from tests.support.forests import forest
 from tests.support.hopper_compiler import SHARED_MEMORY, compile_launches, compiled_by
 from titan_tree.components.tree_gdn import hopper
@@ -33,7 +34,7 @@ def compile_kernels(dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", BUILDS)
+@pytest.mark.parametrize("dim", exhaustive((64,), BUILDS))
 def test_kernels_compile_for_hopper(dim):
     """Shared memory suffices, ptxas does not serialize products, and (nearly) no registers spill."""
     results = compiled_by(__name__, SOURCES, dim)
