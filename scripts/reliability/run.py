@@ -35,6 +35,7 @@ from training import ROOT, LostError
 CAMPAIGNS = (
     "kills",
     "damage",
+    "flips",
     "signals",
     "starts",
     "ranks",

@@ -300,6 +300,11 @@ def test_updates_of_zero_change_no_experts_of_transformers(name: str) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected an initialization that keeps"),
         ({"r": 8}, "expected a tensor of shape (8, 48), got (4, 48)"),
         ({"r": 0}, "r: expected an integer > 0, got 0"),
+        ({"target_modules": ["q_proj"]}, "does not name it, got factors of it; save the adapter again"),
+        ({"exclude_modules": ["up_proj"]}, "does not name it, got factors of it; save the adapter again"),
+        ({"use_rslora": "false"}, "use_rslora: expected true or false, got 'false'"),
+        ({"layers_to_transform": 0}, "does not name it, got factors of it; save the adapter again"),
+        ({"layers_to_transform": [0, None]}, "does not name it, got factors of it; save the adapter again"),
     ],
 )
 def test_adapters_that_are_more_than_lora_are_refused(
@@ -411,3 +416,24 @@ def test_settings_may_be_integers(tmp_path: Path) -> None:
     load_adapter(again, tmp_path / "adapter")
     assert again.lora == model.lora
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 4
+
+
+@pytest.mark.parametrize("change", ["factor", "alpha", "name"])
+def test_a_changed_adapter_of_ours_is_refused(change: str, tmp_path: Path) -> None:
+    model = build_model("qwen3", "debug")
+    add_lora(model, LoRA(rank=2, alpha=4, targets=("q_proj",)))
+    init_lora(whole_weights(model), 0)
+    save_adapter(model, tmp_path / "adapter")
+    name = "adapter_config.json" if change == "alpha" else "adapter_model.safetensors"
+    path = tmp_path / "adapter" / name
+    content = bytearray(path.read_bytes())
+    if change == "alpha":
+        content = content.replace(b'"lora_alpha": 4', b'"lora_alpha": 5')
+    elif change == "name":  # the factors of two layers change places
+        content = content.replace(b"layers.0", b"layers.2").replace(b"layers.1", b"layers.0")
+        content = content.replace(b"layers.2", b"layers.1")
+    else:
+        content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"the checksum of the factors and of adapter_config.json does not"):
+        load_adapter(build_model("qwen3", "debug"), tmp_path / "adapter")

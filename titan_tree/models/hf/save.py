@@ -178,11 +178,11 @@ def _write_weights(weights: dict[str, Tensor], folder: Path, max_shard_bytes: in
         write_tensors(contiguous, folder / file)
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file. All tensors must be contiguous."""
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] = {}) -> None:
+    """Writes a safetensors file, with more metadata than its format. All tensors must be contiguous."""
     path.touch()
     mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
     path.chmod(mode)
 
 

@@ -9,10 +9,12 @@ after another, and B [out, rank E], with the expert as the index that changes fa
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +53,9 @@ KNOWN_FIELDS = frozenset(
         *("target_modules", "target_parameters", "task_type", "use_rslora"),
     }
 )
+# Fields of adapter_config.json that decide what an adapter computes from its factors.
+COMPUTED_FIELDS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+CHECKSUM = "titan_tree_crc32"  # in the metadata of the factors' file; PEFT does not read it
 # Other methods to initialize A and B also change the weights of the base model.
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -84,6 +89,12 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
     path = Path(folder) / ADAPTER
     with open_weights(path) as file:
         stored: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        checksum = (file.metadata() or {}).get(CHECKSUM)
+    if checksum not in (None, _checksum(stored, config)):
+        raise UserError(
+            f"{path}: the checksum of the factors and of {ADAPTER_CONFIG} does not match; copy or export the "
+            "adapter again"
+        )
     if not stored:
         raise UserError(f"{path}: expected factors of linears, found no tensors")
     shapes = _shapes(model)
@@ -99,15 +110,7 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
         if match[3] in by_module.setdefault(module, {}):
             raise UserError(f"{path}: {shorten(key)}: expected every factor once; another name holds it, too")
         by_module[module][match[3]] = _checked(tensor, f"{path}: {shorten(key)}")
-    if (layers := config.get("layers_to_transform")) is not None:
-        found_layers = sorted(
-            {int(n) for module in by_module for n in re.findall(r"layers\.(\d+)\.", module)}
-        )
-        if found_layers != (sorted(layers) if isinstance(layers, list) else [layers]):
-            raise UserError(
-                f"{path}: expected factors of the layers {shorten(layers)}, which layers_to_transform in "
-                f"{ADAPTER_CONFIG} names, got layers {shorten(found_layers)}"
-            )
+    _check_targets(config, shapes, by_module, path)
     ranks = {module: _of_module("rank_pattern", "r", module, config) for module in by_module}
     scaling = _scaling(config, ranks, Path(folder) / ADAPTER_CONFIG)
     factors = {
@@ -124,6 +127,35 @@ def read_adapter(model: TreeModel, folder: str | Path) -> tuple[LoRA, dict[str, 
         weights[_factor(name, "A")] = F.pad(a, (0, 0, 0, missing))
         weights[_factor(name, "B")] = F.pad(b, (0, missing))
     return LoRA(rank=rank, alpha=alpha, targets=targets, rslora=rslora), weights
+
+
+def _check_targets(
+    config: Mapping[str, Any], known: Collection[str], found: Collection[str], path: Path
+) -> None:
+    """Raises UserError unless the factors are those of the modules that adapter_config.json names.
+
+    Not checked are regular expressions, and adapters of parameters, for which PEFT has rules of its own.
+    """
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    if not (isinstance(targets, list) and isinstance(excluded, list)) or config.get("target_parameters"):
+        return
+    layers = config.get("layers_to_transform")
+    numbers = None if layers is None else set(map(str, layers if isinstance(layers, list) else [layers]))
+
+    def is_named(module: str) -> bool:
+        def matches(name: str) -> bool:  # the end of the module's name, or its name with a prefix
+            return f".{module}".endswith(f".{name}") or f".{name}".endswith(f".{module}")
+
+        number = re.search(r"layers\.(\d+)\.", module)
+        is_in_layer = numbers is None or (number is not None and number[1] in numbers)
+        return is_in_layer and any(map(matches, targets)) and not any(map(matches, excluded))
+
+    for module in sorted(known):
+        if not is_expert(f".{module}") and is_named(module) != (module in found):
+            says, got = ("names", "no factors") if is_named(module) else ("does not name", "factors")
+            raise UserError(
+                f"{path}: {module}: {ADAPTER_CONFIG} {says} it, got {got} of it; save the adapter again"
+            )
 
 
 @functools.cache
@@ -185,9 +217,21 @@ def save_adapter(
             tensors[f"{WRAPPER}{module}.lora_{letter}.weight"] = stored.contiguous()
     # Only packed projections differ in rank.
     ranks = {_hf_module(name): len(a) for name, (a, _) in factors.items() if a.shape[-2] != lora.rank}
+    config = _config(model, lora, ranks, source)
     with all_or_nothing(Path(folder)) as temporary:
-        write_tensors(tensors, temporary / ADAPTER)
-        write_json(temporary / ADAPTER_CONFIG, _config(model, lora, ranks, source))
+        write_tensors(tensors, temporary / ADAPTER, {CHECKSUM: _checksum(tensors, config)})
+        write_json(temporary / ADAPTER_CONFIG, config)
+
+
+def _checksum(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> str:
+    """Returns a CRC-32 of the factors and of what decides how they are used."""
+    checksum = zlib.crc32(
+        json.dumps([config.get(field) for field in COMPUTED_FIELDS], sort_keys=True).encode()
+    )
+    for name, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
 
 def _config(
