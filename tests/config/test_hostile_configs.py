@@ -98,6 +98,8 @@ ARGUMENTS = {  # argument -> words of the error
     "training..steps=1": "expected key=value",
     "a.b.c.d=1": "unknown key 'a'; the tables are",
     "a" * 100_000 + "=1": "unknown key 'aaa",
+    "lora.targets=[q_proj]": "lora.targets: expected no value without lora.rank, got ['q_proj']",
+    "lora.alpha=8": "lora.alpha: expected no value without lora.rank, got 8",
     "lr=1": "did you mean 'optimizer.lr'?",
     "training[steps]=3": "unknown key 'training[steps]'",
     "model.__class__=1": "unknown key 'model.__class__'; the keys of [model] are name",

@@ -309,8 +309,8 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "argum
     [
         ("qwen3", {**SAYS, "content": "a<think>b</think>c"}, "content: .* 'a'"),
         ("qwen3", {**SAYS, "content": "<think>a</think>b</think>c"}, "content: .* 'b'"),
-        ("qwen3", {**SAYS, "content": "<think>a", "finish_reason": "length"}, "content: .* 'a'"),
-        ("chatml", {**THOUGHT, "content": "<think>a</think>b"}, "content: .* 'a'"),
+        ("qwen3", {**SAYS, "content": "<think>a", "finish_reason": "length"}, "content: .* '<think>a'"),
+        ("chatml", {**THOUGHT, "content": "<think>a</think>b"}, "content: .* '<think>a</think>b'"),
         (TRIMS, THOUGHT, "reasoning_content: .* 'a'"),
         (TRIMS, CALLS | {"content": "b"}, "tool_calls: .* 'y'"),
         (BEGINS + "{{ m.content | upper }}" + ENDS, SAYS, "content: .* 'Hel'"),

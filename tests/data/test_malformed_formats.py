@@ -1,6 +1,7 @@
 """Rows that a reader converts in a particular way, and rows that it refuses with one line."""
 
 import json
+import re
 
 import pyarrow
 import pyarrow.ipc
@@ -600,6 +601,22 @@ def test_a_data_set_names_only_files_in_its_folder(tmp_path, name, message):
     with pytest.raises(UserError) as error:
         list(read_records(str(tmp_path)))
     assert str(error.value) == f"{tmp_path}/state.json: {message}"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ('{"_data_files": [{"filename": "a"}, {"filename": "a"}]}', "in this folder, each once, got 'a'"),
+        ('{"_data_files": [{"filename": "a\\u0000"}]}', "expected names of files in this folder, each once"),
+        ('{"_data_files": [{"filename": "a"}], "_data_files": []}', "_data_files: expected every key once"),
+        ('{"_data_files": [], "_indices_data_files": [{"filename": "b"}]}', "an index selects the rows"),
+        ("[" * 10_000, "nested"),
+    ],
+)
+def test_a_contradictory_state_of_a_data_set_is_refused(tmp_path, state, message):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(UserError, match=rf"^{re.escape(str(tmp_path))}/state\.json.*{message}"):
+        list(read_records(str(tmp_path)))
 
 
 def test_an_arrow_file_without_its_end_is_refused(tmp_path):

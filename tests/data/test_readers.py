@@ -130,6 +130,21 @@ def test_unreadable_files_are_errors(tmp_path):
         read([str(latin)])
 
 
+def test_links_that_a_pattern_would_follow_again_and_again_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("g")
+    os.symlink("../g", "g/loop")
+    with pytest.raises(
+        UserError, match=r"^g/loop: a link to a folder around it, which g/\*\*/x would follow"
+    ):
+        find_files(["g/**/x"])
+    os.unlink("g/loop")
+    os.mkdir("h")
+    (tmp_path / "h" / "x").write_text("")
+    os.symlink("../h", "g/link")
+    assert find_files(["g/**/x"]) == ["g/link/x"]
+
+
 def test_names_that_lead_to_no_file_are_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")

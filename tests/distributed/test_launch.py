@@ -45,12 +45,13 @@ def test_variables_of_torchrun() -> None:
         ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE: expected an integer from 1, got "),
         (
             {"LOCAL_RANK": "x"},
-            "LOCAL_RANK: expected an integer from 0 to 1 (the ranks of a machine - 1), got 'x'",
+            "LOCAL_RANK: expected an integer from 0 to 1 (RANK), got 'x'",
         ),
         (
             {"LOCAL_WORLD_SIZE": "1"},
             "LOCAL_RANK: expected an integer from 0 to 0 (the ranks of a machine - 1), ",
         ),
+        ({"RANK": "0"}, "LOCAL_RANK: expected an integer from 0 to 0 (RANK), got"),
         (
             {"LOCAL_WORLD_SIZE": "3"},
             "LOCAL_WORLD_SIZE: expected an integer from 1 to 2 (WORLD_SIZE), got '3'",
@@ -105,7 +106,8 @@ def join_alone(rank: int, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> str
     """Returns the error of a rank that joins at a foreign server, after at most a few seconds."""
     monkeypatch.setattr(launch, "JOIN_S", 0.0)
     with server(answer) as port:
-        variables = GOOD | {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = GOOD | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

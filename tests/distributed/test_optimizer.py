@@ -145,10 +145,17 @@ def test_options_are_arguments_of_the_optimizer() -> None:
     model, _ = model_and_optimizers("adamw")
     (sgd,) = build_optimizers(OptimizerConfig(name="sgd", options={"momentum": 0.5}), model)  # type: ignore[arg-type]
     assert {group["momentum"] for group in sgd.param_groups} == {0.5}
-    for name, option in (("sgd", "momentun"), ("sgd", "lr"), ("adamw8bit", "amsgrad")):
+    for name, option in (("sgd", "momentun"), ("sgd", "lr"), ("sgd", "maximize"), ("adamw8bit", "amsgrad")):
         message = rf"^optimizer.options.{option}: '{name}' has no such option; expected (momentum,|none)"
         with pytest.raises(UserError, match=message):
             optimizer_class(OptimizerConfig(name=name, options={option: 1}))
+    for option, value, expected in (
+        ("momentum", "a", "a number, got 'a'"),
+        ("momentum", True, "a number, got True"),
+        ("nesterov", 1, "true or false, got 1"),
+    ):
+        with pytest.raises(UserError, match=rf"^optimizer.options.{option}: expected {expected}"):
+            optimizer_class(OptimizerConfig(name="sgd", options={option: value}))
 
 
 def test_8_bit_states_take_2_bytes_and_stay_near_adamw():

@@ -117,6 +117,11 @@ def test_links_of_the_cache_are_followed(one):
     assert "expected model.safetensors" in refusal(one)
 
 
+def test_two_sets_of_weights_are_refused(written, shards):
+    shutil.copy(written / "one" / WEIGHTS, shards)
+    assert refusal(shards) == f"{shards}: expected {WEIGHTS}, or {INDEX} with its files; remove one of them"
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
 def test_pickles_are_refused_by_name(one, name):
     (one / WEIGHTS).rename(one / name)

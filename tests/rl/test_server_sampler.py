@@ -184,6 +184,10 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
             "expected the server to read all 1 tokens of the context, got 3; start it with a longer",
         ),
         (
+            turn([1, STOP]) | {"model": "other"},
+            r"expected an answer of the model '.*', got one of 'other'; check rl\.server\.url",
+        ),
+        (
             turn([1, STOP]) | {"prompt_token_ids": [2]},
             r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
         ),
@@ -453,6 +457,9 @@ def test_a_key_that_the_server_sends_back_is_hidden(echo: str) -> None:
     [
         ({"success": False, "message": f"{'x' * 990}{KEY}"}, f"{'x' * 990}***"),
         ({"success": "false", "message": "no"}, "no"),
+        ({"error": "no"}, "{'error': 'no'}"),
+        ({"status": "error", "message": "no"}, "no"),
+        ([False, "no"], "[False, 'no']"),
         (
             {"success": False, "message": ["deep"], "of": {KEY: 1}},
             "{'message': ['deep'], 'of': {'***': 1}, 'success': False}",

@@ -54,3 +54,19 @@ def test_a_fifo_in_the_folder_is_refused(tmp_path: Path) -> None:
         os.mkfifo(folder / name)
         with pytest.raises(UserError, match=message):
             ResumableFile(tmp_path / "out").open({"field": "x"})
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_path_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="expected the name of a new file"):
+        ResumableFile(Path(name))
+
+
+def test_a_link_in_place_of_the_content_is_refused(tmp_path: Path) -> None:
+    folder = interrupted(tmp_path / "out").folder
+    (folder / "content").rename(tmp_path / "mine")
+    (folder / "content").symlink_to(tmp_path / "mine")
+    before = (tmp_path / "mine").read_bytes()
+    with pytest.raises(UserError, match=r"content: expected a file, got a link; remove the folder"):
+        ResumableFile(tmp_path / "out").open({"field": "x"})
+    assert (tmp_path / "mine").read_bytes() == before

@@ -215,9 +215,14 @@ def read_verified(folder: Path, step: int, part: int, parts: int) -> dict[str, A
         DamagedCheckpointError: the checkpoint is not as it was written, or of another step.
     """
     content = read_manifest(folder)
-    if content["step"] != step:
-        raise DamagedCheckpointError(f"{folder / MANIFEST}: is of step {content['step']}")
-    verify(folder, content["files"], part, parts)
+    try:
+        if content["step"] != step:
+            raise DamagedCheckpointError(f"{folder / MANIFEST}: is of step {content['step']}")
+        verify(folder, content["files"], part, parts)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpointError(f"{folder / MANIFEST}: is not what titan_tree writes") from None
     return content
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, printable
 from titan_tree.registry import unknown_name
 from titan_tree.signals import keyboard_interrupts
 
@@ -59,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"titan-tree: error: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return status or 0

@@ -42,16 +42,11 @@ class LoRAConfig(Checked, table="lora"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.adapter is not None:
-            default = LoRAConfig()
-            for name in ("rank", "alpha", "targets", "rslora"):
+        if self.adapter is not None or not self.rank:
+            why = "together with lora.adapter, which sets it" if self.adapter else "without lora.rank"
+            for name, default in (("rank", 0), ("alpha", 16.0), ("targets", []), ("rslora", False)):
                 value = getattr(self, name)
-                require(
-                    value == getattr(default, name),
-                    f"lora.{name}",
-                    "no value together with lora.adapter, which sets it",
-                    value,
-                )
+                require(value == default, f"lora.{name}", f"no value {why}", value)
         require(
             self.quantize == "none" or self.is_on,
             "lora.quantize",

@@ -63,12 +63,12 @@ class Launch:
         on_this_machine = num_ranks
         if "LOCAL_WORLD_SIZE" in variables:
             on_this_machine = _integer(variables, "LOCAL_WORLD_SIZE", 1, num_ranks, "WORLD_SIZE")
+        rank = _integer(variables, "RANK", 0, num_ranks - 1, "WORLD_SIZE - 1")
+        least = min((rank, "RANK"), (on_this_machine - 1, "the ranks of a machine - 1"))
         return Launch(
-            rank=_integer(variables, "RANK", 0, num_ranks - 1, "WORLD_SIZE - 1"),
+            rank=rank,
             num_ranks=num_ranks,
-            local_rank=_integer(
-                variables, "LOCAL_RANK", 0, on_this_machine - 1, "the ranks of a machine - 1"
-            ),
+            local_rank=_integer(variables, "LOCAL_RANK", 0, *least),
             host=variables["MASTER_ADDR"],
             port=_integer(variables, "MASTER_PORT", 1, 65535),
         )
@@ -88,7 +88,7 @@ class Launch:
         threading.Thread(target=self._connect, args=(connected, timeout_s), daemon=True).start()
         try:
             if not wait([connected], timeout_s + ANSWER_S).done:
-                raise dist.DistStoreError("a program accepts connections, but is not the store of torch")
+                raise dist.DistStoreError("nothing there answers as torch's store does")
             return self._store_of_this_start(connected.result(), deadline)
         except (RuntimeError, ValueError) as error:  # torch raises both
             if isinstance(error, UserError):

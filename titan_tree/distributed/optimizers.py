@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_tree.config import LRSchedulerConfig, OptimizerConfig
 from titan_tree.distributed import titan
 from titan_tree.distributed.collectives import all_reduce_sum
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.registry import OPTIMIZERS
 
 
@@ -49,7 +49,10 @@ class OptimizerSpec:
 
 ADAMW = OptimizerSpec(import_class=lambda: torch.optim.AdamW, fused=True)
 # Arguments of an optimizer's class that ``optimizer.options`` cannot set.
-RESERVED = ("params", "lr", "betas", "eps", "weight_decay", "fused", "foreach")
+RESERVED = (
+    *("params", "lr", "betas", "eps", "weight_decay", "fused", "foreach"),
+    *("maximize", "capturable", "differentiable"),
+)
 
 
 def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
@@ -59,13 +62,21 @@ def optimizer_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimi
         UserError: its package is missing, or it does not take one of ``config.options``.
     """
     constructor = OPTIMIZERS[config.name].import_class()
-    known = [name for name in inspect.signature(constructor).parameters if name not in RESERVED]
-    for option in config.options:
+    parameters = inspect.signature(constructor).parameters
+    known = [name for name in parameters if name not in RESERVED]
+    for option, value in config.options.items():
         if option not in known:
             raise UserError(
                 f"optimizer.options.{option}: {config.name!r} has no such option; expected "
                 f"{', '.join(known) or 'none'}; remove it"
             )
+        default = parameters[option].default
+        expected = float if type(default) in (int, float) else type(default)
+        if default is not inspect.Parameter.empty and default is not None:
+            kind = {bool: "true or false", float: "a number"}.get(expected, expected.__name__)
+            is_number = expected is float and isinstance(value, int) and not isinstance(value, bool)
+            if not (isinstance(value, expected) or is_number):
+                raise UserError(f"optimizer.options.{option}: expected {kind}, got {shorten(value)}")
     return constructor
 
 

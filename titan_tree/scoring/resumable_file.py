@@ -34,6 +34,8 @@ class ResumableFile:
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.name:
+            raise UserError(f"{path}: expected the name of a new file")
         self.path, self.folder = path, path.with_name(f"{path.name}.partial")
         self._content, self._state = self.folder / "content", self.folder / "state.json"
         self._description: Mapping[str, object] = {}
@@ -79,9 +81,9 @@ class ResumableFile:
             if checksum != b"%d" % zlib.crc32(text):
                 raise UserError(f"{self._state}: damaged; remove the folder {self.folder}, and start again")
             state = json.loads(text)
+            return state["description"], state["bytes"], state["progress"]
         except OSError as error:
             raise UserError(f"{self._state}: cannot be read: {error.strerror}; fix this") from None
-        return state["description"], state["bytes"], state["progress"]
 
     def append(self, texts: Sequence[str], progress: object) -> None:
         """Adds a round. ``progress`` are JSON values that ``open`` returns to the next process."""

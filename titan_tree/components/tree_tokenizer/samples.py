@@ -123,20 +123,21 @@ class ConversationSamples:
     def _refuse_loss(self, index: int, completion: str) -> None:
         """Raises UserError unless the completion shows the reasoning, content and calls of its message.
 
-        White space around them may change, also around <think> and </think>, which a template may move.
+        White space around them may change, also around <think> and </think>, which a template may move. It
+        must not add another thought to content that begins with one.
         """
         message, at = self.messages[index], 0
         content = message["content"][len(message.get("prefill") or "") :]
         parts = [("reasoning_content", message.get("reasoning_content") or "")]
         parts += [("content", part) for part in _THINK.split(content)]
-        texts = [(field, text.strip()) for field, text in parts if text.strip()]
-        has_thought = content.lstrip().startswith("<think>")
-        for field, text in texts:
+        for field, part in parts:
+            text = part.strip()
             found = completion.find(text, at)
-            is_first = field == "content" and (not at or bool(parts[0][1]))
-            if found < 0 or (has_thought and is_first and completion[:found].count("<think>") > 1):
+            if found < 0:
                 raise self._loss(index, field, text)
             at = found + len(text)
+        if content.lstrip().startswith("<think>") and completion.count("<think>") > content.count("<think>"):
+            raise self._loss(index, "content", content)
         for call in message.get("tool_calls", ()):
             for text in _strings(call["function"]):
                 if not any(form in completion[at:] for form in _forms(text)):

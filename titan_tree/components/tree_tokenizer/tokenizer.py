@@ -85,6 +85,8 @@ class TreeTokenizer:
         Raises:
             UserError: a missing or malformed file.
         """
+        if template == "":
+            raise UserError("template: expected chatml, qwen3 or a file, got an empty name; leave it out")
         if name == "byte":
             return TreeTokenizer.byte_level(template or "chatml")
         if str(name).endswith((".tiktoken", ".tiktoken.gz")):

@@ -120,11 +120,25 @@ def find_files(files: Sequence[str]) -> list[str]:
     paths: list[str] = []
     for name in files:
         is_path = name == DEMO or os.path.lexists(name)
+        if not is_path and "**" in name:
+            _refuse_loops(name)
         paths += [name] if is_path else sorted(glob.glob(name, recursive=True)) or [name]
     for path in paths:
         if path != DEMO:
             _require_existing(path)
     return paths
+
+
+def _refuse_loops(pattern: str) -> None:
+    """Raises UserError for a link to a folder around it, which ``**`` would follow again and again."""
+    start = pattern.partition("**")[0].rpartition("/")[0] or ("/" if pattern.startswith("/") else ".")
+    for folder, names, _ in os.walk(start, followlinks=True):
+        for link in (os.path.join(folder, name) for name in names):
+            inside = f"{os.path.realpath(folder)}/".startswith(os.path.join(os.path.realpath(link), ""))
+            if os.path.islink(link) and inside:
+                raise UserError(
+                    f"{link}: a link to a folder around it, which {pattern} would follow again and again"
+                )
 
 
 def _require_existing(path: str) -> None:

@@ -50,6 +50,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a snapshot. Raises UserError if one of them is missing."""
     if (folder / WEIGHTS).is_file():
+        if (folder / INDEX).is_file():
+            named = read_json(folder / INDEX).get("weight_map")
+            if not isinstance(named, dict) or set(map(str, named.values())) != {WEIGHTS}:
+                raise UserError(
+                    f"{folder}: expected {WEIGHTS}, or {INDEX} with its files; remove one of them"
+                )
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in PICKLES]
@@ -67,7 +73,7 @@ def weight_files(folder: Path) -> list[Path]:
             )
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise UserError(f"{file}: named in {INDEX}, but missing; complete the download")
     return files
 

@@ -98,11 +98,18 @@ class ServerClient:
             attempts: maximum number of attempts. None: the number of the configuration.
 
         Raises:
-            UserError: the answer is JSON with a field "success" that is not true.
+            UserError: the answer is JSON with a field "success" that is not true, with an error, or a list
+                that begins with false, as SGLang's.
         """
         answer = self._request("POST", path, body or {}, retried=retried, attempts=attempts)
-        if isinstance(answer, dict) and answer.get("success", True) is not True:
-            message = answer.get("message")
+        fields = answer if isinstance(answer, dict) else {}
+        has_failed = fields.get("success", True) is not True or fields.get("error")
+        if (
+            has_failed
+            or fields.get("status") == "error"
+            or (isinstance(answer, list) and answer[:1] == [False])
+        ):
+            message = fields.get("message")
             reason = hide(message)[:LONGEST_ERROR] if isinstance(message, str) else shorten(answer)
             raise UserError(f"{self.url}{path}: expected success, got {reason}; see the log of the server")
 

@@ -103,7 +103,8 @@ class Answer(NamedTuple):
                     f"expected one list of token ids of the {name}, {shorten(sent)}, got another one, "
                     f"{shorten(ids)}, too; the server changes tokens, use another version"
                 )
-        is_ended = tokens[-1] in (stop, self.other_end) and stop not in tokens[:-1]
+        ends = {stop, self.other_end} if type(self.other_end) is int else {stop}
+        is_ended = tokens[-1] in ends and not ends.intersection(tokens[:-1])
         is_cut_off = size == limit and stop not in tokens
         reason = self.finish.get("type") if isinstance(self.finish, dict) else self.finish
         if not (is_ended or is_cut_off) or reason not in ("stop", "length"):
@@ -264,6 +265,11 @@ class VLLM:
                 experts = np.array(prompt + encoded)
         except Exception as error:  # NumPy evaluates the header as Python, with errors of the tokenizer
             raise UserError(f"routed_experts: {error!s:.200}; use another version of vLLM") from None
+        if (model := answer.get("model", expected := self.adapter or self.model)) != expected:
+            raise UserError(
+                f"expected an answer of the model {shorten(expected)}, got one of {shorten(model)}; check "
+                "rl.server.url"
+            )
         num_read = answer["usage"].get("prompt_tokens")
         read = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         return Answer(tokens, logprobs, size, finish, experts, num_read=num_read, read=read)
