@@ -14,7 +14,7 @@ from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.errors import UserError
 
-TIME = "it takes more than 0.5 seconds of CPU time"
+TIME = "it takes more than 0.5 seconds of CPU time for a conversation"
 MEMORY = "it takes more than 512 MiB of memory"
 EITHER = "it takes more than "  # filling the memory takes about as long as the limit of CPU time
 TEXT = "its texts of one conversation take more than 16 MiB"
@@ -112,6 +112,13 @@ def test_a_hostile_template_is_refused_in_one_line(source: str, words: str) -> N
 def test_a_template_beyond_a_limit_is_refused(source: str, limit: str, process: TemplateProcess) -> None:
     assert refusal(source) == f"chat template (text): {limit}"
     assert TreeTokenizer.byte_level("{{ messages[0].content }}").render(TRIP) == "Be brief."
+
+
+def test_many_slow_turns_share_the_limit(process: TemplateProcess) -> None:
+    slow = "{% for m in messages %}{{ m.content }}|{% endfor %}{% for i in range(99999) %}{% endfor %}"
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 500
+    with pytest.raises(UserError, match=TIME):
+        TreeTokenizer.byte_level(slow).samples(turns)
 
 
 @pytest.mark.slow

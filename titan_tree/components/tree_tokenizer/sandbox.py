@@ -226,7 +226,6 @@ def render(
     """
     template, texts, before = _compiled(source), JsonTexts(), ""
     for count, add_generation_prompt in prefixes:
-        _start_clock()
         context = template.new_context(
             dict(
                 messages=messages[:count],
@@ -285,7 +284,7 @@ def serve(seconds: float, memory: int, parent: int) -> None:
     a limit.
 
     Args:
-        seconds: CPU time of each text, and of reading a template.
+        seconds: CPU time of each request.
         memory: bytes of address space.
         parent: the end of a pipe to which nothing is written. It is closed when the parent has ended. The
             signal SIGIO then ends this process, whatever the template does.
@@ -309,7 +308,8 @@ def serve(seconds: float, memory: int, parent: int) -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    _start_clock()
+    # Lets the system end this process after more CPU time than a template may take.
+    signal.setitimer(signal.ITIMER_PROF, _seconds)
     results: list[object] = []
     error: tuple[int | None, str] | None = None
     try:
@@ -323,11 +323,6 @@ def _answer(request: bytes) -> bytes:
         kind = "" if isinstance(raised, jinja2.TemplateError) else f"{type(raised).__name__}: "
         error = line, f"{kind}{raised}"[:ERROR_CHARACTERS]
     return json.dumps((results, error), ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _start_clock() -> None:
-    """Lets the system end this process after more CPU time than a template may take."""
-    signal.setitimer(signal.ITIMER_PROF, _seconds)
 
 
 def _confine(memory: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from titan_tree.signals import SIGNALS
 
-MAX_SECONDS = 20.0  # CPU time of one text
+MAX_SECONDS = 60.0  # CPU time of all texts of one conversation
 MAX_MEMORY = 2 << 30  # bytes of address space
 MAX_ANSWER = 1 << 28  # bytes of all texts of one conversation, without what each repeats of the one before
 OUT_OF_MEMORY = 3  # the exit status in sandbox.py
@@ -38,7 +38,7 @@ class TemplateProcess:
     ends together with this one.
 
     Args:
-        seconds: CPU time of one text, and of reading a template.
+        seconds: CPU time of one request.
         memory: bytes of address space.
         answer: bytes of all texts of one request, without what each one repeats of the text before.
     """
@@ -132,7 +132,7 @@ class TemplateProcess:
     def _limit_error(self) -> _LimitError:
         status = self.stop()
         if status == -signal.SIGPROF:
-            return _LimitError(f"it takes more than {self.seconds:g} seconds of CPU time")
+            return _LimitError(f"it takes more than {self.seconds:g} seconds of CPU time for a conversation")
         if status == OUT_OF_MEMORY:
             return _LimitError(f"it takes more than {self.memory >> 20:,} MiB of memory")
         end = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
