@@ -452,6 +452,11 @@ REFUSED = [
         {"tokens": [1, 2], "response_length": 3, "mask": [1]},
         "response_length: expected at most 2",
     ),
+    (
+        "token_rows",
+        {"prompt_ids": [1, 2], "completion_ids": [3, 4], "response_length": 1},
+        "response_length: expected 2, the length of completion_ids, got 1; remove it",
+    ),
     ("tree", tree(), r"nodes: expected a non-empty list, got \[\]"),
     ("tree", tree({"id": 1}), r"nodes\[0\]: expected one of messages, text, tokens, got none"),
     ("tree", tree(NODE, NODE), r"nodes\[1\].id: expected different ids, got 0 twice"),

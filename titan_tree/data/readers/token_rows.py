@@ -139,6 +139,10 @@ def _tokens(row: Record) -> tuple[list[int], int]:
             raise UserError(
                 f"{whole}: expected {prompt} followed by {response}, got other token ids; remove it"
             )
+        if (length := row.get("response_length")) not in (None, size := len(row[response])):
+            raise UserError(
+                f"response_length: expected {size}, the length of {response}, got {shorten(length)}; remove it"
+            )
         return ids, len(row[prompt])
     if prompt is not None or response is not None or whole is None:
         raise UserError(
