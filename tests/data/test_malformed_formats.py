@@ -455,7 +455,7 @@ REFUSED = [
     (
         "token_rows",
         {"prompt_ids": [1, 2], "completion_ids": [3, 4], "response_length": 1},
-        "response_length: expected 2, the length of completion_ids, got 1; remove it",
+        "response_length: expected 2, as completion_ids has, got 1; remove it",
     ),
     ("tree", tree(), r"nodes: expected a non-empty list, got \[\]"),
     ("tree", tree({"id": 1}), r"nodes\[0\]: expected one of messages, text, tokens, got none"),

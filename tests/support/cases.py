@@ -16,7 +16,7 @@ def slow_except(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:
         everyday: cases of the everyday suite.
         cases: one value per case, or a tuple of values.
     """
-    return [case if case in everyday or hasattr(case, "marks") else _slow(case) for case in cases]
+    return [case if hasattr(case, "marks") or case in everyday else _slow(case) for case in cases]
 
 
 def exhaustive(by_hand: Container[Any], cases: Iterable[Any]) -> list[Any]:

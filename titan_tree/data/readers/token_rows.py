@@ -141,7 +141,7 @@ def _tokens(row: Record) -> tuple[list[int], int]:
             )
         if (length := row.get("response_length")) not in (None, size := len(row[response])):
             raise UserError(
-                f"response_length: expected {size}, the length of {response}, got {shorten(length)}; remove it"
+                f"response_length: expected {size}, as {response} has, got {shorten(length)}; remove it"
             )
         return ids, len(row[prompt])
     if prompt is not None or response is not None or whole is None:
