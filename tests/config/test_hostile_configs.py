@@ -98,6 +98,8 @@ ARGUMENTS = {  # argument -> words of the error
     "training..steps=1": "expected key=value",
     "a.b.c.d=1": "unknown key 'a'; the tables are",
     "a" * 100_000 + "=1": "unknown key 'aaa",
+    "checkpoint.folder=hf/": "checkpoint.folder: expected a folder that nothing else uses, such as",
+    "checkpoint.folder=": "checkpoint.folder: expected a",
     "lora.targets=[q_proj]": "lora.targets: expected no value without lora.rank, got ['q_proj']",
     "lora.alpha=8": "lora.alpha: expected no value without lora.rank, got 8",
     "lr=1": "did you mean 'optimizer.lr'?",

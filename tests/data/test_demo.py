@@ -39,7 +39,8 @@ def test_paths_overlap_and_diverge_as_real_rollouts_do():
     for options in ({}, {"keep_reasoning": False}):
         stats = [tree.stats for tree in trees(**options)]
         total = TreeStats.total(stats)
-        assert total.por > 0.6
+        assert total.por > 0.4
+        assert total.por_samples > 0.6
         assert total.longest_path < 1000
         assert max(s.n_tree for s in stats) <= 2048
         assert sum(s.n_branches > 0 for s in stats) == len(stats)

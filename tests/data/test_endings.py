@@ -314,6 +314,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "argum
         (TRIMS, THOUGHT, "reasoning_content: .* 'a'"),
         (TRIMS, CALLS | {"content": "b"}, "tool_calls: .* 'y'"),
         (BEGINS + "{{ m.content | upper }}" + ENDS, SAYS, "content: .* 'Hel'"),
+        (BEGINS + "{{ m.content }}{{ m.content }}" + ENDS, SAYS, "content: .* 'Hel'"),
         (PRINTS, CALLS | {"content": "b"}, "content: .* 'b'"),
     ],
 )

@@ -188,6 +188,17 @@ def test_a_server_that_never_answers_ends_the_run() -> None:
             r"expected an answer of the model '.*', got one of 'other'; check rl\.server\.url",
         ),
         (
+            turn([1, STOP], prompt_token_ids=[1])
+            | {"choices": [turn([1, STOP])["choices"][0] | {"prompt_token_ids": [2]}]},
+            "prompt_token_ids: expected one list, got two that differ; use another version of vLLM",
+        ),
+        (
+            turn([1, STOP])
+            | {"choices": [turn([1, STOP])["choices"][0] | {"prompt_token_ids": None}]}
+            | {"prompt_token_ids": [2]},
+            r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
+        ),
+        (
             turn([1, STOP]) | {"prompt_token_ids": [2]},
             r"expected one list of token ids of the context, \[1\], got another one, \[2\], too",
         ),

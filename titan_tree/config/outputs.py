@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from titan_tree.config.checks import Checked, at_least, check, greater_than, list_of, one_of, require, setting
 from titan_tree.registry import LOGGERS
+
+# What else a run writes into its folder; "." is the folder itself.
+OTHER_OUTPUTS = (
+    *(".", "hf", "adapter", "compiled", "tensorboard", "wandb", "profiling", "flight_recorder"),
+    *("config.toml", "metrics.csv", "run.lock"),
+)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +39,9 @@ class CheckpointConfig(Checked, table="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        taken = os.path.normpath(self.folder) in OTHER_OUTPUTS
+        expected = "a folder that nothing else uses, such as checkpoints"
+        require(not taken, "checkpoint.folder", expected, self.folder)
         require(
             self.minutes is None or self.interval > 0,
             "checkpoint.minutes",

@@ -62,7 +62,8 @@ class TokenStore:
         offset, size, crc, magic = TRAILER.unpack(self._map[-TRAILER.size :].rjust(TRAILER.size, b"\0"))
         footer = self._map[offset : offset + size] if magic == MAGIC else b""
         self.checksum = crc
-        if magic != MAGIC or zlib.crc32(footer) != crc:
+        ends_here = offset + size + TRAILER.size == len(self._map)
+        if magic != MAGIC or not ends_here or zlib.crc32(footer) != crc:
             raise UserError(f"{file}: this token store is incomplete or damaged; copy or ingest it again")
         header, ids, table = footer.split(b"\n", 2)
         self.header: dict[str, Any] = json.loads(header)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, shorten
 from titan_tree.registry import METRICS
 
 if TYPE_CHECKING:
@@ -155,6 +155,13 @@ def gpu_metrics(report: StepReport) -> dict[str, float]:
 
 
 def _add(values: dict[str, float], new: dict[str, float], source: str) -> None:
+    if not isinstance(new, dict):
+        raise UserError(f"{source}: expected numbers by name, got {shorten(new)}")
     if taken := [name for name in new if name in values]:
         raise UserError(f"{source}: returns a value called {taken[0]!r}, a name in use; rename it")
+    for name, value in new.items():
+        if not hasattr(value, "__float__"):
+            raise UserError(
+                f"{source}: {name}: expected a number, got {shorten(value)}; return numbers by name"
+            )
     values.update(new)

@@ -118,6 +118,8 @@ def build_model_without_weights(model: ModelConfig) -> TreeModel:
 def describe_architecture(config: Config, model: TreeModel, mesh: DeviceMesh | OneRank) -> dict[str, object]:
     """Returns the properties that a run must share with the checkpoints that it resumes from."""
     described = {"name": model.family, "optimizer": config.optimizer.name, **vars(model.config)}
+    if config.optimizer.options:  # they decide which states an optimizer has
+        described["optimizer.options"] = config.optimizer.options
     if model.lora is not None:
         described |= {"lora": vars(model.lora), "base": _base(config)}
     if model.experts is not None and model.experts.router_biases():

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from titan_tree.checkpoint.changes import IRRELEVANT, flat, matches
+from titan_tree.checkpoint.changes import flat, matches
 from titan_tree.config import Config
 from titan_tree.data.readers import DEMO, find_files
 from titan_tree.distributed.agreement import check_agreement
@@ -20,6 +20,11 @@ from titan_tree.models.hf.snapshot_files import fingerprint_files
 PATHS = (
     *("data.files", "validation.files", "data.tokenizer", "data.template"),
     *("model.hf_path", "lora.adapter"),
+)
+# These keys may differ: only one rank, or each for itself, uses them.
+LOCAL = (
+    *("folder", "data.workers", "checkpoint.folder", "checkpoint.keep", "metrics.loggers"),
+    *("profiler.", "rl.server."),
 )
 PACKAGES = ("torch", "transformers", "tokenizers", "jinja2")
 WHOLE_BYTES = 256e6  # files of a key that are compared as a whole; larger ones are compared by samples
@@ -42,7 +47,7 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
         yield f"the version of {name}", _version(name)
     for key, value in flat(asdict(config)):
         if key not in PATHS:
-            if not matches(key, IRRELEVANT):
+            if not matches(key, LOCAL):
                 yield key, str(value)
             continue
         names = value if isinstance(value, list) else [] if value is None else [str(value)]

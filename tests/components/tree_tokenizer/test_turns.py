@@ -71,7 +71,7 @@ def read_tasks(file: Path) -> Iterator[dict]:
 @pytest.mark.slow
 def test_random_conversations_have_the_same_samples_under_every_template():
     counts = fuzz(10, seed=0)
-    assert counts["samples"] > 500
+    assert counts["samples"] > 250
     assert counts["refused"] > 20
 
 

@@ -124,7 +124,7 @@ class ConversationSamples:
         """Raises UserError unless the completion shows the reasoning, content and calls of its message.
 
         White space around them may change, also around <think> and </think>, which a template may move. It
-        must not add another thought to content that begins with one.
+        must not repeat the text, or add another thought to content that begins with one.
         """
         message, at = self.messages[index], 0
         content = message["content"][len(message.get("prefill") or "") :]
@@ -136,9 +136,16 @@ class ConversationSamples:
             if found < 0:
                 raise self._loss(index, field, text)
             at = found + len(text)
+        calls = message.get("tool_calls", ())
+        written = "".join(part for _, part in parts)
+        printed = _THINK.sub("", completion)
+        for token in self.encoder.special_tokens:
+            printed = printed.replace(token, "")
+        if text and not calls and printed.count(text) > written.count(text):
+            raise self._loss(index, field, text)
         if content.lstrip().startswith("<think>") and completion.count("<think>") > content.count("<think>"):
             raise self._loss(index, "content", content)
-        for call in message.get("tool_calls", ()):
+        for call in calls:
             for text in _strings(call["function"]):
                 if not any(form in completion[at:] for form in _forms(text)):
                     raise self._loss(index, "tool_calls", text)

@@ -56,6 +56,11 @@ class RowReader(Reader):
                     self.warn(ANSWER_SCHEMA)
                 refuse_columns(row, PAIR_COLUMNS if self.reads_pairs else ())
                 record = self.convert(decoded_columns(row))
+                if not isinstance(record, dict):
+                    name = type(self).__name__
+                    raise UserError(
+                        f"{name}.convert: expected a dict, got {type(record).__name__}; return a record"
+                    )
             yield place, record
 
     def warn(self, message: str) -> None:

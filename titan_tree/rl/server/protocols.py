@@ -271,8 +271,14 @@ class VLLM:
                 "rl.server.url"
             )
         num_read = answer["usage"].get("prompt_tokens")
-        read = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
-        return Answer(tokens, logprobs, size, finish, experts, num_read=num_read, read=read)
+        reads = [ids for part in (choice, answer) if (ids := part.get("prompt_token_ids")) is not None]
+        if reads[1:] not in ([], reads[:1]):
+            raise UserError(
+                "prompt_token_ids: expected one list, got two that differ; use another version of vLLM"
+            )
+        return Answer(
+            tokens, logprobs, size, finish, experts, num_read=num_read, read=reads[0] if reads else None
+        )
 
     def pause(self, client: ServerClient) -> None:
         client.command("/pause?mode=wait")
