@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from typing import NamedTuple
 
 from titan_tree.errors import UserError, hide, require_unicode
 
-# Only lines that match can hold a lone surrogate, a constant such as NaN, or a number above 1e308; the others
-# are not walked.
-_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|NaN|Infinity|[0-9][eE]\+?[0-9]{3}|[0-9]{300}")
+# Only content with one of these can hold a lone surrogate, a constant such as NaN, or a number above 1e308.
+# Other content is not walked. In _NUMBERS, 0 stands for any digit, and e also for E: bytes are found faster
+# than patterns.
+_MARKS = (b"\\ud", b"\\uD", b"NaN", b"Infinity")
+_NUMBERS = (b"0e000", b"0e+000", b"0" * 300)
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")
 
 
 class _Constant(NamedTuple):
@@ -41,7 +43,8 @@ def parse_json(content: bytes, place: str) -> object:
     try:
         text = content.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_Constant)
-        if _SUSPICIOUS.search(content):
+        alike = content.translate(_ALIKE)
+        if any(mark in content for mark in _MARKS) or any(number in alike for number in _NUMBERS):
             _check(value, "")
     except UserError as error:
         raise UserError(f"{place}: {error}") from None

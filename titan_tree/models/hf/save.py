@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -183,7 +184,21 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str,
     path.touch()
     mode = path.stat().st_mode  # as the umask says; safetensors would allow only the owner to read
     save_file(tensors, path, metadata={"format": "pt", **metadata})
+    if metadata:
+        _sort_metadata(path)
     path.chmod(mode)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file. safetensors writes them in random order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= size
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 @contextmanager
