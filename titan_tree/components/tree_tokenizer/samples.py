@@ -137,12 +137,12 @@ class ConversationSamples:
                 raise self._loss(index, field, text)
             at = found + len(text)
         calls = message.get("tool_calls", ())
-        written = "".join(part for _, part in parts)
-        printed = _THINK.sub("", completion)
-        for token in self.encoder.special_tokens:
-            printed = printed.replace(token, "")
-        if text and not calls and printed.count(text) > written.count(text):
-            raise self._loss(index, field, text)
+        if text and not calls and completion.count(text) > 1:
+            written, printed = "".join(part for _, part in parts), _THINK.sub("", completion)
+            for token in self.encoder.special_tokens:
+                printed = printed.replace(token, "")
+            if printed.count(text) > written.count(text):
+                raise self._loss(index, field, text)
         if content.lstrip().startswith("<think>") and completion.count("<think>") > content.count("<think>"):
             raise self._loss(index, "content", content)
         for call in calls:
