@@ -180,6 +180,12 @@ def test_checkpoints_of_another_architecture_are_refused(tmp_path: Path) -> None
     train(tiny_config(tmp_path, checkpoint__interval=2))
     with pytest.raises(UserError, match=r"another model or optimizer: hidden_size = 32 \(now 64\)"):
         train(tiny_config(tmp_path, checkpoint__interval=2, model__overrides__hidden_size=64))
+    with pytest.raises(UserError, match=r"another model or optimizer: optimizer\.options = None \(now"):
+        train(tiny_config(tmp_path, checkpoint__interval=2, optimizer__options="{amsgrad: true}"))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        "step-2",
+        "step-4",
+    ]
 
 
 @pytest.mark.parametrize(

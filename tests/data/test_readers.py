@@ -93,6 +93,14 @@ def test_a_new_format_is_one_class_and_one_registration(tmp_path, format):
 
 
 @pytest.mark.usefixtures("dialogue")
+def test_a_reader_that_returns_no_record_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(DialogueReader, "convert", lambda self, row: None)
+    foreign = write(tmp_path / "a", {"dialogue": ["hi"]})
+    with pytest.raises(UserError, match=r"a:1: DialogueReader\.convert: expected a dict, got NoneType"):
+        read([foreign])
+
+
+@pytest.mark.usefixtures("dialogue")
 def test_auto_recognizes_each_file_by_its_content(tmp_path):
     foreign = write(tmp_path / "a.jsonl", {"dialogue": ["hi"]})
     own = write(tmp_path / "b.jsonl", {"tokens": [1]})

@@ -99,6 +99,12 @@ def test_a_truncated_store_is_refused(store: Path, size: int) -> None:
         TokenStore(store)
 
 
+def test_two_joined_stores_are_refused(store: Path) -> None:
+    store.write_bytes(store.read_bytes() * 2)
+    with pytest.raises(UserError, match="incomplete or damaged; copy or ingest it again"):
+        TokenStore(store)
+
+
 def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_tree.data.token_store.VERSION", 9)
     write_store(tmp_path / "store", [("a", [TokenPath([1])])], {})

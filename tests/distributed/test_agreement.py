@@ -113,6 +113,14 @@ def test_ranks_that_read_other_groups_are_named_before_the_step(tmp_path: Path, 
     run_ranks(read_other_groups, 2, tmp_path, balance)
 
 
+def test_settings_that_start_collectives_are_compared(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    facts = dict(at_start._facts(tiny_config(tmp_path, checkpoint__interval=3)))
+    assert facts["checkpoint.interval"] == "3"
+    assert {"checkpoint.async_save", "checkpoint.export_hf", "metrics.log_interval"} <= facts.keys()
+    assert not {"folder", "checkpoint.folder", "metrics.loggers"} & facts.keys()
+
+
 def test_code_and_folders_have_fingerprints(tmp_path: Path) -> None:
     (tmp_path / "sub" / ".hidden").mkdir(parents=True)
     first, second = tmp_path / "a", tmp_path / "sub" / "b"

@@ -1,6 +1,7 @@
 """The values of a step: their names, their order and their definitions."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_a_registered_metric_precedes_those_of_the_loss() -> None:
 def test_a_metric_with_a_name_in_use_is_refused(taken: str) -> None:
     METRICS.register("mine", lambda report: {taken: 1.0})
     with pytest.raises(UserError, match=f"metric 'mine': returns a value called '{taken}'"):
+        step_values(REPORT)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"mine": "1"}, "metric 'mine': mine: expected a number, got '1'"),
+        ({"mine": None}, "metric 'mine': mine: expected a number, got None"),
+        (None, "metric 'mine': expected numbers by name, got None"),
+    ],
+)
+def test_a_metric_that_returns_no_numbers_is_refused(value: Any, message: str) -> None:
+    METRICS.register("mine", lambda report: value)
+    with pytest.raises(UserError, match=f"^{message}"):
         step_values(REPORT)
 
 
