@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import glob
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -131,7 +132,8 @@ def find_files(files: Sequence[str]) -> list[str]:
 
 def _refuse_loops(pattern: str) -> None:
     """Raises UserError for a link to a folder around it, which ``**`` would follow again and again."""
-    start = pattern.partition("**")[0].rpartition("/")[0] or ("/" if pattern.startswith("/") else ".")
+    before, slash, _ = re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")
+    start = before or slash or "."  # the folder before the first wildcard
     for folder, names, _ in os.walk(start, followlinks=True):
         for link in (os.path.join(folder, name) for name in names):
             inside = f"{os.path.realpath(folder)}/".startswith(os.path.join(os.path.realpath(link), ""))
