@@ -21,9 +21,9 @@ from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, RoutedExperts, merged_experts, split_keys
 
 
-def reuse_ratio(n_flat: int, n_run: int) -> float:
-    """Returns the share of ``n_flat`` tokens that is saved if only ``n_run`` tokens run. 0 without tokens."""
-    return 1.0 - n_run / n_flat if n_flat else 0.0
+def reuse_ratio(n_rows: int, n_run: int) -> float:
+    """Returns the share of ``n_rows`` tokens that is saved if only ``n_run`` tokens run. 0 without tokens."""
+    return 1.0 - n_run / n_rows if n_rows else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

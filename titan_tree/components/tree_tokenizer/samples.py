@@ -123,8 +123,8 @@ class ConversationSamples:
     def _refuse_loss(self, index: int, completion: str) -> None:
         """Raises UserError unless the completion shows the reasoning, content and calls of its message.
 
-        White space around them may change, also around <think> and </think>, which a template may move. It
-        must not repeat the text, or add another thought to content that begins with one.
+        White space around them may change. A template may move <think> and </think>. It must neither repeat
+        the text, nor add another thought to content that begins with one.
         """
         message, at = self.messages[index], 0
         content = message["content"][len(message.get("prefill") or "") :]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from titan_tree.data.readers import Place, Record, Source, open_binary
 from titan_tree.data.readers.strict_json import parse_json
@@ -208,10 +208,10 @@ def _arrow_files(folder: Path) -> list[str]:
         )
     try:
         with open_binary(str(state)) as file:
-            content = parse_json(file.read(), str(state))
-        names = [entry["filename"] for entry in content["_data_files"]]  # type: ignore[index]
+            content: Any = parse_json(file.read(), str(state))
+        names = [entry["filename"] for entry in content["_data_files"]]
         wrong = next((n for n in names if os.path.basename(n) != n or "\0" in n or names.count(n) > 1), None)
-        indices = content.get("_indices_data_files")  # type: ignore[attr-defined]
+        indices = content.get("_indices_data_files")
     except (KeyError, TypeError, AttributeError):
         raise UserError(
             f'{state}: expected {{"_data_files": [{{"filename": str}}]}}; save the data set again'
