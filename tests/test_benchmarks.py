@@ -2,7 +2,6 @@
 
 import csv
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,16 +83,6 @@ def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys
         assert row[column] in printed
 
 
-def test_rows_with_new_columns_are_appended_to_a_file(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from common import append_csv
-
-    path = tmp_path / "rows.csv"
-    append_csv(path, [{"what": "a", "ms": 1}])
-    append_csv(path, [{"what": "b", "ms": 2, "note": "new"}])
-    assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
-
-
 @pytest.mark.slow
 def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
     pytest.importorskip("matplotlib")
@@ -101,26 +90,3 @@ def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         p.name for p in (ROOT / "docs" / "img").glob("*.png")
     }
-
-
-def test_a_commit_is_unknown_if_git_does_not_know_the_files(tmp_path):
-    copied = tmp_path / "common.py"
-    copied.write_text((SCRIPTS / "common.py").read_text())
-
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", *identity, *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    commit = runpy.run_path(str(copied))["commit"]
-    assert commit() == "unknown"  # no git
-    git("init")
-    git("add", "common.py")
-    git("commit", "-m", "Add")
-    assert commit() == git("rev-parse", "--short", "HEAD")
-    copied.write_text("")
-    assert commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
-    (tmp_path / ".git" / "index").unlink()
-    assert commit() == "unknown"

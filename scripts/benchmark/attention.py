@@ -45,9 +45,9 @@ from common import (
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
-from trees import SHAPES, flat_sample, random_tree, sweep
 
 from titan_tree import TokenTree, TreeAttention, TreeBatch
+from titan_tree.bench.trees import SHAPES, flat_sample, random_tree, sweep
 from titan_tree.errors import UserError
 from titan_tree.registry import ATTENTION_BACKENDS
 from titan_tree.tree.layout import TreeLayout

@@ -32,9 +32,9 @@ from common import (
     time_ms,
 )
 from torch import Tensor
-from trees import SHAPES, random_tree
 
 from titan_tree import TreeAttention, TreeBatch
+from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.components.tree_attention import Scoring
 from titan_tree.errors import UserError
 from titan_tree.tree.layout import TreeLayout

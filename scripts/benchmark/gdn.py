@@ -41,9 +41,9 @@ from common import (
     wall_s,
 )
 from torch import Tensor
-from trees import SHAPES, flat_sample, random_tree
 
 from titan_tree import TokenPath, TokenTree, TreeBatch
+from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import predecessors

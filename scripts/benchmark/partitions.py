@@ -48,9 +48,9 @@ from common import (
     training_model,
     training_step,
 )
-from trees import long_rollouts, random_tree
 
 from titan_tree import TokenTree, TreeBatch, TreePartitioner, UserError
+from titan_tree.bench.trees import long_rollouts, random_tree
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.engine.activations import Activations
 from titan_tree.models.decoder import Decoder

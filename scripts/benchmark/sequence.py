@@ -32,9 +32,9 @@ from common import (
     wall_s,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from trees import SHAPES, random_tree
 
 from titan_tree import TreeBatch
+from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.run.model_setup import build_parallel_model

@@ -49,9 +49,9 @@ from common import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trees import SHAPES, random_tree
 
 from titan_tree import TokenTree, TreeBatch, build_model
+from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan

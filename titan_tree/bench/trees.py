@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from titan_tree import TokenPath, TokenTree
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 # The default number of tokens of each shape; the table above gives the nodes for it.
 SHAPES = {
@@ -165,14 +166,26 @@ def flat_sample(tree: TokenTree, max_tokens: int) -> tuple[np.ndarray, np.ndarra
 
 
 def with_tokens(nodes: Nodes, ends: Sequence[int], vocab_size: int, seed: int = 0) -> TokenTree:
-    """Returns the tree of ``nodes`` with random tokens, whose paths end at the nodes ``ends``.
+    """Returns the tree of ``nodes`` with random tokens, whose paths end at the nodes ``ends``."""
+    prefixes = node_prefixes(nodes, vocab_size, seed)
+    return TokenTree.from_paths([TokenPath(prefixes[i]) for i in ends])
+
+
+def random_paths(nodes: Nodes, vocab_size: int, seed: int = 0) -> list[TokenPath]:
+    """Returns one path per leaf of ``nodes``, with random tokens. Every token counts in the loss."""
+    prefixes = node_prefixes(nodes, vocab_size, seed)
+    return [TokenPath(prefixes[i]) for i in leaves(nodes)]
+
+
+def node_prefixes(nodes: Nodes, vocab_size: int, seed: int) -> list[np.ndarray]:
+    """Returns random tokens from the root to the end of each node.
 
     Node i starts with token i modulo ``vocab_size``, so that siblings differ.
     """
     rng = np.random.default_rng(seed)
-    prefixes: list[np.ndarray] = []  # tokens from the root to the end of each node
+    prefixes: list[np.ndarray] = []
     for i, (parent, length) in enumerate(nodes):
         tokens = rng.integers(vocab_size, size=length, dtype=np.int32)
         tokens[0] = i % vocab_size
         prefixes.append(tokens if parent < 0 else np.concatenate([prefixes[parent], tokens]))
-    return TokenTree.from_paths([TokenPath(prefixes[i]) for i in ends])
+    return prefixes

@@ -1,0 +1,119 @@
+"""Tests `titan-tree bench`: every benchmark with --quick, its files, and the guard against slowness."""
+
+import runpy
+import subprocess
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_tree.bench import BENCHES, record
+from titan_tree.bench.por import binary_nodes
+from titan_tree.bench.trees import random_paths
+from titan_tree.cli import main
+from titan_tree.errors import UserError
+from titan_tree.tree.token_tree import TokenTree
+
+ROOT = Path(__file__).parents[2]
+EXHAUSTIVE: set[str] = set()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks would use the GPU")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow)
+        for name in BENCHES
+    ],
+)
+def test_a_quick_benchmark_writes_its_rows_and_picture(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    bench = import_module(f"titan_tree.bench.{name}")
+    csv = tmp_path / "rows.csv"
+    assert main(["bench", name, "--quick", "--csv", str(csv)]) == 0
+    rows = record.read_csv(csv)
+    assert rows
+    assert {row["device"] for row in rows} == {"cpu"}
+    assert all(row["commit"] for row in rows)
+    keys = [tuple(row[key] for key in bench.KEYS) for row in rows]
+    assert len(set(keys)) == len(keys)  # KEYS name a row
+    assert all(ratio in rows[-1] for ratio in bench.RATIOS if ratio != "of operations" or name != "real")
+    assert str(csv) in capsys.readouterr().out
+    if hasattr(bench, "draw") and pytest.importorskip("matplotlib"):
+        assert csv.with_suffix(".png").stat().st_size > 5000
+
+
+def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():
+    before = [
+        {"device": "H200", "case": "a", "x peer": "1.0"},
+        {"device": "H200", "case": "a", "x peer": "2.0"},  # the newest row counts
+        {"device": "H100", "case": "b", "x peer": "9.0"},
+        {"device": "H200", "case": "c", "x peer": "1.0"},
+    ]
+
+    def slower(case: str, ratio: float) -> list[str]:
+        row: record.Row = {"device": "H200", "case": case, "x peer": ratio}
+        return record.slower([row], before, ["case"], ["x peer"])
+
+    assert slower("a", 1.95) == []
+    assert slower("a", 1.93) == ["H200, a: x peer fell from 2.0 to 1.93, by 3.5%"]
+    assert slower("c", 1.5) == []
+    with pytest.raises(UserError, match="expected rows with the device, case and the x peer"):
+        slower("b", 1.0)  # other GPUs have other ratios
+
+
+def test_against_fails_if_a_ratio_fell(tmp_path, capsys):
+    columns, start = "model,case,trees,N_leaf,N_tree,POR,device", "qwen3 0.6B,POR 0.5,8,64,32,0.5,H200"
+    new, old = tmp_path / "new.csv", tmp_path / "old.csv"
+    columns += ",speed-up,operations x,of operations\n"
+    new.write_text(f"{columns}{start},1.8,2.0,0.9\n")
+    old.write_text(f"{columns}{start},1.9,2.0,0.95\n")
+    arguments = ["bench", "por", "--rows", str(new), "--picture", str(tmp_path / "a.png"), "--against"]
+    assert main([*arguments, str(new)]) == 0
+    assert main([*arguments, str(old)]) == 1
+    assert "of operations fell from 0.95 to 0.9, by 5.3%" in capsys.readouterr().err
+    assert main([*arguments, str(tmp_path / "none.csv")]) == 2
+    assert "none.csv: expected a CSV file of titan-tree bench por, found none" in capsys.readouterr().err
+    assert main(["bench", "pro"]) == 2
+    assert "unknown benchmark 'pro'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("por", [0.2, 0.5, 0.6, 0.62, 0.8, 0.92])
+def test_binary_trees_have_the_overlap_and_the_paths_that_the_paper_asks_for(por):
+    nodes = binary_nodes(2048, por)
+    assert len(nodes) == 31
+    tree = TokenTree.from_paths(random_paths(nodes, 1000))
+    assert [int(b - a) for a, b in pairwise(tree.path_offsets)] == [2048] * 16
+    assert tree.stats.por == pytest.approx(por, abs=2e-3)
+
+
+def test_rows_with_new_columns_are_appended_to_a_file(tmp_path):
+    path = tmp_path / "folder" / "rows.csv"
+    record.append_csv(path, [{"what": "a", "ms": 1}])
+    record.append_csv(path, [{"what": "b", "ms": 2, "note": "new"}])
+    assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
+
+
+def test_a_commit_is_unknown_if_git_does_not_know_the_files(tmp_path):
+    copied = tmp_path / "record.py"
+    copied.write_text(Path(record.__file__).read_text())
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    commit = runpy.run_path(str(copied))["commit"]
+    assert commit() == "unknown"  # no git
+    git("init")
+    git("add", "record.py")
+    git("commit", "-m", "Add")
+    assert commit() == git("rev-parse", "--short", "HEAD")
+    copied.write_text("")
+    assert commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+    (tmp_path / ".git" / "index").unlink()
+    assert commit() == "unknown"

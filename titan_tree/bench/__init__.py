@@ -1,0 +1,20 @@
+"""Benchmarks: `titan-tree bench NAME` runs titan_tree/bench/NAME.py.
+
+Such a module measures one thing and has
+
+    its docstring             what is measured and how, and the columns; the text of --help
+    add_arguments(parser)     its command line
+    run(args) -> rows         the measurement; the front prints the rows, writes the CSV file and the picture
+    KEYS, RATIOS              the columns that name a row, and those of --against, where larger is better
+    QUICK                     the arguments of --quick, with which it runs on a CPU in seconds
+    PACKAGES, COLUMNS, draw   optional: packages whose versions matter, the columns of the table, the picture
+
+record.py has the environment, timers, tables and the guard; steps.py the trainer's steps; trees.py trees
+of a given shape; layouts.py steps on trees beside steps on rows without trees.
+"""
+
+BENCHES = {  # name -> summary; a module is imported only when it runs
+    "por": "whole steps by overlap: trees of one size, from POR 0.2 to 0.92 (Tree Training, figure 8)",
+    "ratio": "whole steps by the ratio of repeated tokens, from 1 to 150 (Prompt Trees)",
+    "real": "a configuration trained twice, on trees and on rows without trees: losses and speed",
+}

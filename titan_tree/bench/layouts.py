@@ -1,0 +1,165 @@
+"""Whole steps on trees beside whole steps on rows without trees: same model, kernels, optimizer, process.
+
+The rows of the baseline are one per leaf path, as a good trainer without trees has them, packed without
+padding. A step has forward and backward passes, clipping and AdamW. The learning rate is 0, so both
+layouts see the same weights in every step and their losses are comparable. Tokens are random, and every
+token counts in the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_tree.bench.record import Contender, Row, device_name, peak_memory, reset_peak_memory, run_rounds
+from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import ModelConfig, OptimizerConfig, TrainingConfig
+from titan_tree.data.packing import leaf_trees, pack
+from titan_tree.distributed import titan
+from titan_tree.engine.step_io import StepInput
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder import build_model
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import MODELS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree, TreeStats
+
+COLUMNS = (
+    "model", "case", "POR", "N_leaf", "N_tree", "tokens x", "operations x", "tree s", "rows s", "speed-up",
+    "of operations", "loss difference",
+)  # fmt: skip
+QUICK = ("--rounds", "1", "--max-tokens", "1024", "--no-compile")
+Update = Callable[[TreeStep, StepInput], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The samples of one step: one list of paths per tree."""
+
+    name: str
+    groups: Sequence[Sequence[TokenPath]]
+    strategy: str | None = None  # how trees are partitioned; None: every tree runs in one pass
+    max_tokens: int | None = None  # of a forward pass; None: the benchmark's
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that ``compare`` reads."""
+    add = parser.add_argument
+    add("--model", default="qwen3", choices=list(MODELS))
+    add("--flavor", default="0.6B", help="size of the model (default: %(default)s)")
+    add("--layers", type=int, help="number of layers of the model (default: all)")
+    add("--attention", default="auto", help="backend of TreeAttention (default: auto)")
+    add("--max-tokens", type=int, default=32_768, help="tokens of a forward pass (default: %(default)s)")
+    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none")
+    add("--no-compile", action="store_true", help="run the layers in eager mode")
+    add("--rounds", type=int, default=3, help="timed steps of each layout, in turn (default: %(default)s)")
+
+
+def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str = "") -> list[Row]:
+    """Times the steps of all cases in both layouts. Returns one row per case, and prints it.
+
+    Args:
+        args: see ``add_arguments``.
+        rows_attention: the attention backend of the baseline, which is then a model of its own.
+    """
+    with process_group() as (mesh, device):
+        model = build(args, args.attention, mesh)
+        models = {"tree": model, "rows": build(args, rows_attention, mesh) if rows_attention else model}
+        updates = {layout: optimizer_update(each, OptimizerConfig(lr=0.0)) for layout, each in models.items()}
+        for each in set(models.values()):
+            training_step(each, device).warm_up(args.max_tokens)
+        rows = []
+        for case in cases:
+            rows.append({"model": model_name(args)} | measure(case, models, updates, args, device))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Returns the label of the model that the arguments name."""
+    return f"{args.model} {args.flavor}" + (f", {args.layers} layers" if args.layers else "")
+
+
+def vocab_size(args: argparse.Namespace) -> int:
+    """Returns the vocabulary size of the model that the arguments name."""
+    with torch.device("meta"):
+        size: int = build_model(args.model, args.flavor).config.vocab_size
+    return size
+
+
+def build(args: argparse.Namespace, attention: str, mesh: DeviceMesh) -> TreeModel:
+    """Returns the trainer's model for these arguments, with random weights."""
+    overrides = {"num_hidden_layers": args.layers} if args.layers else {}
+    config = ModelConfig(name=args.model, flavor=args.flavor, attention=attention, overrides=overrides)
+    training = TrainingConfig(compile=not args.no_compile, activation_checkpoint=args.activation_checkpoint)
+    return training_model(config, training, mesh)
+
+
+def measure(
+    case: Case,
+    models: Mapping[str, TreeModel],
+    updates: Mapping[str, Update],
+    args: argparse.Namespace,
+    device: torch.device,
+) -> Row:
+    """Returns the row of one case. "rows" are those of the baseline."""
+    max_tokens = case.max_tokens or args.max_tokens
+    partitioner = TreePartitioner(case.strategy, max_tokens) if case.strategy else None
+    trees = [TokenTree.from_paths(paths) for paths in case.groups]
+    micro_batches = {
+        "tree": pack(trees, max_tokens),
+        "rows": pack([row for paths in case.groups for row in leaf_trees(paths)], max_tokens),
+    }
+    costs = models["tree"].costs()
+    operations, steps, prepared = {}, {}, {}
+    for layout, batches in micro_batches.items():
+        flops = (costs.training_flops(TreeBatch.from_trees(batch, edges="loss")) for batch in batches)
+        operations[layout] = sum(flops)
+        steps[layout] = training_step(models[layout], device, partitioner if layout == "tree" else None)
+        prepared[layout] = steps[layout].prepare(batches)
+    peaks, losses = {}, {}
+
+    def step(layout: str) -> Iterator[dict[str, float]]:
+        reset_peak_memory(device)
+        started = time.perf_counter()
+        losses[layout], _ = updates[layout](steps[layout], prepared[layout])  # waits for the device
+        yield {"seconds": time.perf_counter() - started}
+        peaks[layout] = peak_memory(device)
+
+    contenders = {layout: Contender(layout, partial(step, layout)) for layout in micro_batches}
+    list(step("tree"))  # reserves memory and tunes kernels; the rows' kernels are the same
+    run_rounds(list(contenders.values()), args.rounds)
+    tree_s, rows_s = (contenders[layout].median("seconds") for layout in contenders)
+    stats = TreeStats.total([tree.stats for tree in trees])
+    executed = prepared["tree"].counts.executed_tokens
+    bound = operations["rows"] / operations["tree"]
+    row: Row = {
+        "case": case.name,
+        "trees": len(trees),
+        "POR": round(stats.por, 3),
+        "N_leaf": stats.n_leaf,
+        "N_tree": stats.n_tree,
+        "N_part": executed,
+        "forwards": prepared["tree"].counts.forwards,
+        "tokens x": round(stats.n_leaf / stats.n_tree, 2),
+        "operations x": round(bound, 2),
+        "tree s": round(tree_s, 3),
+        "rows s": round(rows_s, 3),
+        "speed-up": round(rows_s / tree_s, 2),
+        "of operations": round(rows_s / tree_s / bound, 3),
+        "loss difference": f"{abs(losses['tree'] - losses['rows']) / abs(losses['rows']):.1e}",
+    }
+    if device.type == "cuda":
+        peak_rate = titan.peak_flops(device_name(device))
+        row["tree MFU"] = round(operations["tree"] / tree_s / peak_rate, 3)
+        row["rows MFU"] = round(operations["rows"] / rows_s / peak_rate, 3)
+        row |= {f"{layout} GiB": round(peaks[layout] / 2**30, 1) for layout in peaks}
+    return row

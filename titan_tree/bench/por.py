@@ -1,0 +1,95 @@
+"""Speed of a whole step by overlap, beside one row per leaf path: figure 8 of Tree Training
+(arXiv:2511.00413).
+
+The trees are binary and have 16 leaves. All paths of all trees have the same length, so the rows of the
+baseline cost the same everywhere; only the lengths of the nodes change with the POR. A step has eight
+trees. The picture has the paper's end points at a POR of 0.92, 5.7x (version 2) and 8.7x (version 4), and
+its band for trees that exceed memory, 4.5x to 5.3x. With --max-tokens below the size of a tree, --strategy
+partitions it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from titan_tree.bench import layouts
+from titan_tree.bench.record import Row
+from titan_tree.bench.trees import Nodes, random_paths
+from titan_tree.registry import PARTITION_STRATEGIES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEYS = ("model", "case", "trees", "N_leaf", "N_tree")
+RATIOS = ("of operations",)
+COLUMNS = layouts.COLUMNS
+QUICK = ("--flavor", "debug", "--length", "64", "--trees", "1", "--por", "0.5", "0.9", *layouts.QUICK)
+DEPTH = 4  # levels of inner nodes
+LEAVES = 2**DEPTH
+TREE_TRAINING = {"Tree Training v2": 5.7, "Tree Training v4": 8.7}  # at a POR of 0.92
+LIMITED = (4.5, 5.3)  # Tree Training v2, trees that exceed memory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    layouts.add_arguments(parser)
+    add = parser.add_argument
+    add("--por", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.887, 0.92])
+    add("--length", type=int, default=2048, help="tokens of every path (default: %(default)s)")
+    add("--trees", type=int, default=8, help="trees of a step (default: %(default)s)")
+    add("--strategy", choices=list(PARTITION_STRATEGIES), help="partitions trees (default: one pass each)")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per POR."""
+    return layouts.compare(cases(args), args)
+
+
+def cases(args: argparse.Namespace) -> Iterator[layouts.Case]:
+    """Yields the steps to time."""
+    vocab_size = layouts.vocab_size(args)
+    for por in args.por:
+        nodes = binary_nodes(args.length, por)
+        groups = [random_paths(nodes, vocab_size, seed) for seed in range(args.trees)]
+        yield layouts.Case(f"POR {por:g}", groups, args.strategy)
+
+
+def binary_nodes(length: int, por: float) -> Nodes:
+    """Returns the nodes of a binary tree whose 16 paths have ``length`` tokens each.
+
+    Inner nodes are equally long, up to the POR at which leaves are no longer than they are. Beyond that, the
+    root grows, and all other nodes stay equally long.
+    """
+    distinct = (1 - por) * LEAVES * length
+    others = 2 * LEAVES - 2  # nodes other than the root
+    inner = round((LEAVES * length - distinct) / (LEAVES * DEPTH - (LEAVES - 1)))
+    root = inner
+    if (DEPTH + 1) * inner > length:
+        inner = max(1, round((distinct - length) / (others - DEPTH)))
+        root = length - DEPTH * inner
+    nodes: Nodes = [(-1, root)]
+    for i in range(1, others + 1):
+        is_leaf = i >= LEAVES - 1
+        nodes.append(((i - 1) // 2, length - root - (DEPTH - 1) * inner if is_leaf else inner))
+    return nodes
+
+
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws speed-up and operation bound against POR, per model, with the paper's end points."""
+    figure.set_size_inches(7, 4.5)
+    axes = figure.subplots()
+    for color, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        chosen = sorted((row for row in rows if row["model"] == model), key=lambda row: float(row["POR"]))
+        por = [float(row["POR"]) for row in chosen]
+        axes.plot(por, [float(row["speed-up"]) for row in chosen], "o-", color=f"C{color}", label=model)
+        axes.plot(por, [float(row["operations x"]) for row in chosen], ":", color=f"C{color}")
+    for marker, (name, value) in zip("s^", TREE_TRAINING.items(), strict=True):
+        axes.plot(0.92, value, marker, color="black", label=f"{name}, reported")
+    axes.axhspan(*LIMITED, color="0.9", zorder=0, label="Tree Training v2, limited memory")
+    axes.set(xlabel="POR: share of the leaf paths' tokens that trees save", ylabel="speed-up of a whole step")
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([1, 2, 4, 8, 12], ["1x", "2x", "4x", "8x", "12x"])
+    axes.grid(alpha=0.3)
+    axes.legend(title="dotted: ratio of operations", fontsize=8)
+    axes.set_title(f"Trees beside one packed row per leaf path, {rows[0]['device']}", fontsize=10)

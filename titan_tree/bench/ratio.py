@@ -1,0 +1,116 @@
+"""Speed of a whole step by the ratio of all tokens to distinct tokens, beside one row per leaf path.
+
+The trees are conversations: a prompt with 1 to 200 answers. Prompt Trees (Scaled Cognition, 2025) reports
+such a curve: more than 70x at a ratio of about 100, and 0.97x where nothing is shared. At a ratio of 1,
+the baseline is the same trainer with plain causal attention (scaled_dot_product_attention), so the row
+shows what trees cost. The picture has the end points of both papers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_tree.bench import layouts
+from titan_tree.bench.por import TREE_TRAINING
+from titan_tree.bench.record import Row
+from titan_tree.bench.trees import Nodes, random_paths
+from titan_tree.components.tree_attention.operator import Scoring
+from titan_tree.registry import ATTENTION_BACKENDS
+from titan_tree.tree.layout import TreeLayout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEYS = ("model", "case", "trees", "N_leaf", "N_tree")
+RATIOS = ("of operations",)
+COLUMNS = layouts.COLUMNS
+SHAPES = (  # prompt, answers, tokens of an answer
+    (6144, 2, 2048),
+    (7168, 8, 512),
+    (7168, 32, 256),
+    (7168, 128, 128),
+    (12_288, 160, 64),
+    (12_288, 300, 42),
+)
+QUICK = ("--flavor", "debug", "--scale", "0.01", "--shapes", "2", "--trees", "1", *layouts.QUICK)
+PROMPT_TREES = ((1, 0.97), (100, 70))  # ratio of tokens, and reported speed-up
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    layouts.add_arguments(parser)
+    add = parser.add_argument
+    add("--chain", type=int, default=32_768, help="tokens of the sequence at a ratio of 1; 0: leave it out")
+    add("--shapes", type=int, default=len(SHAPES), help="how many of the conversations (default: all)")
+    add("--scale", type=float, default=1.0, help="factor of all lengths (default: 1)")
+    add("--trees", type=int, default=1, help="trees of a step (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per shape."""
+    rows = []
+    if length := round(args.chain * args.scale):
+        chain = layouts.Case("one sequence", [random_paths([(-1, length)], layouts.vocab_size(args))])
+        with ATTENTION_BACKENDS.registered("causal", Causal()):
+            rows += layouts.compare([chain], args, rows_attention="causal")
+    return rows + layouts.compare(cases(args), args)
+
+
+def cases(args: argparse.Namespace) -> Iterator[layouts.Case]:
+    """Yields the steps to time."""
+    vocab_size = layouts.vocab_size(args)
+    for prompt, answers, answer in SHAPES[: args.shapes]:
+        prompt, answer = (max(2, round(tokens * args.scale)) for tokens in (prompt, answer))
+        nodes: Nodes = [(-1, prompt), *[(0, answer)] * answers]
+        groups = [random_paths(nodes, vocab_size, seed) for seed in range(args.trees)]
+        yield layouts.Case(f"{answers} answers of {answer:,} to {prompt:,}", groups)
+
+
+class Causal:
+    """An attention backend for one sequence without branches: PyTorch's own causal attention."""
+
+    def is_automatic(self, device: torch.device) -> bool:
+        return False
+
+    def refusal(self, q: Tensor, v: Tensor, scoring: Scoring, deterministic: bool) -> str | None:
+        return None
+
+    def prepare(self, layout: TreeLayout, window: int | None) -> None:
+        return None
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Tensor | None, layout: TreeLayout, plan: None,
+        scale: float, scoring: Scoring, deterministic: bool,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws the speed-up against the ratio of tokens, with the papers' end points."""
+    figure.set_size_inches(7, 4.5)
+    axes = figure.subplots()
+    axes.plot([1, 200], [1, 200], color="0.8", zorder=0, label="ratio of tokens")
+    for color, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        chosen = sorted((row for row in rows if row["model"] == model), key=lambda r: float(r["tokens x"]))
+        ratio = [float(row["tokens x"]) for row in chosen]
+        axes.plot(ratio, [float(row["operations x"]) for row in chosen], ":", color=f"C{color}")
+        axes.plot(ratio, [float(row["speed-up"]) for row in chosen], "o-", color=f"C{color}", label=model)
+    axes.plot(*zip(*PROMPT_TREES, strict=True), "*", color="black", label="Prompt Trees, reported")
+    for marker, (name, value) in zip("s^", TREE_TRAINING.items(), strict=True):
+        axes.plot(1 / (1 - 0.92), value, marker, color="black", label=f"{name}, reported")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the leaf paths / distinct tokens")
+    axes.set_ylabel("speed-up of a whole step")
+    ticks = [1, 2, 5, 10, 20, 50, 100]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [f"{tick}x" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend(title="dotted: ratio of operations", fontsize=8)
+    axes.set_title(f"Trees beside one packed row per leaf path, {rows[0]['device']}", fontsize=10)

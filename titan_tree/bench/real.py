@@ -1,0 +1,164 @@
+"""Trains one configuration twice, as token trees and as rows without trees, and compares losses and speed.
+
+titan-tree bench real train_configs/qwen3_0.6b_tau.toml --steps 100 data.template=chatml
+titan-tree bench real train_configs/demo.toml --steps 6       # on a CPU, some minutes
+
+Both runs see the same groups in the same order and start from the same weights. The baseline has one row
+per leaf path (data.layout = "leaf"), which also trains the samples that are prefixes of it; with
+--baseline flat, it has one row per sample. Rows are packed into micro-batches of data.max_tokens without
+padding, and use the same kernels. The losses of both runs should agree up to rounding.
+
+There is one row per step, and one whose step is "all": sums over the steps after the first --warmup ones.
+Ratios are those of baseline to tree. "operations x" needs a GPU, where the trainer counts them. Times of a
+CPU say little, because the cost of its reference attention is quadratic in data.max_tokens. Both runs keep
+their folders under --folder. With --case NAME, the picture of a CSV file has one column per name (figure 7
+of Tree Training, arXiv:2511.00413).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_tree.bench.record import Row
+from titan_tree.data.packing import BASELINES
+from titan_tree.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEYS = ("case", "baseline", "step")
+RATIOS = ("of operations",)
+COLUMNS = (
+    "case", "baseline", "step", "tree loss", "rows loss", "loss difference", "tokens x", "operations x",
+    "tree s", "rows s", "speed-up", "of operations",
+)  # fmt: skip
+QUICK = (
+    "train_configs/demo.toml", "--steps", "3", "--warmup", "1", "data.max_tokens=2048",
+    "data.global_batch_groups=1", "lr_scheduler.warmup_steps=1",
+)  # fmt: skip
+Metrics = list[dict[str, float]]  # the rows of a run's metrics.csv
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", type=Path, help="a TOML file")
+    add("overrides", nargs="*", metavar="key=value")
+    add("--baseline", choices=BASELINES, default="leaf", help="rows without trees (default: leaf)")
+    add("--case", help="a name for the rows (default: the name of CONFIG)")
+    add("--steps", type=int, default=20)
+    add("--warmup", type=int, default=3, help="first steps, which are not timed (default: %(default)s)")
+    add("--nproc-per-node", type=int, default=1, help="number of GPUs, as for torchrun (default: 1)")
+    add("--folder", type=Path, default=Path("outputs/bench/real"), help="folder of both runs")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per step, and one for all steps after the warm-up."""
+    if args.steps <= args.warmup:
+        raise UserError(f"--steps: expected more than --warmup, which is {args.warmup}, got {args.steps}")
+    tree, rows = (train(layout, args) for layout in ("tree", args.baseline))
+    name: Row = {"case": args.case or args.config.stem, "baseline": args.baseline}
+    steps = [name | row for row in compared(tree, rows)]
+    return [*steps, name | total(tree[args.warmup :], rows[args.warmup :])]
+
+
+def train(layout: str, args: argparse.Namespace) -> Metrics:
+    """Trains with ``layout`` in a process of its own and returns the rows of the run's metrics.csv."""
+    folder = args.folder / layout
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
+    command = [
+        sys.executable,
+        *(launcher if args.nproc_per_node > 1 else []),
+        *("-m", "titan_tree.train", "--config", str(args.config)),
+        *args.overrides,
+        f"data.layout={layout}",
+        f"folder={folder}",
+        f"training.steps={args.steps}",
+        *("checkpoint.interval=0", "checkpoint.resume=false"),
+        *("metrics.loggers=[console,csv]", "metrics.log_interval=1"),
+    ]
+    if status := subprocess.run(command, check=False).returncode:
+        sys.exit(status)
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def compared(tree: Metrics, rows: Metrics) -> list[Row]:
+    """Returns the losses of each step, and how they and the speeds compare."""
+    return [
+        {
+            "step": int(ours["step"]),
+            "tree loss": round(ours["loss"], 6),
+            "rows loss": round(theirs["loss"], 6),
+            "loss difference": f"{abs(ours['loss'] - theirs['loss']) / abs(theirs['loss']):.1e}",
+        }
+        | speeds([ours], [theirs])
+        for ours, theirs in zip(tree, rows, strict=True)
+    ]
+
+
+def total(tree: Metrics, rows: Metrics) -> Row:
+    """Returns the comparison of all given steps together, with the largest difference of their losses."""
+    largest = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(tree, rows, strict=True))
+    memory = {
+        f"{name} GiB": round(max(step["peak_memory_gib"] for step in steps), 1)
+        for name, steps in (("tree", tree), ("rows", rows))
+        if "peak_memory_gib" in steps[0]
+    }
+    return {"step": "all", "loss difference": f"{largest:.1e}"} | speeds(tree, rows) | memory
+
+
+def speeds(tree: Metrics, rows: Metrics) -> Row:
+    """Returns seconds, speed-up and its bounds over these steps."""
+
+    def both(name: str) -> tuple[float, float]:
+        return sum(step[name] for step in tree), sum(step[name] for step in rows)
+
+    (tree_s, rows_s), (tree_tokens, rows_tokens) = both("step_s"), both("executed_tokens")
+    row: Row = {
+        "tree tokens": int(tree_tokens),
+        "rows tokens": int(rows_tokens),
+        "tokens x": round(rows_tokens / tree_tokens, 2),
+        "tree s": round(tree_s, 3),
+        "rows s": round(rows_s, 3),
+        "speed-up": round(rows_s / tree_s, 2),
+    }
+    if "mfu" in tree[0]:
+        operations, rows_operations = (sum(s["mfu"] * s["step_s"] for s in steps) for steps in (tree, rows))
+        row["operations x"] = round(rows_operations / operations, 2)
+        row["of operations"] = round(rows_s / tree_s / (rows_operations / operations), 3)
+        row["tree MFU"], row["rows MFU"] = round(operations / tree_s, 3), round(rows_operations / rows_s, 3)
+    return row
+
+
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws the speed-up of each step with its bound, and both losses with their difference, per case."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure.set_size_inches(4.2 * len(cases), 7)
+    panels = figure.subplots(3, len(cases), squeeze=False, sharex="col")
+    for (speed, loss, difference), case in zip(panels.T, cases, strict=True):
+        steps = [row for row in rows if row["case"] == case and row["step"] != "all"]
+        numbers = [int(row["step"]) for row in steps]
+
+        def line(name: str, steps: Sequence[Mapping[str, str]] = steps) -> list[float]:
+            return [float(row[name] or "nan") for row in steps]
+
+        bound = "operations x" if steps[0].get("operations x") else "tokens x"
+        speed.plot(numbers, line(bound), color="0.7", label=f"bound: {bound[:-2]}")
+        speed.plot(numbers, line("speed-up"), color="C0", label="speed-up")
+        speed.set_title(case, fontsize=10)
+        loss.plot(numbers, line("rows loss"), color="C1", label="rows")
+        loss.plot(numbers, line("tree loss"), "--", color="C0", label="tree")
+        difference.plot(numbers, line("loss difference"), color="C3")
+        difference.axhline(0.01, color="0.7", linestyle=":", label="1 %, Tree Training's bound")
+        difference.set(xlabel="step", yscale="log")
+        for panel in (speed, loss, difference):
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
+    for panel, label in zip(panels[:, 0], ("speed-up of a step", "loss", "relative difference"), strict=True):
+        panel.set_ylabel(label)

@@ -1,0 +1,238 @@
+"""What all benchmarks share: the environment of a measurement, timers, rounds, tables and CSV files."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+from torch import Tensor
+
+from titan_tree.components.tree_tokenizer.template_process import PROCESS
+from titan_tree.errors import UserError
+
+VOCABULARY = 151_936  # token ids in random trees: the vocabulary size of Qwen3
+Row = dict[str, object]  # one row of a table and of a CSV file
+
+
+# The environment.
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process, of its ended children, and of the process of chat templates."""
+    times = os.times()
+    own = time.process_time() + times.children_user + times.children_system
+    return own + PROCESS.cpu_seconds()
+
+
+def default_device() -> torch.device:
+    """Returns the GPU, or the CPU on a machine without one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's product name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+SETTING = ("date", "commit", "device", "torch", "triton")  # columns of every row
+
+
+def environment(device: torch.device, *packages: str) -> Row:
+    """Prints and returns what a measurement depends on: date, commit, device and versions.
+
+    Args:
+        device: the device that the benchmark runs on.
+        packages: distributions whose versions matter, besides torch and triton.
+    """
+    row: Row = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    row |= {name: importlib.metadata.version(name) for name in packages}
+    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row
+
+
+def commit() -> str:
+    """Returns the checked-out commit, with "-dirty" after it if tracked files differ.
+
+    Returns "unknown" without git, and in a copy whose git folder does not say which files are tracked.
+    """
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=here.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        is_known = git("ls-files", here.name)
+        return git("describe", "--always", "--dirty", "--exclude", "*") if is_known else "unknown"
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# Timers.
+
+
+@dataclass
+class Contender:
+    """One of several things that a benchmark times side by side.
+
+    Attributes:
+        name: its label in tables.
+        measure: takes one measurement or several of them; each maps names to numbers.
+        scale: factor from what is measured to the whole, for contenders that measure a sample of the work.
+        note: a remark for tables.
+        samples: all measurements so far, by name, not scaled.
+    """
+
+    name: str
+    measure: Callable[[], Iterable[dict[str, float]]]
+    scale: float = 1.0
+    note: str = ""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        """Returns the median of all measurements of ``name``, times ``scale``."""
+        return self.scale * median(self.samples[name])
+
+
+def run_rounds(contenders: Sequence[Contender], rounds: int) -> None:
+    """Measures all contenders in turn, ``rounds`` times, so that clock changes affect all equally."""
+    for _ in range(rounds):
+        for contender in contenders:
+            for sample in contender.measure():
+                for name, value in sample.items():
+                    contender.samples.setdefault(name, []).append(value)
+
+
+def time_ms(function: Callable[[], object]) -> float:
+    """Returns the median milliseconds of a call, without the first one, which compiles.
+
+    On a GPU calls are repeated for 100 ms. On a CPU three calls show that the benchmark runs, no more.
+    """
+    function()
+    if torch.cuda.is_available():
+        return triton.testing.do_bench(function, warmup=20, rep=100, return_mode="median")
+    return median(1e3 * wall_s(function) for _ in range(3))
+
+
+def wall_s(function: Callable[[], object]) -> float:
+    """Returns the seconds of one call on the host's clock. Waits for the GPU before and after the call."""
+    synchronize()
+    started = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def synchronize() -> None:
+    """Waits until the GPU, if there is one, has finished all work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of ``peak_memory``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the largest number of bytes that tensors took since the reset. Returns 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def autograd_ms(run: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> float:
+    """Returns the median milliseconds of a forward and backward pass, with gradients for all inputs."""
+    return time_ms(lambda: torch.autograd.grad(run(), inputs, gradient))
+
+
+# Tables and files.
+
+
+def print_table(rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
+    """Prints ``columns`` of the rows (default: all) as aligned text. None becomes an empty cell."""
+    columns = columns or list(rows[0])
+    cells = [list(columns), *([_cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip())
+    print(flush=True)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Returns the rows of a CSV file."""
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
+def append_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows to a CSV file and adds missing columns to it. Creates missing folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = read_csv(path) if path.exists() else []
+    columns = list(dict.fromkeys(name for row in (*old, *rows) for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*old, *rows])
+
+
+# The guard against slowness.
+
+TOLERANCE = 0.03  # a ratio may be smaller than before by this share
+
+
+def slower(
+    rows: Sequence[Row], before: Sequence[Mapping[str, object]], keys: Sequence[str], ratios: Sequence[str]
+) -> list[str]:
+    """Returns a line for each ratio that is smaller than before by more than ``TOLERANCE``.
+
+    Args:
+        rows: the new measurement.
+        before: rows of an earlier one, in the order of measurement. The last row with the same keys counts.
+        keys: the columns that name a row, besides the device.
+        ratios: the columns to compare; larger is better.
+
+    Raises:
+        UserError: no row has the keys and the device of a new one, so nothing can be compared.
+    """
+    keys = ["device", *keys]
+
+    def name(row: Mapping[str, object]) -> tuple[str, ...]:
+        return tuple(str(row.get(key, "")) for key in keys)
+
+    known = {name(row): row for row in before}
+    pairs = [(row, known[name(row)]) for row in rows if name(row) in known]
+    compared = [(new, old, r) for new, old in pairs for r in ratios if new.get(r) and old.get(r)]
+    if not compared:
+        raise UserError(
+            f"--against: expected rows with the {', '.join(keys)} and the {' or '.join(ratios) or 'ratios'} "
+            "of this measurement, got none; measure with the same arguments on the same device"
+        )
+    return [
+        f"{', '.join(filter(None, name(new)))}: {r} fell from {old[r]} to {new[r]}, "
+        f"by {1 - float(str(new[r])) / float(str(old[r])):.1%}"
+        for new, old, r in compared
+        if float(str(new[r])) < (1 - TOLERANCE) * float(str(old[r]))
+    ]

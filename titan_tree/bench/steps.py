@@ -1,0 +1,106 @@
+"""Training steps of titan_tree for benchmarks: the only calls into its trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_tree.components.lora import LoRA
+from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from titan_tree.distributed.mesh import init_distributed
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
+from titan_tree.distributed.parallelize import parallelize, weight_shards
+from titan_tree.engine.activations import Activations
+from titan_tree.engine.step_io import StepInput
+from titan_tree.engine.tree_step import TreeStep
+from titan_tree.models.decoder import build_model
+from titan_tree.models.lora.adapters import init_lora
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.run.model_setup import build_parallel_model
+
+OPTIMIZER = OptimizerConfig()  # of all timed training steps
+
+
+@contextmanager
+def process_group() -> Iterator[tuple[DeviceMesh, torch.device]]:
+    """Joins torchrun's process group, or forms one of a single process; yields its mesh and this device."""
+    mesh, device = init_distributed()
+    try:
+        yield mesh, device
+    finally:
+        dist.destroy_process_group()
+
+
+def training_model(
+    model: ModelConfig, training: TrainingConfig, mesh: DeviceMesh, lora_rank: int = 0
+) -> TreeModel:
+    """Returns the model that the trainer builds from these tables, with random weights.
+
+    Args:
+        model: with ``implementation="transformers"``, the layers are those of transformers.
+        training: dtype, compilation and activation checkpointing.
+        mesh: of all ranks.
+        lora_rank: of LoRA's updates for all linears; 0: all weights are trained.
+    """
+    if model.implementation != "transformers":
+        return build_parallel_model(model, training, ParallelConfig(), mesh, LoRAConfig(rank=lora_rank))
+    import transformers
+
+    from titan_tree.models.transformers import TransformersModel
+
+    assert model.flavor is not None
+    with torch.device("meta"):
+        native = build_model(model.name, model.flavor, **model.overrides)
+    config = transformers.AutoConfig.for_model(**native.config.to_hf())
+    with torch.device(mesh.device_type):
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    built = parallelize(
+        TransformersModel(theirs, model.attention),
+        mesh,
+        dtype=getattr(torch, training.dtype),
+        lora=LoRA(rank=lora_rank) if lora_rank else None,
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+    )
+    init_lora(weight_shards(built), training.seed)
+    return built
+
+
+def training_step(
+    model: TreeModel,
+    device: torch.device,
+    partitioner: TreePartitioner | None = None,
+    activations: Activations | None = None,
+) -> TreeStep:
+    """Returns the trainer's forward and backward passes, for a mean over all tokens of the batch."""
+    return TreeStep(model, TreeLoss(reduction="token_mean"), device, partitioner, activations)
+
+
+def optimizer_update(
+    model: TreeModel, optimizer: OptimizerConfig = OPTIMIZER
+) -> Callable[[TreeStep, StepInput], tuple[float, float]]:
+    """Returns the trainer's whole step as a function: forward, backward, clipping, AdamW.
+
+    The function waits for the device and returns the loss and the gradient norm. If it raises, it first
+    clears the gradients.
+    """
+    optimizers = build_optimizers(optimizer, model)
+
+    def update(step: TreeStep, prepared: StepInput) -> tuple[float, float]:
+        try:
+            loss = step.run(prepared).loss
+            norm = clip_and_step(optimizers, loss, optimizer.max_grad_norm)
+        finally:
+            optimizers.zero_grad()
+        values = loss.item(), norm.item()
+        assert all(map(math.isfinite, values)), f"loss and gradient norm: {values}"
+        return values
+
+    return update

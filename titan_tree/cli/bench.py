@@ -1,0 +1,104 @@
+"""Measures speed, memory or quality, and writes a table, a CSV file and a picture.
+
+titan-tree bench ratio --model qwen3 --flavor 0.6B
+titan-tree bench ratio --quick                            # on a CPU, in seconds: shows that it runs
+titan-tree bench ratio --against docs/data/ratio.csv      # fails if a ratio fell by more than 3 %
+titan-tree bench ratio --rows docs/data/ratio.csv         # draws rows that were measured before
+titan-tree bench ratio --help                             # what is measured, and its arguments
+
+All contenders of a benchmark run in one process, in turn. Rows name the date, the commit, the device and
+the versions; they are appended to outputs/bench/NAME.csv, or to the file of --csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from titan_tree.bench import BENCHES
+from titan_tree.errors import UserError
+from titan_tree.registry import unknown_name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line of ``titan-tree bench``."""
+    width = max(map(len, BENCHES))
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:{width}}  {BENCHES[name]}" for name in BENCHES)
+    parser.add_argument("name", metavar="NAME", help="a benchmark of the list below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one benchmark. Returns 1 if --against found a ratio that fell."""
+    if args.name not in BENCHES:
+        raise unknown_name("benchmark", args.name, BENCHES)
+    # These import torch, which --help does not need.
+    from titan_tree.bench import record
+
+    bench = import_module(f"titan_tree.bench.{args.name}")
+    options = parse(bench, args.name, args.arguments)
+    before = record.read_csv(options.against) if options.against else []  # --csv may be the same file
+    csv = options.csv or Path("outputs/bench") / f"{args.name}.csv"
+    if options.rows:
+        rows = record.read_csv(options.rows)
+    else:
+        setting = record.environment(record.default_device(), *getattr(bench, "PACKAGES", ()))
+        rows = [setting | row for row in bench.run(options)]
+        if not rows:  # another rank than the first one
+            return 0
+        record.append_csv(csv, rows)
+    record.print_table(
+        rows, getattr(bench, "COLUMNS", None) or [k for k in rows[0] if k not in record.SETTING]
+    )
+    if not options.rows:
+        print(f"rows: {csv}")
+    if hasattr(bench, "draw"):
+        draw(bench, rows, options.picture or (options.rows or csv).with_suffix(".png"))
+    fallen = record.slower(rows, before, bench.KEYS, bench.RATIOS) if options.against else []
+    for line in fallen:
+        print(f"slower: {line}", file=sys.stderr)
+    return int(bool(fallen))
+
+
+def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the parsed arguments of a benchmark, with those that all of them have."""
+    parser = argparse.ArgumentParser(
+        f"titan-tree bench {name}",
+        description=bench.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_arguments(parser)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small sizes, for a CPU: shows that it runs")
+    add("--csv", type=Path, metavar="FILE", help=f"append rows to it (default: outputs/bench/{name}.csv)")
+    add("--against", type=Path, metavar="FILE", help="fail if a ratio fell by more than 3 %% since then")
+    add("--rows", type=Path, metavar="FILE", help="measure nothing, read the rows of this CSV file")
+    add("--picture", type=Path, metavar="FILE", help="where the picture goes (default: beside the CSV file)")
+    # The arguments that a measurement needs are not needed to read its rows.
+    quick = bench.QUICK if {"--quick", "--rows"} & set(arguments) else ()
+    options = parser.parse_intermixed_args([*quick, *arguments])
+    for path in filter(None, (options.against, options.rows)):
+        if not path.is_file():
+            raise UserError(f"{path}: expected a CSV file of titan-tree bench {name}, found none")
+    return options
+
+
+def draw(bench: ModuleType, rows: Sequence[dict[str, object]], path: Path) -> None:
+    """Draws the picture of a benchmark, if matplotlib is installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path} was not drawn, because matplotlib is not installed: pip install matplotlib")
+        return
+    figure = Figure(layout="constrained")
+    bench.draw([{name: str(value) for name, value in row.items()} for row in rows], figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"picture: {path}")
