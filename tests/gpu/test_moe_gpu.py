@@ -1,6 +1,6 @@
 """Mixture of experts on a GPU: grouped products in bf16, Qwen3-MoE in fp32 and against the noise floor."""
 
-import copy
+import functools
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ import torch
 from tests.support.gpu import DENSE, FOREST, HOPPER
 from tests.support.oracle import (
     KINDS,
+    NoiseFloor,
     assert_same,
     flat,
     hf_model,
     in_one_pass,
-    noise_ratios,
     per_path,
     random_groups,
     relative_error,
@@ -104,17 +104,18 @@ def test_fp32_equals_every_path_alone(tied):
         assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=1e-5)
 
 
+@functools.cache
+def noise_floor():
+    """Every token has all experts. Otherwise rounding would decide which expert comes last."""
+    noisy = hf_model(True, torch.bfloat16, kind="Qwen3Moe", num_experts=4, num_experts_per_tok=4, **MODEL)
+    return NoiseFloor(noisy, [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))])
+
+
 @pytest.mark.parametrize("backend", ["triton", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
-    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path.
-
-    Every token has all experts. Otherwise rounding would decide which expert comes last.
-    """
-    noisy = hf_model(True, torch.bfloat16, kind="Qwen3Moe", num_experts=4, num_experts_per_tok=4, **MODEL)
-    exact = copy.deepcopy(noisy).float()
-    model = tree_model(noisy, backend)
-    forests = [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))]
-    ratios = noise_ratios(exact, noisy, lambda groups: in_one_pass(model, groups)[2], forests)
+    """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path."""
+    model = tree_model(noise_floor().noisy, backend)
+    ratios = noise_floor().ratios(lambda groups: in_one_pass(model, groups)[2])
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)
     print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")

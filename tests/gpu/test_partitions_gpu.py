@@ -1,6 +1,5 @@
 """Partitions on a GPU are as exact as one pass under every policy for suspended activations."""
 
-import copy
 import gc
 
 import numpy as np
@@ -8,16 +7,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.support.gpu import DENSE, FOREST, HOPPER
+from tests.support.gpu import DENSE, FOREST, HOPPER, dense_noise_floor
 from tests.support.layouts import assert_exact_in_gateway_cache
-from tests.support.oracle import (
-    hf_model,
-    in_one_pass,
-    noise_ratios,
-    random_groups,
-    relative_error,
-    tree_model,
-)
+from tests.support.oracle import hf_model, in_one_pass, random_groups, relative_error, tree_model
 from tests.support.partitions import RandomCuts, forest_of, in_partitions
 from titan_tree.components.tree_loss import TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
@@ -62,9 +54,8 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
 
     Weights as a trainer has them: fp32, and bf16 in the computation.
     """
-    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
-    exact = copy.deepcopy(noisy).float()
-    model = tree_model(exact, backend)
+    floor = dense_noise_floor()
+    model = tree_model(floor.exact, backend)
     model.compute_dtype = torch.bfloat16
     forwards = []
 
@@ -75,8 +66,7 @@ def test_bf16_gradients_are_at_the_noise_floor(backend, cuts):
         forwards.append(result.counts.forwards)
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    forests = [random_groups(seed, **FOREST) for seed in range(16)]
-    ratios = noise_ratios(exact, noisy, gradients, forests)
+    ratios = floor.ratios(gradients)
     assert sum(forwards) > 32
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)

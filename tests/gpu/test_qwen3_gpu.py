@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 
-from tests.support.gpu import DENSE, FOREST, HOPPER
+from tests.support.gpu import DENSE, FOREST, HOPPER, dense_noise_floor
 from tests.support.oracle import (
     KINDS,
     assert_same,
     flat,
     hf_model,
     in_one_pass,
-    noise_ratios,
     per_path,
     random_groups,
     tree_model,
@@ -21,14 +20,15 @@ from tests.support.oracle import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_fp32_equals_every_path_alone(backend, tied):
+def test_fp32_equals_every_path_alone(tied):
     hf = hf_model(tied, device="cuda", max_position_embeddings=4096, **DENSE)
-    model = tree_model(hf, backend)
-    for seed in range(3 * len(KINDS)):
+    models = [tree_model(hf, backend) for backend in ("triton", "flex")]
+    for seed in range(len(KINDS)):
         groups = random_groups(seed, **FOREST)
-        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=1e-5)
+        want = per_path(hf, flat(groups))
+        for model in models:
+            assert_same(in_one_pass(model, groups), want, tolerance=1e-5)
 
 
 def test_compiled_blocks_equal_eager_ones():
@@ -55,11 +55,9 @@ def test_gradients_are_deterministic(backend):
 @pytest.mark.parametrize("backend", ["triton", "flex", HOPPER])
 def test_bf16_gradients_are_at_the_noise_floor(backend):
     """Compared with fp32 path by path, errors are at most 1.2 times those of bf16 path by path."""
-    noisy = hf_model(True, torch.bfloat16, "cuda", max_position_embeddings=4096, **DENSE)
-    exact = copy.deepcopy(noisy).float()  # the same bf16 numbers
-    model = tree_model(noisy, backend)
-    forests = [random_groups(seed, **FOREST) for seed in range(4 * len(KINDS))]
-    ratios = noise_ratios(exact, noisy, lambda groups: in_one_pass(model, groups)[2], forests)
+    floor = dense_noise_floor()
+    model = tree_model(floor.noisy, backend)
+    ratios = floor.ratios(lambda groups: in_one_pass(model, groups)[2])
     worst = max(ratios, key=ratios.__getitem__)
     mean = sum(ratios.values()) / len(ratios)
     print(f"{backend}: error over the noise floor: mean {mean:.3f}, worst {ratios[worst]:.3f} ({worst})")

@@ -4,6 +4,7 @@ The expected values use none of titan_tree's trees, attention or losses. A path 
 call is transformers' model on that list, and a loss is a sum in a loop.
 """
 
+import copy
 import random
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -241,21 +242,32 @@ def relative_error(got, want):
     return error / norm if norm else error
 
 
-def noise_ratios(exact, noisy, gradients, forests):
-    """Returns a ratio for each parameter: the error of ``gradients(groups)`` over the error of ``noisy``.
+class NoiseFloor:
+    """The errors of transformers' model in bf16, ``noisy``, which runs every path of some forests alone.
 
-    ``noisy`` and ``exact`` are transformers' model with equal weights. Both run every path alone, and
-    the gradients of ``exact`` are the reference of both errors. The errors are summed over forests as squared
-    norms, so that no single draw decides.
+    The reference is ``exact``, the same numbers in fp32. Several backends are compared with one noise floor.
     """
-    mine, theirs = {}, {}
-    for groups in forests:
-        paths = [path for group in groups for path in group]
-        want = per_path(exact, paths)[2]
-        for errors, got in ((mine, gradients(groups)), (theirs, per_path(noisy, paths)[2])):
+
+    def __init__(self, noisy, forests):
+        self.noisy, self.exact, self.forests = noisy, copy.deepcopy(noisy).float(), forests
+        self._want = [per_path(self.exact, flat(groups))[2] for groups in forests]
+        self._floor = self._squared_errors(lambda groups: per_path(noisy, flat(groups))[2])
+
+    def ratios(self, gradients):
+        """Returns a ratio for each parameter: the error of ``gradients(groups)`` over the error of ``noisy``.
+
+        The errors are summed over forests as squared norms, so that no single draw decides.
+        """
+        mine = self._squared_errors(gradients)
+        return {name: (error / self._floor[name]) ** 0.5 for name, error in mine.items()}
+
+    def _squared_errors(self, gradients):
+        errors = dict.fromkeys(self._want[0], 0.0)
+        for groups, want in zip(self.forests, self._want, strict=True):
+            got = gradients(groups)
             for name, gradient in want.items():
-                errors[name] = errors.get(name, 0.0) + relative_error(got[name], gradient) ** 2
-    return {name: (mine[name] / theirs[name]) ** 0.5 for name in mine}
+                errors[name] += relative_error(got[name], gradient) ** 2
+        return errors
 
 
 def assert_same(got, want, tolerance=1e-5):
