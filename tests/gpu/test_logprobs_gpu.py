@@ -8,8 +8,7 @@ from titan_tree.components.logprobs import edge_logprobs
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("d", [1024, 2048])
+@pytest.mark.parametrize(("d", "recompute"), [(1024, True), (2048, False)])
 def test_full_vocabulary_at_32k_edges(d, recompute):
     """With V = 151,936, bf16 values equal float64; memory beyond gradients and kept tensors is limited."""
     num_edges, vocab = 32_768, 151_936

@@ -14,8 +14,14 @@ pytestmark = pytest.mark.gpu
 STOP = 7
 
 
-@pytest.mark.parametrize("share", [cached_sampler.CACHE_SHARE, 0.0])  # all rows at once, and one by one
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("share", "dtype", "tolerance"),
+    [
+        (cached_sampler.CACHE_SHARE, torch.float32, 1e-4),  # all rows at once
+        (cached_sampler.CACHE_SHARE, torch.bfloat16, 0.05),
+        (0.0, torch.float32, 1e-4),  # one by one
+    ],
+)
 def test_logprobs_of_the_sampler_are_those_of_the_trainer(
     share: float, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
