@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share")
+MEASURED = (
+    *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share"),
+    *("passes_share", "optimizer_share", "host_share"),
+)
 SETTINGS = [
     "lr_scheduler.warmup_steps=0",
     "lr_scheduler.min_lr_factor=1.0",

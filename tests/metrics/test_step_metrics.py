@@ -44,6 +44,8 @@ RESULT = StepResult(
 REPORT = StepReport(
     result=RESULT,
     seconds=2.0,
+    passes_seconds=1.5,
+    optimizer_seconds=0.25,
     world_size=2,
     device=torch.device("cpu"),
     loss=0.5,
@@ -75,6 +77,9 @@ def test_values_are_the_columns_of_metrics_csv_in_order() -> None:
         ("leaf_tokens_per_s", 40.0),
         ("executed_tokens_per_s", 25.0),
         ("step_s", 2.0),
+        ("passes_share", 0.75),
+        ("optimizer_share", 0.125),
+        ("host_share", 0.125),
         ("nll", 0.25),
         ("router_z", 4.0),
     ]
@@ -89,8 +94,8 @@ def test_a_step_that_replays_experts_reports_the_share_on_which_paths_disagree()
     counts = dataclasses.replace(COUNTS, replayed_token_layers=8, disagreeing_token_layers=2)
     report = dataclasses.replace(REPORT, result=dataclasses.replace(RESULT, counts=counts))
     names = list(values := step_values(report))
-    assert names[names.index("step_s") :] == [
-        "step_s",
+    assert names[names.index("host_share") :] == [
+        "host_share",
         "replayed_rows",
         "replay_disagreement",
         "nll",

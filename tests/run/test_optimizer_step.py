@@ -1,19 +1,25 @@
-"""Log-probs in data files that the model cannot have computed are noticed in the first step."""
+"""Where the time of a step goes; log-probs in data files that the model cannot have computed are noticed."""
 
 import json
 import math
 import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ConstantLR
 
 from tests.support.cases import for_each
 from tests.support.tiny_run import VOCAB, tiny_config, train
 from titan_tree.models.decoder import build_model
+from titan_tree.registry import METRICS
+from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.scoring.score_trees import tree_logprobs
 
 
@@ -70,3 +76,45 @@ def write_rollouts(path: Path, given: Callable[[Tensor], Tensor]) -> float:
             terms += [math.expm1(log_ratio) - log_ratio for log_ratio in (own - old)[5:].tolist()]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return sum(terms) / len(terms)
+
+
+def test_the_shares_of_a_step_are_what_a_clock_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 s pass before the step starts, 5 s in its passes, 0.5 s in the optimizer, and 0.5 s after it."""
+    now = [10.0]
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    def passes(step_input: Any, sizes: Any) -> Any:
+        advance(5.0)
+        weight.grad = torch.ones(2)
+        counts = SimpleNamespace(leaf_tokens=32, executed_tokens=16)
+        return SimpleNamespace(loss=torch.ones(()), loss_metrics={}, counts=counts)
+
+    def finish_step(*_: Any, **__: Any) -> dict[str, float]:
+        advance(0.5)
+        return {}
+
+    optimizer = torch.optim.SGD([weight])
+    optimizer.register_step_post_hook(lambda *_: advance(0.5))
+    step: Any = OptimizerStep(
+        tree_step=cast(Any, SimpleNamespace(device=torch.device("cpu"), run=passes)),
+        optimizers=[optimizer],
+        lr_schedulers=[ConstantLR(optimizer)],
+        router_bias=None,
+        balancing=cast(Any, SimpleNamespace(start_step=int, finish_step=finish_step)),
+        max_grad_norm=1.0,
+        seed=0,
+        max_bad_steps=1,
+    )
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    report = step.run(1, None, None, epoch=0, started=8.0)
+    assert METRICS["speed"](report) == {
+        "leaf_tokens_per_s": 4.0,
+        "executed_tokens_per_s": 2.0,
+        "step_s": 8.0,
+        "passes_share": 5 / 8,
+        "optimizer_share": 1 / 16,
+        "host_share": 5 / 16,
+    }

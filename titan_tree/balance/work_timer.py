@@ -7,14 +7,13 @@ forward pass.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-Mark = torch.cuda.Event | float  # a moment: on the device, or of the host's clock in seconds
+from titan_tree.engine.device_clock import DeviceClock, Mark
 
 
 class WorkTimer:
@@ -22,11 +21,11 @@ class WorkTimer:
 
     Args:
         model: sharded by FSDP2. Its ``layers`` are the units of sharding.
-        device: the model's device. Moments on a GPU are CUDA events, so that nothing waits for the device.
+        device: the model's device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._clock = DeviceClock(device)
         self._is_on = self._is_in_pass = False
         # For each pass: its start, the start and the end of each wait, and its end.
         self._passes: list[list[Mark]] = []
@@ -71,18 +70,10 @@ class WorkTimer:
         self._is_in_pass = False
 
     def _mark(self) -> None:
-        if not self._is_in_pass:  # FSDP2 gathers weights in the backward pass, too
-            return
-        mark: Mark = time.perf_counter()
-        if self._is_cuda:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-        self._passes[-1].append(mark)
+        if self._is_in_pass:  # FSDP2 gathers weights in the backward pass, too
+            self._passes[-1].append(self._clock.mark())
 
     def _seconds(self, marks: list[Mark]) -> float:
         begin, *waits, end = marks
-        waited = sum(map(self._between, waits[::2], waits[1::2]))
-        return self._between(begin, end) - waited
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin
+        waited = sum(map(self._clock.seconds, waits[::2], waits[1::2]))
+        return self._clock.seconds(begin, end) - waited

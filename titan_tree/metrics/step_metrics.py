@@ -34,6 +34,8 @@ class StepReport:
     lr: float  # learning rate of the step
     epoch: int  # index of the epoch of the step's last group, from 0
     seconds: float  # wall-clock time of the step
+    passes_seconds: float  # of them, this rank's device spent so many on forward and backward passes
+    optimizer_seconds: float  # and so many on the gradient norm, clipping and the optimizer
     world_size: int  # number of ranks
     device: torch.device  # device of this rank
     validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
@@ -106,12 +108,16 @@ def partition_metrics(report: StepReport) -> dict[str, float]:
 
 
 def speed_metrics(report: StepReport) -> dict[str, float]:
-    """Returns tokens per second and the seconds of the step."""
+    """Returns tokens per second, the seconds of the step, and the shares of its parts, whose sum is 1."""
     counts = report.result.counts
+    passes, optimizer = report.passes_seconds / report.seconds, report.optimizer_seconds / report.seconds
     return {
         "leaf_tokens_per_s": counts.leaf_tokens / report.seconds,
         "executed_tokens_per_s": counts.executed_tokens / report.seconds,
         "step_s": report.seconds,
+        "passes_share": passes,
+        "optimizer_share": optimizer,
+        "host_share": 1 - passes - optimizer,
     }
 
 

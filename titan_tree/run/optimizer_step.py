@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,12 +23,23 @@ from titan_tree.components.moe import RouterBias
 from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
+from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError
 from titan_tree.metrics import StepReport, logprob_gaps
 
 logger = logging.getLogger(__name__)
+
+
+class Update(NamedTuple):
+    """The outcome of a step's passes and of its update of the weights."""
+
+    result: StepResult
+    loss: float
+    grad_norm: float  # before clipping
+    passes_seconds: float  # of this rank's device, as are those of the optimizer
+    optimizer_seconds: float
 
 
 @dataclass(kw_only=True)
@@ -94,11 +106,8 @@ class OptimizerStep:
             balance = self.balancing.finish_step(step, step_input, sizes, is_good=updated is not None)
         if updated is None:
             return None
-        result, loss, grad_norm = updated
         report = StepReport(
-            result=result,
-            loss=loss,
-            grad_norm=grad_norm,
+            **updated._asdict(),
             lr=lr,
             epoch=epoch,
             seconds=time.perf_counter() - started,
@@ -110,19 +119,21 @@ class OptimizerStep:
             self._check_logprobs(step, report)
         return report
 
-    def update_weights(self, step_input: StepInput, sizes: GlobalSizes) -> tuple[StepResult, float, float]:
+    def update_weights(self, step_input: StepInput, sizes: GlobalSizes) -> Update:
         """Runs forward and backward passes, then steps the optimizer and the router biases. Collective.
 
-        Returns:
-            The result of the passes, the loss, and the norm of its gradient before clipping.
         Raises:
             BadStepError: the loss or its gradient is not finite, or the loss counts no token. Weights,
                 optimizer states and router biases are unchanged, and no gradients are left.
         """
+        clock = DeviceClock(self.tree_step.device)
+        started = clock.mark()
         result = self.tree_step.run(step_input, sizes)
+        passes_done = clock.mark()
         norm = clip_and_step(self.optimizers, result.loss, self.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        optimizer_done = clock.mark()
         loss, grad_norm = result.loss.item(), norm.item()  # waits for the device
         values = {"loss": loss, "grad_norm": grad_norm}
         if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
@@ -132,7 +143,8 @@ class OptimizerStep:
             assert result.routing is not None
             assert self.tree_step.model.experts is not None
             self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
-        return result, loss, grad_norm
+        passes_seconds = clock.seconds(started, passes_done)
+        return Update(result, loss, grad_norm, passes_seconds, clock.seconds(passes_done, optimizer_done))
 
     def _check_logprobs(self, step: int, report: StepReport) -> None:
         """Warns if the weights before the step cannot have computed the log-probs of the paths."""
