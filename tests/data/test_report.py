@@ -12,6 +12,7 @@ from tests.support.datasets import REAL_DATA, sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.divergence import (
     DROPPED_THOUGHT,
+    EMPTY_THOUGHT,
     ENDS,
     OTHER_TEXT,
     OTHER_TOKENS,
@@ -109,7 +110,13 @@ THOUGHTS = {
     # The second sample has the first one's turn in its history, without the thought.
     "dropped": (["<s>=<think>| the|</think>| cat", "<s>| cat= sat| on"], DROPPED_THOUGHT),
     "dropped, heavier": (["<s>=<think>| the| dog| on|</think>| cat", "<s>| cat= sat"], DROPPED_THOUGHT),
-    "empty": (["<s>=<think>|</think>| cat", "<s>| cat= sat| on| dog"], DROPPED_THOUGHT),
+    "empty": (["<s>=<think>|</think>| cat", "<s>| cat= sat| on| dog"], EMPTY_THOUGHT),
+    "empty, in the prompt": (["<s>|<think>|</think>= cat", "<s>| cat= sat| on| dog"], EMPTY_THOUGHT),
+    "only the end kept": (["<s>=<think>| the|</think>| cat", "<s>|</think>| cat= sat| on"], DROPPED_THOUGHT),
+    "written without an empty block": (
+        ["<s>=<think>|</think>| cat", "<s>= cat", "<s>| cat= sat| on"],
+        OTHER_TEXT,
+    ),
     "next thought dropped as well": (
         ["<s>=<think>| the|</think>| cat|<think>| on|</think>| sat", "<s>| cat| sat= on"],
         DROPPED_THOUGHT,
@@ -136,11 +143,19 @@ THOUGHTS = {
 @pytest.mark.parametrize(("texts", "reason"), THOUGHTS.values(), ids=THOUGHTS)
 def test_dropped_thoughts(texts, reason):
     points = branch_points(tree_of_turns(*texts), decode)
-    assert points[0].depth == 1 + texts[0].startswith("<s>|<think>")
+    assert points[0].depth == 1 + all(text.startswith("<s>|<think>") for text in texts)
     assert [child.reason for child in points[0].children] == ["", reason]
     assert all(point.reasons == [ENDS] for point in points[1:])
     reversed_points = branch_points(tree_of_turns(*texts[::-1]), decode)
     assert [point.reasons for point in reversed_points] == [point.reasons for point in points]
+
+
+def test_a_dropped_thought_counts_more_than_an_empty_block():
+    tree = tree_of_turns("<s>=<think>|</think>| cat", "<s>=<think>| the|</think>| cat", "<s>| cat= sat| on")
+    assert [(p.depth, p.reasons) for p in branch_points(tree, decode)] == [
+        (1, [DROPPED_THOUGHT]),
+        (2, [OTHER_TEXT]),
+    ]
 
 
 def dropped_thoughts(tree):
@@ -199,6 +214,20 @@ def test_dropped_thoughts_of_real_rollouts():
         trees = (TokenTree.from_paths(reader.paths(group)) for group in reader.groups())
         points = [point for tree in trees for point in branch_points(tree, tokenizer.decode)]
         assert Counter(reason for point in points for reason in point.reasons) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
+def test_empty_thought_blocks_of_real_rollouts():
+    """ToolBench has no thoughts. Qwen3's template shows an empty block in the last turn only."""
+    tokenizer = TreeTokenizer.byte_level("qwen3")
+    reader = sample_reader(REAL_DATA / "toolbench_dfsdt.jsonl.gz", tokenizer)
+    counts = Counter()
+    for group in reader.groups():
+        tree = TokenTree.from_paths(reader.paths(group))
+        assert reported(tree, tokenizer.decode, EMPTY_THOUGHT) == dropped_thoughts(tree)
+        counts.update(r for point in branch_points(tree, tokenizer.decode) for r in point.reasons)
+    assert counts == {EMPTY_THOUGHT: 104, OTHER_TEXT: 200}
 
 
 def rendered(what):

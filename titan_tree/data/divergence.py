@@ -1,11 +1,13 @@
 """Merge report: where the paths of a token tree diverge, and why.
 
-Two samples diverge for one of four reasons:
+Two samples diverge for one of five reasons:
 
 - One of them ends.
 - Their texts differ.
 - The chat template dropped a thought: one sample has the reasoning of a turn, and the other one continues
   without it. Qwen3's template does so once the user speaks again.
+- The chat template added an empty thought block: as above, but the thought has no text. Qwen3's template
+  writes such a block for the last turn only.
 - The same text became other tokens. This is called retokenization. It happens when text is decoded and
   encoded again, or when a prompt is cut inside a word. It reduces sharing without need, so it is worth
   fixing.
@@ -33,6 +35,7 @@ Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
 RETOKENIZED = "same text, other tokens"
 DROPPED_THOUGHT = "the template dropped a thought"
+EMPTY_THOUGHT = "the template added an empty thought block"
 OTHER_TEXT = "other text"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
@@ -40,7 +43,8 @@ SHOWN = 50  # of these, at most so many characters are shown
 LEAST_SHOWN = 8  # and at least so many, in a narrow terminal
 THOUGHT_BEGINS = re.compile(r"\s*<think>")
 OPEN_THOUGHT = re.compile(r"<think>\s*$")
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+# Without <think>, as in the history of DeepSeek-V3.1, there is no thought.
+THOUGHT = re.compile(r"\s*(?:<think>(.*?))?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ def branch_points(tree: TokenTree, decode: Decode | None = None) -> list[BranchP
 
     Args:
         tree: the tree to report on.
-        decode: token ids -> text. Without it, ids are shown as text, and the reasons retokenization and
-            dropped thought are not found.
+        decode: token ids -> text. Without it, ids are shown as text, and retokenization and what the
+            template did to thoughts are not found.
     """
     return list(_branch_points(tree, decode))
 
@@ -117,10 +121,10 @@ def _children(tree: TokenTree, nodes: list[int], before: list[int], decode: Deco
             reason = OTHER_TOKENS
         elif any(_same_text(ahead, tokens, decode) for _, tokens in siblings):
             reason = RETOKENIZED
-        elif any(_thought_was_dropped(tree, (node, other), before, decode) for other, _ in siblings):
-            reason = DROPPED_THOUGHT
         else:
-            reason = OTHER_TEXT
+            pairs = [(node, other) for other, _ in siblings]
+            thoughts = set[str]().union(*(_thoughts_left_out(tree, pair, before, decode) for pair in pairs))
+            reason = DROPPED_THOUGHT if any(thoughts) else EMPTY_THOUGHT if thoughts else OTHER_TEXT
         siblings.append((node, ahead))
         yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
 
@@ -153,10 +157,12 @@ def _same_text(a: list[int], b: list[int], decode: Decode) -> bool:
     return shared >= max(len(decode(a[:1])), len(decode(b[:1])), 1)
 
 
-def _thought_was_dropped(
+def _thoughts_left_out(
     tree: TokenTree, siblings: tuple[int, int], before: list[int], decode: Decode
-) -> bool:
-    """Returns whether the paths through one sibling repeat a turn of the other one without its thought.
+) -> set[str]:
+    """Returns the thoughts of turns that paths through the other sibling repeat without the thought.
+
+    The thought of an empty block is "".
 
     Args:
         siblings: two nodes with the same parent.
@@ -171,14 +177,16 @@ def _thought_was_dropped(
             THOUGHT_BEGINS.match(shared + decode(tree.tokens[start : start + CONTEXT].tolist())) is not None
         )
 
-    return any(
-        begins_with_thought(node) and _repeats_without_thought(tree, node, other, shared, decode)
+    return {
+        thought
         for node, other in (siblings, siblings[::-1])
-    )
+        if begins_with_thought(node)
+        for thought in _repeated_without(tree, node, other, shared, decode)
+    }
 
 
-def _repeats_without_thought(tree: TokenTree, node: int, other: int, shared: str, decode: Decode) -> bool:
-    """Returns whether some path through ``other`` continues as one through ``node`` does after its thought.
+def _repeated_without(tree: TokenTree, node: int, other: int, shared: str, decode: Decode) -> set[str]:
+    """Returns the thoughts of paths through ``node`` whose rest is how some path through ``other`` begins.
 
     The turn must be history in all paths through ``other``: if the loss counts it, the model wrote it without
     a thought, and the texts differ for that reason.
@@ -186,24 +194,27 @@ def _repeats_without_thought(tree: TokenTree, node: int, other: int, shared: str
     depth = int(tree.node_depth[node])
     history = _paths_through(tree, other)
     if any(path.loss_mask[depth] for path in history):
-        return False
-    turns = set()  # texts from the end of the thought to the next thought, which may be dropped as well
+        return set()
+    turns = set()  # thought, and text from its end to the next thought, which may be left out as well
     for path in _paths_through(tree, node):
-        _, rest = _split_thought(shared + decode(path.tokens[depth:].tolist()))
-        turns.add(rest.partition("<think>")[0])
-    turns = {turn for turn in turns if turn.strip()}
-    size = max((len(turn.encode()) for turn in turns), default=0) + CONTEXT  # tokens; each has a byte or more
+        thought, rest = _split_thought(shared + decode(path.tokens[depth:].tolist()))
+        turn = rest.partition("<think>")[0]
+        if thought is not None and turn.strip():
+            turns.add((thought, turn))
+    longest = max((len(turn.encode()) for _, turn in turns), default=0)
+    ahead = slice(depth, depth + longest + CONTEXT)  # enough tokens, because each has a byte or more
+    repeated = set()
     for path in history:
-        thought, rest = _split_thought(shared + decode(path.tokens[depth : depth + size].tolist()))
-        if not thought and rest.startswith(tuple(turns)):
-            return True
-    return False
+        shown, rest = _split_thought(shared + decode(path.tokens[ahead].tolist()))
+        if not shown:
+            repeated |= {thought for thought, turn in turns if rest.startswith(turn)}
+    return repeated
 
 
 def _split_thought(text: str) -> tuple[str | None, str]:
     """Returns the thought at the beginning of a text, or None if there is none, and the text after it."""
     thought = THOUGHT.match(text)
-    return (thought[1].strip(), text[thought.end() :]) if thought else (None, text.lstrip())
+    return ((thought[1] or "").strip(), text[thought.end() :]) if thought else (None, text.lstrip())
 
 
 def _paths_through(tree: TokenTree, node: int) -> list[TokenPath]:
