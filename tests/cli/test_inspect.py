@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tests.support.datasets import REAL_DATA
-from titan_tree import cli
+from titan_tree import build_model, cli
+from titan_tree.models.pretrained import save_pretrained
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
         "n_nodes": 5,
         "por": pytest.approx(1 / 3),
         "por_samples": pytest.approx(1 / 3),
+        "bound": 1.5,
         "branching": 2.0,
         "n_branches": 2,
         "n_branch_children": 4,
@@ -77,7 +79,43 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
         "n_nodes": 6,
         "por": pytest.approx(4 / 15),
         "por_samples": pytest.approx(4 / 15),
+        "bound": pytest.approx(15 / 11),
     }
+
+
+def test_the_bound_by_operations_is_that_of_the_rows_of_leaf_paths(capsys, tmp_path):
+    """Group b is one path. Group a is three, of which the second is a prefix of the first."""
+    samples = [
+        ("a", [1, 2, 3, 4, 5], [0, 0, 0, 1, 1]),
+        ("a", [1, 2, 3], [0, 0, 1]),
+        ("a", [1, 2, 6], [0, 1, 1]),
+        ("b", [1, 2], [0, 1]),
+    ]
+    file, model = tmp_path / "rows.jsonl", build_model("qwen3", "debug")
+    keys = ("group_id", "tokens", "loss_mask")
+    file.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in samples))
+    costs = model.costs()
+
+    def operations(tokens, visible_pairs, edges):
+        work = costs.flops_per_token * tokens + costs.flops_per_visible_pair * visible_pairs
+        return work + costs.flops_per_edge * edges
+
+    a = (
+        operations(5, 15, 3) + operations(3, 6, 2),
+        operations(6, 15 + 3, 5),
+    )  # the rows of two leaves; the tree
+    b = operations(2, 3, 1)
+    save_pretrained(model, tmp_path / "snapshot")
+    for name in ("qwen3:debug", tmp_path / "snapshot"):
+        found = json.loads(inspect(capsys, file, "--model", name, "--json")[1])
+        assert [tree["operation_bound"] for tree in found["trees"]] == pytest.approx(
+            [a[0] / a[1], 1], rel=1e-12
+        )
+        assert found["all"]["operation_bound"] == pytest.approx((a[0] + b) / (a[1] + b), rel=1e-12)
+        assert found["trees"][0]["bound"] == 8 / 6
+    status, out, _ = inspect(capsys, file, "--model", "qwen3:debug")
+    assert (status, out.count(f" 1.33x     {a[0] / a[1]:.2f}x ")) == (0, 1)
+    assert "op bound: the same by operations of the model, those of attention included" in out
 
 
 def test_json_keeps_names_as_they_are(capsys, tmp_path):
@@ -147,6 +185,15 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
         ([tmp_path / "none.jsonl"], "no such file"),
         ([file, "--report", "c"], "--report c: no tree has this name; the first ones are a, b"),
         ([file, "--report", "aa"], "the closest are a\n"),
+        (
+            [file, "--model", "qwen3"],
+            "--model qwen3: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of",
+        ),
+        ([file, "--model", "qwen3:0.6b"], "unknown flavor of qwen3 '0.6b'; did you mean '0.6B'?"),
+        (
+            [file, "--model", "qwen3:0.6B", "--show", "a"],
+            "--model: expected no --report or --show, which print",
+        ),
         ([file, "--picture"], "--picture: expected --report ID as well; add it, or remove --picture"),
         ([file, "--show", "c"], "--show c: no sample or tree has this id; the first ones are a, b"),
         (["demo", "--show", "shop-3/trial9"], "the closest are shop-3/trial"),

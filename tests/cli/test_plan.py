@@ -56,6 +56,8 @@ def test_the_report_fits_80_columns_and_adds_up(capsys, tmp_path, monkeypatch):
     assert main(["plan", DEMO, "--gpus", "2"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
+    run = out.partition("\n\n")[0].splitlines()
+    assert all(line[2] != " " for line in run[1:])  # no line is wrapped
     titles = [line for line in out.splitlines() if line and not line.startswith(" ")]
     assert titles == ["run", "GiB on the fullest GPU", "seconds of a step", "suggested [parallel]", "notes"]
     assert "fits" in out

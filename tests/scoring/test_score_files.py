@@ -295,7 +295,7 @@ def test_the_command_line(tmp_path, capsys):
     command = ["score", data, out, "--config", str(tmp_path / "c.toml"), "--set", "data.max_tokens=20"]
     assert main(command) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == f"{out}: 8 groups with 16 samples; 184 tokens, 123 distinct"
+    assert printed[0] == f"{out}: 8 groups with 16 samples; tokens: 184 of all paths, 123 distinct"
     masks = [json.loads(line)["loss_mask"] for line in (tmp_path / "rows.jsonl").open()]
     trained = sum(entry > 0 for mask in masks for entry in mask)
     assert printed[1].startswith(f"rollout_logprobs of {trained} tokens: mean |difference| ")

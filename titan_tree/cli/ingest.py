@@ -20,6 +20,7 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import is_store, write_store
 from titan_tree.errors import UserError, printable
 from titan_tree.registry import ADVANTAGES
+from titan_tree.tree.token_tree import TreeStats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +43,12 @@ def run(args: argparse.Namespace) -> None:
     _check(reader, tokenizer)
     with progress_bar() as open_file:
         groups = ((group.id, reader.paths(group)) for group in reader.groups(open_file))
-        table = write_store(args.out, groups, _header(args, reader, tokenizer))
-    n_flat, n_tree, n_paths = (int(table[name].sum()) for name in ("n_flat", "n_tree", "n_paths"))
+        stats = write_store(args.out, groups, _header(args, reader, tokenizer))
+    total = TreeStats.total(stats)
     print(
-        f"{printable(args.out)}: {len(table):,} groups with {n_paths:,} samples; {n_flat:,} tokens, "
-        f"{n_tree:,} distinct; {Path(args.out).stat().st_size / 1e6:,.1f} MB"
+        f"{printable(args.out)}: {len(stats):,} groups with {total.n_paths:,} samples; "
+        f"tokens: {total.n_flat:,} of all paths, {total.n_leaf:,} of leaf paths, {total.n_tree:,} distinct; "
+        f"{Path(args.out).stat().st_size / 1e6:,.1f} MB"
     )
 
 

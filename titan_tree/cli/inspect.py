@@ -4,6 +4,8 @@ titan-tree inspect FILE               a table with one row per token tree
 titan-tree inspect FILE --report ID   where and why the samples of a tree diverge
 titan-tree inspect FILE --show ID     a sample, with the tokens that the loss counts
 titan-tree inspect FILE --json        the numbers of the table, for programs
+titan-tree inspect FILE --tokenizer FOLDER --model FOLDER
+                                      the table, with the bound of the speed-up for a model
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -30,15 +34,17 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.data_files import Group, holds_conversations
 from titan_tree.data.divergence import render_picture, render_report
-from titan_tree.data.packing import UngroupedLines, merged_trees
+from titan_tree.data.packing import UngroupedLines, leaf_trees, merged_trees
 from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.show import render_sample
 from titan_tree.errors import UserError, printable
 from titan_tree.tree.paths import ModelLimits
 from titan_tree.tree.token_tree import TokenTree, TreeStats
 
+if TYPE_CHECKING:  # inspect imports torch for --model only
+    from titan_tree.tree.costs import ModelCosts
+
 NamedTree = tuple[str, TokenTree]
-NamedStats = tuple[str, TreeStats]
 
 # In this order, if the terminal is too narrow for all columns.
 HIDDEN_FIRST = ("fan-out", "depth", "nodes", "POR all", "N_flat")
@@ -46,6 +52,7 @@ LEGEND = {
     "N_flat": "tokens of all paths; N_leaf: of one path per leaf; N_tree: distinct",
     "POR": "potential overlap ratio, 1 - N_tree / N_leaf; POR all: 1 - N_tree / N_flat",
     "bound": "largest speed-up over one row per leaf path, N_leaf / N_tree",
+    "op bound": "the same by operations of the model, those of attention included",
     "depth": "nodes on the deepest path",
     "fan-out": "mean children of a branching node",
     "longest": "tokens of the longest path",
@@ -75,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--limit", 20, "rows of the table, ids of --show"),
     ):
         add(option, type=_positive, default=default, metavar="N", help=f"{meaning} (default {default})")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="also show the bound by the operations of a model: NAME:FLAVOR, such as qwen3:0.6B, or the "
+        "folder of a Hugging Face snapshot",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--report", metavar="ID", help="show where and why the paths of one tree diverge")
     output.add_argument(
@@ -98,6 +111,9 @@ def run(args: argparse.Namespace) -> None:
     """Runs ``titan-tree inspect``. Raises UserError for malformed input."""
     if args.picture and args.report is None:
         raise UserError("--picture: expected --report ID as well; add it, or remove --picture")
+    if args.model is not None and (args.report is not None or args.show is not None):
+        raise UserError("--model: expected no --report or --show, which print no bound; remove one of them")
+    costs = None if args.model is None else _model_costs(args.model)
     config = data_config(args)
     tokenizer = _load_tokenizer(args, config)
     decodes = args.show is not None or args.report is not None
@@ -110,16 +126,16 @@ def run(args: argparse.Namespace) -> None:
     elif args.report is not None:
         _print_report(console, args, _trees(args, reader), tokenizer)
     elif args.json:
-        stats = [(name, tree.stats) for name, tree in _trees(args, reader)]
-        trees = [{"id": name, **_as_json(tree)} for name, tree in stats]
-        total = _as_json(TreeStats.total([tree for _, tree in stats]))
+        sizes = [Sizes.of(name, tree, costs) for name, tree in _trees(args, reader)]
+        trees = [{"id": tree.name, **tree.as_json()} for tree in sizes]
         unfinished = {name.replace(" ", "_"): reader.endings[name] for name in UNFINISHED}
-        print(json.dumps({"trees": trees, "all": total, "answers": unfinished}))
+        print(json.dumps({"trees": trees, "all": Sizes.total(sizes).as_json(), "answers": unfinished}))
         return
     else:
         ungrouped, boilerplate = UngroupedLines(), TrainedBoilerplate(tokenizer)
-        stats = [(n, boilerplate.counted(tree).stats) for n, tree in _trees(args, reader, ungrouped)]
-        _print_table(console, stats, args.limit)
+        named = _trees(args, reader, ungrouped)
+        sizes = [Sizes.of(name, boilerplate.counted(tree), costs) for name, tree in named]
+        _print_table(console, sizes, args.limit)
         boilerplate.print(console)
         if any(reader.endings[name] for name in UNFINISHED):
             counts = [f"{reader.endings[name]:,} {name} ({done})" for name, done in UNFINISHED.items()]
@@ -130,6 +146,74 @@ def run(args: argparse.Namespace) -> None:
         console.print(
             "these tokens are bytes; use --tokenizer FOLDER to see those of your model", style="yellow"
         )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a tree, or of all trees together.
+
+    Attributes:
+        name: the name of the tree; of all trees, how many there are.
+        stats: the numbers of tokens, paths and nodes.
+        leaf_flops: operations of training one row per leaf path; 0 without --model.
+        tree_flops: operations of training the tree; 0 without --model.
+    """
+
+    name: str
+    stats: TreeStats
+    leaf_flops: int = 0
+    tree_flops: int = 0
+
+    @classmethod
+    def of(cls, name: str, tree: TokenTree, costs: ModelCosts | None) -> Sizes:
+        """Returns the sizes of a tree, and its operations in the model that has these costs."""
+        if costs is None:
+            return cls(name, tree.stats)
+        rows = leaf_trees(tree.paths)  # what data.layout = "leaf" trains
+        flops = (costs.training_flops_of_trees(trees) for trees in (rows, [tree]))
+        return cls(name, tree.stats, *flops)
+
+    @classmethod
+    def total(cls, sizes: Sequence[Sizes]) -> Sizes:
+        """Returns the sizes of all trees."""
+        return cls(
+            f"all {len(sizes):,}",
+            TreeStats.total([tree.stats for tree in sizes]),
+            sum(tree.leaf_flops for tree in sizes),
+            sum(tree.tree_flops for tree in sizes),
+        )
+
+    @property
+    def operation_bound(self) -> float | None:
+        """The largest speed-up over one row per leaf path, by operations; None without --model."""
+        return self.leaf_flops / self.tree_flops if self.tree_flops else None
+
+    def as_json(self) -> dict[str, object]:
+        """Returns all numbers. The bound by operations is missing without --model."""
+        numbers: dict[str, object] = asdict(self.stats)
+        for name in ("por", "por_samples", "bound", "branching"):
+            numbers[name] = getattr(self.stats, name)
+        if self.operation_bound is not None:
+            numbers["operation_bound"] = self.operation_bound
+        return numbers
+
+    def cells(self) -> dict[str, str]:
+        """Returns the text of each column of the table."""
+        stats, bound = self.stats, self.operation_bound
+        return {
+            "paths": f"{stats.n_paths:,}",
+            "N_flat": f"{stats.n_flat:,}",
+            "N_leaf": f"{stats.n_leaf:,}",
+            "N_tree": f"{stats.n_tree:,}",
+            "POR": f"{stats.por:.3f}",
+            "POR all": f"{stats.por_samples:.3f}",
+            "bound": f"{stats.bound:.2f}x",
+            **({} if bound is None else {"op bound": f"{bound:.2f}x"}),
+            "nodes": f"{stats.n_nodes:,}",
+            "depth": f"{stats.max_depth}",
+            "fan-out": f"{stats.branching:.2f}",
+            "longest": f"{stats.longest_path:,}",
+        }
 
 
 class TrainedBoilerplate:
@@ -181,6 +265,25 @@ def _load_tokenizer(args: argparse.Namespace, config: DataConfig) -> TreeTokeniz
     if holds_conversations(next(SampleReader(config).groups())):
         return TreeTokenizer.byte_level(args.template or "chatml")
     return None
+
+
+def _model_costs(model: str) -> ModelCosts:
+    """Returns the costs of --model: a family and its size, or a snapshot."""
+    import torch
+
+    from titan_tree.models.decoder import build_model
+    from titan_tree.models.pretrained import model_from_config
+
+    name, colon, flavor = model.partition(":")
+    with torch.device("meta"):
+        if Path(model).is_dir():
+            return model_from_config(model).costs()
+        if not colon:
+            raise UserError(
+                f"--model {model}: expected NAME:FLAVOR, such as qwen3:0.6B, or the folder of a Hugging Face "
+                "snapshot; there is no such folder"
+            )
+        return build_model(name, flavor).costs()
 
 
 def _trees(
@@ -263,65 +366,46 @@ def _similar(name: str, names: Sequence[str]) -> str:
     return f"the first ones are {', '.join(names[:3])}"
 
 
-def _as_json(stats: TreeStats) -> dict[str, object]:
-    return asdict(stats) | {"por": stats.por, "por_samples": stats.por_samples, "branching": stats.branching}
-
-
-def _print_table(console: Console, stats: list[NamedStats], limit: int) -> None:
+def _print_table(console: Console, sizes: list[Sizes], limit: int) -> None:
     unlimited = console.options.update(width=10_000)
     for number in range(len(HIDDEN_FIRST) + 1):
         hidden = HIDDEN_FIRST[:number]
-        table = _table(stats, limit, hidden)
+        table = _table(sizes, limit, hidden)
         if console.measure(table, options=unlimited).maximum <= console.width:
             break
     console.print(table)
-    legend = [f"{column}: {meaning}" for column, meaning in LEGEND.items() if column not in hidden]
+    total = Sizes.total(sizes)
+    columns = total.cells().keys() - set(hidden)
+    legend = [f"{column}: {meaning}" for column, meaning in LEGEND.items() if column in columns]
     if hidden:
         legend.append(f"hidden at this width: {', '.join(hidden)}")
     console.print("\n".join(legend), style="dim", highlight=False)
-    total = TreeStats.total([tree for _, tree in stats])
-    if total.n_rows:
+    if (stats := total.stats).n_rows:
         console.print(
-            f"routed experts: recorded for {total.n_rows:,} rows (one token in one layer); paths disagree on "
-            f"{total.n_disagreeing / total.n_rows:.2%} of them, see data.replay",
+            f"routed experts: recorded for {stats.n_rows:,} rows (one token in one layer); paths disagree on "
+            f"{stats.n_disagreeing / stats.n_rows:.2%} of them, see data.replay",
             highlight=False,
         )
-    name, largest = max(stats, key=lambda row: row[1].n_tree)
+    largest = max(sizes, key=lambda tree: tree.stats.n_tree)
     console.print(
-        f"largest tree: {printable(name)}, {largest.n_tree:,} tokens; partitioned if above data.max_tokens",
+        f"largest tree: {printable(largest.name)}, {largest.stats.n_tree:,} tokens; partitioned if above "
+        "data.max_tokens",
         highlight=False,
         markup=False,
     )
 
 
-def _table(stats: list[NamedStats], limit: int, hidden: Sequence[str]) -> Table:
+def _table(sizes: list[Sizes], limit: int, hidden: Sequence[str]) -> Table:
     """Returns one row per tree, with all columns except the hidden ones."""
-    total = TreeStats.total([tree for _, tree in stats])
+    total = Sizes.total(sizes)
     table = Table(box=box.SIMPLE, show_edge=False, padding=(0, 0, 0, 1), show_footer=True)
-    table.add_column("tree", footer=f"all {len(stats):,}", overflow="fold")
-    for column, cell in _cells(total).items():
+    table.add_column("tree", footer=total.name, overflow="fold")
+    for column, cell in total.cells().items():
         if column not in hidden:
             table.add_column(column, footer=cell, justify="right", no_wrap=True)
-    for name, tree in stats[:limit]:
-        cells = _cells(tree)
-        table.add_row(escape(printable(name)), *(cells[column] for column in cells if column not in hidden))
-    if len(stats) > limit:
-        table.add_row(f"... {len(stats) - limit:,} more", style="dim")
+    for tree in sizes[:limit]:
+        cells = [cell for column, cell in tree.cells().items() if column not in hidden]
+        table.add_row(escape(printable(tree.name)), *cells)
+    if len(sizes) > limit:
+        table.add_row(f"... {len(sizes) - limit:,} more", style="dim")
     return table
-
-
-def _cells(stats: TreeStats) -> dict[str, str]:
-    """Returns the text of each column."""
-    return {
-        "paths": f"{stats.n_paths:,}",
-        "N_flat": f"{stats.n_flat:,}",
-        "N_leaf": f"{stats.n_leaf:,}",
-        "N_tree": f"{stats.n_tree:,}",
-        "POR": f"{stats.por:.3f}",
-        "POR all": f"{stats.por_samples:.3f}",
-        "bound": f"{stats.n_leaf / stats.n_tree:.2f}x",
-        "nodes": f"{stats.n_nodes:,}",
-        "depth": f"{stats.max_depth}",
-        "fan-out": f"{stats.branching:.2f}",
-        "longest": f"{stats.longest_path:,}",
-    }

@@ -81,7 +81,7 @@ def describe(out: str, totals: ScoreTotals) -> str:
     """Returns what was written, and how the sampling engine's log-probs differ."""
     lines = [
         f"{printable(out)}: {totals.groups:,} groups with {totals.paths:,} samples; "
-        f"{totals.tokens:,} tokens, {totals.distinct:,} distinct"
+        f"tokens: {totals.tokens:,} of all paths, {totals.distinct:,} distinct"
     ]
     if n := totals.compared:
         lines.append(

@@ -29,7 +29,7 @@ from titan_tree.data.readers import Place, Reader, Record, Source
 from titan_tree.data.tree_bytes import padding, tree_from_bytes, tree_to_bytes
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import TokenTree
+from titan_tree.tree.token_tree import TokenTree, TreeStats
 
 MAGIC = b"TITANTOK"
 VERSION = 1
@@ -138,7 +138,7 @@ def is_store(file: Path) -> bool:
 
 def write_store(
     file: str | Path, groups: Iterable[tuple[str, Sequence[TokenPath]]], header: Mapping[str, object]
-) -> np.ndarray:
+) -> list[TreeStats]:
     """Writes a store. The file appears under its name only when it is complete.
 
     Args:
@@ -147,13 +147,13 @@ def write_store(
         header: what the groups were made of, as JSON values.
 
     Returns:
-        The table of the store, see ``TokenStore``.
+        The sizes of the tree of each group.
 
     Raises:
         UserError: the file exists or cannot be written.
     """
     path, partial = Path(file), Path(f"{file}.{os.getpid()}.tmp")
-    ids, rows = [], []
+    ids, rows, all_stats = [], [], []
     try:
         _refuse_existing(path)
         with open(partial, "wb") as out:
@@ -163,7 +163,7 @@ def write_store(
                 _align(out)
                 content = tree_to_bytes(tree)
                 ids.append(id)
-                stats = tree.stats
+                all_stats.append(stats := tree.stats)
                 sizes = stats.n_tree, stats.n_flat, stats.n_paths
                 rows.append((out.tell(), len(content), zlib.crc32(content), *sizes))
                 out.write(content)
@@ -182,7 +182,7 @@ def write_store(
     finally:
         with suppress(OSError):  # it has its final name already, or was never made
             partial.unlink()
-    return table
+    return all_stats
 
 
 def _refuse_existing(path: Path) -> None:

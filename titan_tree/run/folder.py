@@ -117,7 +117,8 @@ def summary(steps: int, total: StepCounts, bad_steps: int) -> str:
         )
     return (
         f"trained {steps} steps on {total.num_trees:,} trees of {total.num_paths:,} paths: "
-        f"{total.logical_tokens:,} tokens, {total.leaf_tokens:,} of leaf paths, {total.executed_tokens:,} "
-        f"executed (POR {100 * total.por:.1f}%, {total.leaf_tokens / total.executed_tokens:.2f}x fewer)"
+        f"{total.logical_tokens:,} tokens of all paths, {total.leaf_tokens:,} of leaf paths, "
+        f"{total.executed_tokens:,} executed "
+        f"(POR {100 * total.por:.1f}%, {total.leaf_tokens / total.executed_tokens:.2f}x fewer)"
         f"{'; ' if skipped else ''}{skipped}"
     )

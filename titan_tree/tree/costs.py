@@ -162,7 +162,14 @@ class ModelCosts:
         experts, only those that the token uses count. Each edge counts the same for the output projection.
         ``Mixer.flops`` adds what mixes tokens. The batch must be on the CPU.
         """
-        tokens, visible_pairs, edges, _ = batch_sizes(batch)
+        return self._flops(*batch_sizes(batch)[:3])
+
+    def training_flops_of_trees(self, trees: Sequence[TokenTree]) -> int:
+        """Returns the same for whole trees, of whose edges only those that the loss counts are scored."""
+        tokens, visible_pairs, edges, _ = tree_sizes(trees).sum(0).tolist()
+        return self._flops(tokens, visible_pairs, edges)
+
+    def _flops(self, tokens: int, visible_pairs: int, edges: int) -> int:
         layers = self.flops_per_token * tokens + self.flops_per_visible_pair * visible_pairs
         return layers + self.flops_per_edge * edges
 

@@ -57,6 +57,11 @@ class TreeStats:
         return reuse_ratio(self.n_flat, self.n_tree)
 
     @property
+    def bound(self) -> float:
+        """N_leaf / N_tree: the largest speed-up over one row per leaf path, if time follows tokens."""
+        return self.n_leaf / self.n_tree
+
+    @property
     def branching(self) -> float:
         """Mean number of children of a branching node; 0 if no node branches."""
         return self.n_branch_children / self.n_branches if self.n_branches else 0.0

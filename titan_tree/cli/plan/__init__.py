@@ -119,10 +119,8 @@ def _print(plan: dict[str, Any]) -> None:
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters"),
             ("GPUs", f"{plan['gpus']} x {plan['gpu']}"),
             ("sample", f"{plan['groups']:,} groups in {plan['steps']:,} optimizer step(s)"),
-            (
-                "tokens of a step",
-                f"{executed:,.0f} executed, {leaf:,.0f} of leaf paths, {plan['logical_tokens']:,.0f} of all",
-            ),
+            ("tokens of a step", f"{executed:,.0f} executed, {leaf:,.0f} of leaf paths"),
+            ("tokens of all paths", f"{plan['logical_tokens']:,.0f} in a step"),
             ("POR", f"{plan['por']:.1%} of leaf paths, {plan['por_samples']:.1%} of all: what trees save"),
             ("micro-batches of a GPU", f"at most {plan['micro_batches']:,}"),
             ("forward passes of a GPU", f"at most {plan['forward_passes']:,}"),
