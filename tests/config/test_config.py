@@ -192,6 +192,27 @@ def test_a_renamed_key_fails_with_the_name_of_its_successor(file: Path, key: str
     assert_says(lambda: load_config(file), ["x.toml", *says])
 
 
+def test_context_parallel_is_another_name_of_sequence_parallel(file: Path) -> None:
+    file.write_text(f"{GOOD}\n[parallel]\ncontext_parallel = 4")
+    config = load_config(file)
+    assert config.parallel.sequence_parallel == 4
+    assert "\nsequence_parallel = 4\n" in dump_config(config)
+    assert "context_parallel" not in dump_config(config)
+    assert load_config(file, ["parallel.sequence_parallel=2"]).parallel.sequence_parallel == 2
+    assert load_config(file, ["parallel.context_parallel=2"]).parallel.sequence_parallel == 2
+    file.write_text(f"{file.read_text()}\nsequence_parallel = 2")
+    says = (
+        "expected the value of parallel.sequence_parallel, which is the same key; remove one of them, got 4"
+    )
+    assert_says(lambda: load_config(file), [f"{file}: parallel.context_parallel: {says}"])
+    file.write_text(file.read_text().replace("sequence_parallel = 2", "sequence_parallel = 4"))
+    assert load_config(file) == config
+    wrong = [
+        "argument 'parallel.context_parallel=x': parallel.sequence_parallel: expected an integer, got 'x'"
+    ]
+    assert_says(lambda: load_config(file, ["parallel.context_parallel=x"]), wrong)
+
+
 def test_required_keys_and_missing_files_are_named(file: Path) -> None:
     file.write_text('[model]\nflavor = "debug"')
     assert_says(lambda: load_config(file), ["x.toml", "data.files", "missing"])

@@ -38,6 +38,8 @@ RENAMED = {
     "metrics.csv": 'metrics.loggers, a list of names: add or remove "csv"',
     "metrics.tensorboard": 'metrics.loggers, a list of names: add or remove "tensorboard"',
 }
+# Other names of keys in the same table. ``dump_config`` writes the key.
+SYNONYMS = {"parallel.context_parallel": "sequence_parallel"}  # torchtitan's name
 # What a key of each type accepts.
 EXPECTED = {
     bool: "true or false",
@@ -168,6 +170,10 @@ class _Schema(NamedTuple):
         """Yields the keys and values of a table. Raises UserError for unknown keys and for wrong types."""
         for field, value in table.items():
             key = f"{name}.{field}" if name else field
+            if (synonym := SYNONYMS.get(key)) is not None:
+                same = f"the value of {name}.{synonym}, which is the same key; remove one of them"
+                require(table.get(synonym, value) == value, key, same, shorten(value))
+                field, key = synonym, f"{name}.{synonym}"
             if "." in field or key not in {*self.tables, *self.types}:
                 raise UserError(self.explain_unknown(name, field))
             if key in self.tables:

@@ -100,7 +100,8 @@ class ParallelConfig(Checked, table="parallel"):
     replicate: int = setting(1, at_least(1))
     # Number of adjacent ranks that train on the same trees and share their tokens: for trees that are too
     # large for one GPU, and for steps with fewer trees than GPUs. It must divide the number of attention
-    # heads. These ranks exchange tokens in every layer, so they should be on the same machine.
+    # heads. These ranks exchange tokens in every layer, so they should be on the same machine. torchtitan's
+    # name, context_parallel, is accepted, too.
     sequence_parallel: int = setting(1, at_least(1))
     # Number of adjacent ranks that shard the experts of a layer. It must divide the number of ranks and of
     # experts. Tokens are sent to the ranks of their experts. The number of ranks divided by expert_parallel
