@@ -298,11 +298,13 @@ def test_hyperparameters_of_the_configuration_override_the_checkpoint(tmp_path: 
     assert read_metrics(changed.config)[-1]["lr"] == "0.0003"
 
 
-def test_a_checkpoint_without_newer_keys_of_the_loss_has_their_defaults() -> None:
+def test_a_checkpoint_without_newer_keys_has_their_defaults() -> None:
     now = {"loss": dataclasses.asdict(LossConfig(name="grpo"))}
     assert config_changes({"loss": {"name": "grpo"}}, now) == ([], [])
     now["loss"]["kl"]["coefficient"] = 0.1
     assert config_changes({"loss": {"name": "grpo"}}, now) == (["loss.kl.coefficient: 0.0 -> 0.1"], [])
+    assert config_changes({}, {"data": {"paths": "all"}}) == ([], [])
+    assert config_changes({}, {"data": {"paths": "longest"}}) == (["data.paths: 'all' -> 'longest'"], [])
 
 
 def test_user_errors_are_one_line_and_status_2(

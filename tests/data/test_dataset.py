@@ -10,8 +10,9 @@ from itertools import islice
 import pytest
 
 from tests.support.cases import for_each
-from tests.support.datasets import tree_dataset
+from tests.support.datasets import sample_reader, tree_dataset
 from titan_tree.components.tree_tokenizer import TreeTokenizer
+from titan_tree.data.token_store import write_store
 from titan_tree.errors import UserError
 from titan_tree.tree.paths import ModelLimits, TokenPath
 
@@ -298,6 +299,32 @@ def test_leaf_layout_makes_one_row_per_leaf(file):
     assert len(rows) < sum(len(tree.paths) for tree in trees)
 
 
+@pytest.mark.parametrize("merge", ["group", "batch"])
+def test_longest_keeps_the_first_longest_path_of_each_group_and_its_prefixes(file, tmp_path, merge):
+    """So it is with files and with a token store of all their paths, in the order of the file."""
+    expected = []
+    for group in range(NUM_GROUPS):
+        paths = [r["tokens"] for r in records(file) if r["group_id"] == group]
+        longest = sorted(paths, key=len, reverse=True)[0]  # sorting is stable
+        expected.append([path for path in paths if longest[: len(path)] == path])
+    options = {"paths": "longest", "merge": merge, "global_batch_groups": NUM_GROUPS, "max_tokens": 64}
+    with_others = sample_reader(file)
+    store = tmp_path / "store"
+    write_store(
+        store,
+        ((group.id, with_others.paths(group)) for group in with_others.groups()),
+        {"sample": {}, "advantage": "given", "tokenizer": None},
+    )
+    for source in (file, store):
+        reader = sample_reader(source, paths="longest")
+        kept = [[path.tokens.tolist() for path in reader.paths(group)] for group in reader.groups()]
+        assert kept == expected
+        (trees,) = steps(tree_dataset(source, **options), 1)
+        assert tokens(trees) == Counter(tuple(path) for paths in expected for path in paths)
+    assert any(len(paths) > 1 for paths in expected)
+    assert sum(map(len, expected)) < len(records(file))
+
+
 def leaf_paths(paths):
     """Returns the different paths that are no prefixes of others."""
     different = {tuple(path.tokens.tolist()) for path in paths}
@@ -347,6 +374,7 @@ def test_larger_trees_are_micro_batches_of_their_own_if_allowed(file, options):
         ({"advantage": "grpo"}, "data.advantage: expected one of given, group, mean, .* got 'grpo'"),
         ({"advantage": "group"}, r"groups.jsonl:\d+: reward: expected a finite number"),
         ({"layout": "chain"}, "data.layout: expected one of tree, leaf, flat"),
+        ({"paths": "first"}, "data.paths: expected one of all, longest, got 'first'"),
         ({"global_batch_groups": 0}, "data.global_batch_groups: expected at least 1, got 0"),
     ],
 )

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from titan_tree.data.packing import balanced, flat_trees, merged_trees, pack, shuffled
+from titan_tree.data.packing import balanced, flat_trees, longest_path, merged_trees, pack, shuffled
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -44,6 +44,14 @@ def test_merged_trees_start_a_new_tree_when_the_next_path_does_not_fit():
         assert [len(tree) for tree in trees] == [naive_trie_size(run) for run in found]
         for run, following in pairwise(found):
             assert naive_trie_size(run) <= limit < naive_trie_size([*run, following[0]])
+
+
+def test_longest_path_keeps_the_first_longest_one_with_its_prefixes():
+    lists = [[1, 2, 3], [1, 2, 4], [1], [1, 2, 3], [2, 2]]
+    paths = [TokenPath(tokens, id=str(i)) for i, tokens in enumerate(lists)]
+    assert [path.id for path in longest_path(paths)] == ["0", "2", "3"]
+    assert [path.id for path in longest_path(paths[1:])] == ["1", "2"]
+    assert longest_path(paths[4:]) == paths[4:]
 
 
 def test_flat_trees_share_nothing():

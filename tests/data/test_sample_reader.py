@@ -303,3 +303,16 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
         "f:2: old_logprobs: all of them are 0, as if the model could say nothing else; check that they were "
         "recorded, or remove the field"
     )
+
+
+def test_only_all_paths_of_preference_data_are_read(tmp_path):
+    pair = [{"tokens": [1, 2], "preference": "chosen"}, {"tokens": [1, 3, 4], "preference": "rejected"}]
+    file = write(tmp_path / "pairs.jsonl", {"tokens": [1, 2]}, {"trajectories": pair})
+    assert [len(paths) for _, paths in read(file)] == [1, 2]
+    message = (
+        f"{file}:2: preference: expected none with data.paths = 'longest', because a loss of preferences "
+        "needs all paths; set data.paths = 'all'"
+    )
+    with pytest.raises(UserError) as error:
+        read(file, paths="longest")
+    assert str(error.value) == message

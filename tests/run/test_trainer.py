@@ -305,6 +305,7 @@ def test_validation_scores_held_out_files_as_each_path_alone(tmp_path: Path) -> 
     """Loss and accuracy equal those of plain forward passes over every path; partitions change nothing."""
     held_out = write_groups(tmp_path / "held_out.jsonl", num_groups=3, seed=1)
     options = {"validation__files": held_out, "validation__interval": 3, "training__steps": 4}
+    options["data__paths"] = "longest"  # only for training
     trainer = train(tiny_config(tmp_path / "whole", **options))
     rows = read_metrics(trainer.config)
     assert [row["step"] for row in rows if row["validation_loss"]] == ["3", "4"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from titan_tree.config import LossConfig
+from titan_tree.config import DataConfig, LossConfig
 from titan_tree.config.rl import RLConfig
 from titan_tree.errors import UserError, shorten
 
@@ -21,6 +21,7 @@ DECISIVE = (
     "data.global_batch_groups",
     "data.layout",
     "data.merge",
+    "data.paths",
     "data.replay",
     "data.sample.",
     "data.seed",
@@ -78,7 +79,8 @@ def config_changes(
         The changes that make a curve misleading, and all others, each as "key: before -> now".
     """
     # Checkpoints of older versions lack newer keys of these tables, which then had their defaults.
-    defaults = dict(flat({"loss": asdict(LossConfig()), "rl": asdict(RLConfig())}))
+    tables = {"data": asdict(DataConfig(files="")), "loss": asdict(LossConfig()), "rl": asdict(RLConfig())}
+    defaults = dict(flat(tables))
     old, new = defaults | dict(flat(before)), defaults | dict(flat(now))
     decisive: list[str] = []
     other: list[str] = []

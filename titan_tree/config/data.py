@@ -55,6 +55,9 @@ class DataConfig(Checked, table="data"):
     # "tree" trains on token trees. Baselines: "leaf" trains one row per leaf, together with the paths that
     # are its prefixes; "flat" trains one row per path.
     layout: Literal["tree", "leaf", "flat"] = "tree"
+    # Paths of a group that are trained. Baseline: "longest" keeps the path with the most tokens, together
+    # with the paths that are its prefixes.
+    paths: Literal["all", "longest"] = "all"
     # Source of the advantages: "given" in the data, or an estimator that computes them from the rewards of
     # each group, such as "group" in GRPO (docs/advantages.md).
     advantage: str = setting("given", one_of("given", ADVANTAGES))
@@ -117,7 +120,7 @@ class PartitionConfig(Checked, table="partition"):
 
 @dataclass(kw_only=True)
 class ValidationConfig(Checked, table="validation"):
-    """Held-out files to score during training. The keys of [data] apply to them, except ``files``."""
+    """Held-out files to score during training, with all their paths. Other keys of [data] apply, too."""
 
     files: Any = setting(None, PATHS)  # A path, a glob pattern or a list of them. Default: no validation.
     interval: int = setting(100, at_least(1))  # Steps between validations. The last step validates, too.

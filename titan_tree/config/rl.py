@@ -22,7 +22,8 @@ from titan_tree.registry import ADVANTAGES, ENVIRONMENTS
 
 # Keys of [data] that say how files are read. An environment has no files.
 OF_FILES = (
-    *("weights", "format", "ignore_fields", "sample", "merge", "advantage", "shuffle_buffer", "workers"),
+    *("weights", "format", "ignore_fields", "sample", "merge", "paths", "advantage", "shuffle_buffer"),
+    "workers",
 )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from titan_tree.data.data_files import Group
 from titan_tree.data.token_store import STORED
+from titan_tree.errors import UserError
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.routed_experts import Replay, has_experts, split_keys
 from titan_tree.tree.token_tree import TokenTree, common_prefix, lexicographic_order
@@ -41,6 +42,24 @@ def shuffled(items: Iterable[T], buffer_size: int, random_order: random.Random) 
             buffer[slot] = item
     random_order.shuffle(buffer)
     yield from buffer
+
+
+def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
+    """Returns the longest path of a group, together with the paths that are its prefixes, in their order.
+
+    This is the baseline of the experiment on quality in Tree Training (arXiv:2511.00413, section 4.7). The
+    first of several longest paths counts. Its prefixes hold the loss masks of its earlier turns.
+
+    Raises:
+        UserError: the paths have preferences, so the loss compares several of them.
+    """
+    if any(path.preference is not None for path in paths):
+        raise UserError(
+            "preference: expected none with data.paths = 'longest', because a loss of preferences needs all "
+            "paths; set data.paths = 'all'"
+        )
+    longest = max(paths, key=len).tokens
+    return [path for path in paths if np.array_equal(path.tokens, longest[: len(path)])]
 
 
 def leaf_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:

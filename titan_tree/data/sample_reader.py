@@ -18,6 +18,7 @@ from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.endings import ending
 from titan_tree.data.advantages import advantages, check_options, rollout_rewards
 from titan_tree.data.data_files import DataFiles, Group, Trajectory, group_trajectories
+from titan_tree.data.packing import longest_path
 from titan_tree.data.readers import Record
 from titan_tree.data.readers.chat import marked
 from titan_tree.data.schema import (
@@ -101,9 +102,12 @@ class SampleReader(DataFiles):
         """
         replay = self.config.replay if replay is None else replay
         tree = self._stored_tree(group)
-        if tree is not None and (replay == "off" or not any(map(has_experts, tree.paths))):
+        if tree is None:
+            return TokenTree.from_paths(self.paths(group), replay)
+        paths = self._chosen(group, tree.paths)
+        if len(paths) == len(tree.paths) and (replay == "off" or not any(map(has_experts, paths))):
             return tree
-        return TokenTree.from_paths(self.paths(group) if tree is None else tree.paths, replay)
+        return TokenTree.from_paths(paths, replay)
 
     def _stored_tree(self, group: Group) -> TokenTree | None:
         """Returns the tree of a group of a token store, or None for other groups."""
@@ -146,17 +150,24 @@ class SampleReader(DataFiles):
             )
 
     def paths(self, group: Group) -> list[TokenPath]:
-        """Returns the training samples of a group in file order.
+        """Returns the training samples of a group in file order: those that ``config.paths`` chooses.
 
         Raises:
             UserError: a malformed sample; the message names file, line and field, and what was expected.
         """
         if (stored := self._stored_tree(group)) is not None:
-            return list(stored.paths)
-        return [path for _, paths in self.paths_by_trajectory(group) for path in paths]
+            return self._chosen(group, stored.paths)
+        paths = [path for _, paths in self.paths_by_trajectory(group) for path in paths]
+        return self._chosen(group, paths)
+
+    def _chosen(self, group: Group, paths: Sequence[TokenPath]) -> list[TokenPath]:
+        if self.config.paths == "all":
+            return list(paths)
+        with errors_at(group.records[0][0]):
+            return longest_path(paths)
 
     def paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
-        """Returns the trajectories of a group in file order, each with the paths of its samples.
+        """Returns the trajectories of a group in file order, each with the paths of all its samples.
 
         Raises:
             UserError: see ``paths``.

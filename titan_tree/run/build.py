@@ -140,7 +140,8 @@ def build_validation(
     """Returns one epoch of the validation files in their own order, or None if there are none."""
     if config.validation.files is None:
         return None
-    data = dataclasses.replace(config.data, files=config.validation.files, weights=None, shuffle_buffer=0)
+    files = config.validation.files
+    data = dataclasses.replace(config.data, files=files, paths="all", weights=None, shuffle_buffer=0)
     return build_dataset(build_reader(data, tokenizer, model), config, 1, mesh)
 
 
