@@ -52,7 +52,10 @@ def trees_of(seed: int, replays: bool) -> list[TokenTree]:
         path.id = f"p{number}"
     for group in groups:
         TokenPath.join_rollout(group[::2])
-    return [TokenTree.from_paths(group, "majority" if replays else "off") for group in groups]
+    trees = [TokenTree.from_paths(group, "majority" if replays else "off") for group in groups]
+    for tree in trees:
+        tree.weigh_edges()
+    return trees
 
 
 def in_pieces(trees: list[TokenTree], seed: int) -> list[list[TokenTree]]:
@@ -73,13 +76,13 @@ CUT = TreePartitioner("redundancy_free", 4)  # some partitions hold only tokens 
 CASES: dict[str, tuple[Any, ...]] = {  # model, partitioner, router losses, loss, whether experts are replayed
     "sft": ("qwen3", None, None, ("sft", "path_mean"), False),
     "rollouts": ("qwen3", None, None, ("sft", "rollout_token_mean"), False),
-    "whole paths": ("qwen3", None, None, ("gspo", "path_token_mean"), False),
+    "whole paths": ("qwen3", None, None, ("gspo", "first_path_token_mean"), False),
     "whole paths, partitions": ("qwen3", CUT, None, ("gspo", "path_token_mean"), False),
     "repeating partitions": (
         "qwen3",
         TreePartitioner("greedy", 40),
         None,
-        ("grpo", "token_mean", 0.02),
+        ("grpo", "distinct_token_mean", 0.02),
         False,
     ),
     "recurrent": ("qwen3_5", None, None, ("grpo", "path_token_mean"), False),

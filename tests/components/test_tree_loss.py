@@ -3,13 +3,22 @@
 import dataclasses
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.cases import for_each
-from titan_tree.components.tree_loss import KLPenalty, LossSpec, TreeLoss, register_loss
+from tests.support.oracle import once_weights
+from titan_tree.components.tree_loss import (
+    COUNT_ONCE,
+    KLPenalty,
+    LossSpec,
+    Reduction,
+    TreeLoss,
+    register_loss,
+)
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
@@ -34,7 +43,7 @@ def random_paths(seed: int, count: int = 8) -> list[TokenPath]:
                 ref_logprobs=-np.abs(rng.normal(1, 0.5, n)),
             )
         )
-    return [*paths, paths[-1]]  # a duplicate
+    return [*paths, dataclasses.replace(paths[-1])]  # a duplicate
 
 
 def edge_table(batch: TreeBatch) -> dict[tuple[int, ...], int]:
@@ -78,7 +87,7 @@ CLIP = {"clip_low": 0.1, "clip_high": 0.3}
 OPTIONS = {"ppo": CLIP, "gspo": CLIP, "grpo": CLIP | {"kl": KLPenalty(0.1)}}
 
 
-@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"])
+@pytest.mark.parametrize("reduction", get_args(Reduction))
 @pytest.mark.parametrize("name", ["sft", "reinforce", "ppo", "grpo", "gspo"])
 def test_the_loss_equals_that_of_every_path_alone(name, reduction):
     for seed, edges in itertools.product(range(4), ["all", "loss"]):
@@ -87,6 +96,10 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
         for rollout in rollouts:
             TokenPath.join_rollout(rollout)
         trees = [TokenTree.from_paths(paths[:5]), TokenTree.from_paths(paths[5:])]
+        once = [once_weights(tree.paths, reduction) for tree in trees]
+        if reduction in COUNT_ONCE:
+            for tree in trees:
+                tree.weigh_edges()
         batch = TreeBatch.from_trees(trees)
         tables = [edge_table(TreeBatch.from_trees([tree])) for tree in trees]
         offset = len(TreeBatch.from_trees(trees[:1]).edge_label)
@@ -109,6 +122,13 @@ def test_the_loss_equals_that_of_every_path_alone(name, reduction):
                 rollout_size = sum(sum(member.loss_mask[1:].tolist()) for member in members)
                 summed = summed / rollout_size if rollout_size else summed
                 weights += path.weight * (sum(mask) / rollout_size if rollout_size else 0)
+            elif reduction in COUNT_ONCE:
+                coefficients = (once[0][0] + once[1][0])[i]
+                summed = sum(
+                    (c * x for c, x in zip(coefficients, token_losses, strict=True)), start=0 * total
+                )
+                summed = summed / path.weight
+                weights = once[0][1] + once[1][1]
             elif reduction == "token_mean":
                 weights += path.weight * sum(mask)
             else:
@@ -261,6 +281,25 @@ def test_all_turns_of_a_rollout_share_one_denominator():
     assert normalizer == pytest.approx(2.0)
     loss, _ = tree_loss(logprobs, batch, normalizer)
     assert loss.item() == pytest.approx((7 / 4 + 5) / 2)
+
+
+def test_edge_weights_must_be_set_and_paths_must_differ():
+    path = TokenPath([1, 2], id="a")
+    loss, tree = TreeLoss("sft", "distinct_token_mean"), TokenTree.from_paths([path, path])
+    with pytest.raises(UserError) as error:
+        loss.normalizer([path])
+    assert str(error.value) == (
+        "loss.reduction: 'distinct_token_mean' needs the edge weights of path a, which are missing; call "
+        "weigh_edges() of the path's tree"
+    )
+    with pytest.raises(UserError) as error:
+        loss(torch.zeros(1), TreeBatch.from_trees([tree]), 1.0)
+    assert str(error.value) == (
+        "loss: the paths have no edge_weight; give it to every path: call weigh_edges() of every tree"
+    )
+    with pytest.raises(UserError) as error:
+        tree.weigh_edges()
+    assert str(error.value) == "TokenTree.weigh_edges: a path object is in the tree twice; copy the path"
 
 
 def test_path_mean_and_token_mean_differ_by_a_constant_factor():

@@ -325,6 +325,30 @@ def test_longest_keeps_the_first_longest_path_of_each_group_and_its_prefixes(fil
     assert sum(map(len, expected)) < len(records(file))
 
 
+@pytest.mark.parametrize("merge", ["group", "batch"])
+def test_edge_weights_do_not_depend_on_the_layout(file, merge):
+    """Compared with sets of prefixes. Trees of 20 tokens divide the paths of a merged batch."""
+    options = {"merge": merge, "global_batch_groups": NUM_GROUPS, "max_tokens": 20, "shuffle_buffer": 0}
+    found = []
+    for layout in ("tree", "leaf", "flat"):
+        (trees,) = steps(tree_dataset(file, weighs_edges=True, layout=layout, **options), 1)
+        paths = {path.id: path for tree in trees for path in tree.paths}
+        found.append({name: (p.edge_weight.tolist(), p.is_first.tolist()) for name, p in paths.items()})
+    assert found[0] == found[1] == found[2]
+    assert len(trees) > NUM_GROUPS
+    owner = {name: name.split("/")[0] if merge == "group" else "" for name in paths}
+    edges = {
+        name: [(owner[name], *path.tokens[:n].tolist()) for n in range(2, len(path) + 1)]
+        for name, path in sorted(paths.items(), key=lambda item: int(item[0].split("/")[1]))  # file order
+    }
+    users = Counter(edge for of_path in edges.values() for edge in of_path)
+    first = {edge: name for name in reversed(edges) for edge in edges[name]}
+    for name, of_path in edges.items():
+        edge_weight, is_first = found[0][name]
+        assert edge_weight[1:] == [users[edge] for edge in of_path]
+        assert is_first[1:] == [first[edge] == name for edge in of_path]
+
+
 def leaf_paths(paths):
     """Returns the different paths that are no prefixes of others."""
     different = {tuple(path.tokens.tolist()) for path in paths}

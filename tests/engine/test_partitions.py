@@ -10,17 +10,27 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.cases import slow_except
-from tests.support.oracle import hf_model, in_one_pass, per_path, random_groups, relative_error, tree_model
+from tests.support.oracle import (
+    hf_model,
+    in_one_pass,
+    once_weights,
+    per_path,
+    random_groups,
+    relative_error,
+    tree_model,
+)
 from tests.support.partitions import CPU, RandomCuts, forest_of, in_partitions
 from tests.support.tiny_run import read_metrics, tiny_config, train
-from titan_tree.components.tree_loss import TreeLoss, register_loss
+from titan_tree.components.tree_loss import COUNT_ONCE, TreeLoss, register_loss
 from titan_tree.components.tree_loss.sequence_ratios import gspo
+from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.mesh import OneRank
 from titan_tree.distributed.parallelize import parallelize
 from titan_tree.engine.forward import forward_passes
 from titan_tree.engine.partitions import train_micro_batch
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
+from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.partition import PartitionPlan, in_tree_order, one_pass
 from titan_tree.tree.paths import TokenPath
@@ -265,6 +275,32 @@ def test_partitioned_step_equals_unpartitioned_step(name, reduction, entropy):
             assert cut.loss_metrics[metric].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), metric
         for parameter, gradient in gradients[0].items():
             assert relative_error(gradients[1][parameter], gradient) < 1e-9, parameter
+
+
+@pytest.mark.parametrize("reduction", COUNT_ONCE)
+def test_shared_tokens_count_once_for_every_partition_strategy(reduction):
+    """Two micro-batches of partitions are compared with every path alone, in float64."""
+    model = tree_model(hf_model(tied=True, dtype=torch.float64))
+    trees = [TokenTree.from_paths(paths) for paths in random_groups(3)]
+    paths = [path for tree in trees for path in tree.paths]
+    for number, path in enumerate(paths):
+        path.advantage = np.full(len(path), 1 + number % 3, np.float32)
+    once = [once_weights(tree.paths, reduction) for tree in trees]
+    want, z = 0.0, sum(total for _, total in once)
+    for path, weights in zip(paths, [w for by_path, _ in once for w in by_path], strict=True):
+        if any(weights):
+            logprobs = model(TreeBatch.from_trees([TokenTree.from_paths([path])])).logprobs
+            want = want - float(path.advantage[0]) * (logprobs * torch.tensor(weights)).sum() / z
+    gradients = torch.autograd.grad(want, list(model.parameters()))
+    for strategy in ("none", *PARTITION_STRATEGIES):
+        model.zero_grad(set_to_none=True)
+        cut = None if strategy == "none" else TreePartitioner(strategy, 24)
+        step = TreeStep(model, TreeLoss("reinforce", reduction), "cpu", cut)
+        result = step.run(step.prepare([trees[:1], trees[1:]]))
+        assert result.counts.normalizer == pytest.approx(z, rel=1e-6)
+        assert result.loss.item() == pytest.approx(want.item(), rel=1e-5)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert relative_error(parameter.grad, gradient) < 1e-6, strategy
 
 
 def test_a_whole_path_loss_without_score_pass_is_wrong():

@@ -105,6 +105,8 @@ def test_tree_and_flat_training_have_the_same_loss_curve(tmp_path: Path, model: 
     for layout in ("tree", "leaf", "flat"):
         options: dict[str, Any] = SMALL[model] | {"data__layout": layout, "training__steps": 12}
         options["optimizer__lr"] = 4e-3
+        if model == "qwen3":  # the weight of a shared token depends on the other paths of its tree
+            options["loss__reduction"] = "distinct_token_mean"
         if model.endswith("_moe"):
             options |= {"router_loss__balance": 1e-2, "router_loss__z": 1e-3}
         config = tiny_config(tmp_path / layout, **options)

@@ -34,13 +34,20 @@ def tree_dataset(
     epochs: int | None = None,
     rank: int = 0,
     world_size: int = 1,
+    weighs_edges: bool = False,
     **settings: Any,
 ) -> TreeDataset:
     """Returns a dataset; ``settings`` are keys of the table [data]."""
     config = _config(files, settings)
     reader = SampleReader(config, tokenizer, limits)
     return TreeDataset(
-        config, reader, allow_larger=allow_larger, epochs=epochs, rank=rank, world_size=world_size
+        config,
+        reader,
+        allow_larger=allow_larger,
+        epochs=epochs,
+        rank=rank,
+        world_size=world_size,
+        weighs_edges=weighs_edges,
     )
 
 

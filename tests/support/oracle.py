@@ -176,6 +176,32 @@ def path_coefficients(paths, reduction):
     return [w * mask / max(mask.sum(), 1) / sum(weights) for w, mask in zip(weights, masks, strict=True)]
 
 
+def once_weights(paths, reduction):
+    """Returns the factors of all token losses of a tree's paths, without 1 / Z, and their sum, Z.
+
+    An edge is a prefix of tokens here. The reduction is "distinct_token_mean" or "first_path_token_mean".
+    """
+    counted: dict[tuple[int, ...], list[float]] = {}  # prefix -> w m of the paths that count it, in order
+    for path in paths:
+        for t in range(1, len(path)):
+            if path.weight * path.loss_mask[t]:
+                counted.setdefault(tuple(path.tokens[: t + 1]), []).append(path.weight * path.loss_mask[t])
+    seen, weights = set(), []
+    for path in paths:
+        weights.append([])
+        for t in range(1, len(path)):
+            prefix, weight = tuple(path.tokens[: t + 1]), path.weight * float(path.loss_mask[t])
+            if reduction == "distinct_token_mean":
+                weight /= sum(counted.get(prefix, [1]))
+            elif prefix in seen:
+                weight = 0.0
+            elif weight:
+                seen.add(prefix)
+            weights[-1].append(weight)
+    total = len(counted) if reduction == "distinct_token_mean" else sum(w for w, *_ in counted.values())
+    return weights, total
+
+
 @contextmanager
 def routed_to(hf, experts):
     """Within the context, routers use ``experts`` [T, layers, k] for T tokens, and choose freely at -1."""

@@ -71,7 +71,16 @@ class LossConfig(Checked, table="loss"):
     # over tokens) weigh all counted tokens of a step alike and differ only in the scale of the gradient.
     # "path_token_mean" gives every sample the same weight. "rollout_token_mean" gives every rollout the same
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
-    reduction: Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"] = "path_mean"
+    # "distinct_token_mean" averages over distinct tokens: the paths that share a token divide its weight.
+    # "first_path_token_mean" is a mean over tokens in which only the first path counts a shared token.
+    reduction: Literal[
+        "path_mean",
+        "token_mean",
+        "path_token_mean",
+        "rollout_token_mean",
+        "distinct_token_mean",
+        "first_path_token_mean",
+    ] = "path_mean"
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
     options: dict[str, Any] = setting({})  # Numbers that the loss function takes, such as a clip range.

@@ -81,6 +81,8 @@ class TreeDataset:
         rank: this process.
         world_size: number of processes that split the data.
         is_compared: compute ``checksum``, because other processes read the same groups.
+        weighs_edges: set the edge weights of paths (``TokenTree.weigh_edges``). They are those of the tree of
+            the group, or of all paths of a merged batch, also in other layouts.
 
     Attributes:
         checksum: of the position and the groups of the last step that was yielded. It must be equal in all
@@ -100,6 +102,7 @@ class TreeDataset:
         rank: int = 0,
         world_size: int = 1,
         is_compared: bool = False,
+        weighs_edges: bool = False,
     ) -> None:
         assert 0 <= rank < world_size, (rank, world_size)
         self.config = config
@@ -108,6 +111,7 @@ class TreeDataset:
         self.epochs = epochs
         self.rank, self.world_size = rank, world_size
         self.is_compared, self.checksum = is_compared, 0
+        self.weighs_edges = weighs_edges
         self.epoch, self.group = 0, 0  # position: groups of this epoch already yielded
         self._warned_about_routed_experts = False
 
@@ -235,6 +239,7 @@ class TreeDataset:
         return [tree for group in batch[self.rank :: self.world_size] for tree in self._group_trees(group)]
 
     def _merged(self, paths: Sequence[TokenPath]) -> list[TokenTree]:
+        self._weigh_edges(paths)
         if self.config.layout in BASELINES:
             return BASELINES[self.config.layout](paths, self.config.replay)
         return merged_trees(paths, self.config.max_tokens, self.config.replay)
@@ -244,12 +249,20 @@ class TreeDataset:
         if self.config.layout in BASELINES:
             paths = self._paths(group)
             self._check_path_sizes(paths)
+            self._weigh_edges(paths)
             return BASELINES[self.config.layout](paths, self.config.replay)
         tree = self.reader.tree(group)
         self._warn_about_routed_experts(tree.paths)
+        if self.weighs_edges:
+            tree.weigh_edges()
         place, _ = group.records[0]
         self._check_size(f"{place}: the tree of group {group.id}, {len(tree.paths)} paths,", len(tree))
         return [tree]
+
+    def _weigh_edges(self, paths: Sequence[TokenPath]) -> None:
+        """Sets the edge weights of paths that are then divided among trees."""
+        if self.weighs_edges and paths:
+            TokenTree.from_paths(paths, self.config.replay).weigh_edges()
 
     def _paths(self, group: Group) -> list[TokenPath]:
         paths = self.reader.paths(group)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_tree.components.moe import Routing
-from titan_tree.components.tree_loss import GlobalStatistics, Reduction, normalizer
+from titan_tree.components.tree_loss import COUNT_ONCE, GlobalStatistics, Reduction, normalizer
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.distributed.agreement import check_agreement
 from titan_tree.distributed.collectives import world_size
@@ -234,6 +235,10 @@ class StepPreparer:
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
         make_plan = one_pass if self.partitioner is None else partial(self.partitioner.plan, costs=self.costs)
+        if self.reduction in COUNT_ONCE:
+            for tree in chain.from_iterable(micro_batches):
+                if any(path.edge_weight is None for path in tree.paths):  # it has no other pieces
+                    tree.weigh_edges()
         plans = [make_plan(TokenTree.forest(trees)) for trees in micro_batches]
         batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Any
 
+from titan_tree.components.tree_loss import COUNT_ONCE
 from titan_tree.config import check_warmup
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.data.advantages import WITHOUT_BRANCHES, check_options
@@ -133,6 +134,9 @@ class EpisodeTrainer(Trainer, ABC):
             except InterruptedSampling:
                 yield StepInput.nothing(), {}  # ``StopController`` ends the run
                 return
+            if self.config.loss.reduction in COUNT_ONCE:
+                for paths in by_task:
+                    TokenTree.from_paths(paths, data.replay).weigh_edges()
             if data.layout in BASELINES:
                 trees = BASELINES[data.layout](list(chain.from_iterable(by_task)), data.replay)
             else:

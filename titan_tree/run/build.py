@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_tree.balance.balancing import Balancing
 from titan_tree.components.moe import RouterBias, RouterLoss
-from titan_tree.components.tree_loss import KLPenalty, RolloutCorrection, TreeLoss
+from titan_tree.components.tree_loss import COUNT_ONCE, KLPenalty, RolloutCorrection, TreeLoss
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import (
@@ -131,6 +131,7 @@ def build_dataset(
         rank=mesh.get_rank() // readers,
         world_size=mesh.size() // readers,
         is_compared=mesh.size() > 1,
+        weighs_edges=config.loss.reduction in COUNT_ONCE,
     )
 
 

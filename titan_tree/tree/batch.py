@@ -61,6 +61,8 @@ class PathPairs:
     ref_logprobs: Tensor | None = None  # [F] float32, nats
     rollout_logprobs: Tensor | None = None  # [F] float32, nats
     policy_version: Tensor | None = None  # [F] int32
+    edge_weight: Tensor | None = None  # [F] float32, see TokenPath
+    is_first: Tensor | None = None  # [F] bool, see TokenPath
     # [P] float32, nats: sum of old_logprobs - rollout_logprobs over the path's loss mask, also over edges of
     # other partitions. None if the paths lack one of both.
     rollout_log_ratio: Tensor | None = None

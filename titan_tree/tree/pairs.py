@@ -34,7 +34,7 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
     is_pair[starts] = False
     (chosen,) = is_pair.nonzero()
     fields = {"loss_mask": mask[chosen]}
-    for name in (*PER_TOKEN, "policy_version"):
+    for name in (*PER_TOKEN, "policy_version", "edge_weight", "is_first"):
         if (values := _joined(paths, name)) is not None:
             # Tokens that the loss does not count may lack a log-prob (NaN).
             fields[name] = np.where(fields["loss_mask"] > 0, values[chosen], values.dtype.type(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -88,6 +88,11 @@ class TokenPath:
             ``join_rollout``. Default: this path is a rollout of its own. For the reduction
             "rollout_token_mean".
 
+    Attributes:
+        edge_weight: [T] float32, set by ``TokenTree.weigh_edges``: the sum of weight * loss_mask over all
+            paths of the tree that predict the token after the same tokens. None: not set.
+        is_first: [T] bool, likewise: whether this path is the first of them that counts the token.
+
     Raises:
         UserError: a field has the wrong shape, type or range. The message names the path and the field.
     """
@@ -106,6 +111,8 @@ class TokenPath:
     rollout_tokens: float | None = None
     preference: str | None = None
     pair: str | None = None
+    edge_weight: np.ndarray | None = field(default=None, init=False)
+    is_first: np.ndarray | None = field(default=None, init=False)
     shifted_old_logprobs: InitVar[object] = None
     shifted_ref_logprobs: InitVar[object] = None
     shifted_rollout_logprobs: InitVar[object] = None

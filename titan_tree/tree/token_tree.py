@@ -245,6 +245,29 @@ class TokenTree:
         """Returns the indices of the tokens of path number ``path``, from root to leaf."""
         return self.path_index[self.path_offsets[path] : self.path_offsets[path + 1]]
 
+    def weigh_edges(self) -> None:
+        """Sets ``edge_weight`` and ``is_first`` of all paths, for reductions that count an edge once.
+
+        Both depend on all paths of the tree. Call it before the paths are divided among rows or ranks, and
+        again after a weight or a loss mask has changed.
+
+        Raises:
+            UserError: the tree contains a path object twice, so that it cannot be the first of both.
+        """
+        if len(set(map(id, self.paths))) < len(self.paths):
+            raise UserError("TokenTree.weigh_edges: a path object is in the tree twice; copy the path")
+        weight = np.concatenate([path.weight * path.loss_mask.astype(np.float64) for path in self.paths])
+        weight[self.path_offsets[:-1]] = 0  # no edge predicts the first token of a path
+        total = np.bincount(self.path_index, weight, minlength=len(self))[self.path_index]
+        first = np.full(len(self), -1)  # the first entry of ``path_index`` that counts each token
+        (counted,) = weight.nonzero()
+        first[self.path_index[counted[::-1]]] = counted[::-1]  # the last assignment wins
+        is_first = first[self.path_index] == np.arange(len(weight))
+        ends = self.path_offsets[1:-1]
+        of_paths = zip(np.split(total.astype(np.float32), ends), np.split(is_first, ends), strict=True)
+        for path, (edge_weight, of_path) in zip(self.paths, of_paths, strict=True):
+            path.edge_weight, path.is_first = edge_weight, of_path
+
     @cached_property
     def node_length(self) -> np.ndarray:
         """[K] int32: number of tokens of each node."""

@@ -14,10 +14,17 @@ edges. For token t of path p with loss l_{p,t}, path weight w_p, loss mask m_{p,
     rollout_token_mean  c_{p,t} is divided by r_p, the sum of m over all paths of p's rollout, and
                      Z = sum_p sum_t c_{p,t}:
                                  tokens of a rollout are averaged, then rollouts are averaged
+    distinct_token_mean  c_{p,t} is divided by its sum over all paths through the token's edge, and
+                     Z = sum_p sum_t c_{p,t}, the number of counted edges:
+                                 all distinct counted tokens are averaged (the default of Prompt Trees)
+    first_path_token_mean  c_{p,t} is 0 unless p is the first path that counts the edge, and
+                     Z = sum_p sum_t c_{p,t}:
+                                 as token_mean, but the first path owns a shared token (as in prime-rl)
 
 Within one step, path_mean and token_mean differ only by the constant Z: all counted tokens weigh the same.
 path_token_mean gives every path the same weight, and rollout_token_mean every rollout, however many paths
-(turns) and tokens it has.
+(turns) and tokens it has. The last two count a token once, however many paths share it. They need what
+``TokenTree.weigh_edges`` sets.
 
 Sums run over the *global* batch, that is, over all micro-batches and ranks of an optimizer step. Z is known
 before the first backward pass, so the losses of micro-batches and ranks add up to L. Tree Training
@@ -32,16 +39,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_tree.components.tree_loss.corrections import KLPenalty, Moments, RolloutCorrection, whitened
-from titan_tree.components.tree_loss.ratios import kl_estimate
-from titan_tree.components.tree_loss.spec import LossFunction, LossSpec, Measurement, Reduction, call_loss
+from titan_tree.components.tree_loss.ratios import field, kl_estimate
+from titan_tree.components.tree_loss.spec import (
+    COUNT_ONCE,
+    LossFunction,
+    LossSpec,
+    Measurement,
+    Reduction,
+    call_loss,
+)
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch
 from titan_tree.tree.paths import TokenPath
+
+MIN_DIVISOR = 1e-30  # of weights that are 0
 
 
 def register_loss(
@@ -79,7 +96,22 @@ def normalizer(reduction: Reduction, paths: Iterable[TokenPath]) -> float:
         return float(sum(path.weight * path.loss_tokens for path in paths))
     if reduction == "rollout_token_mean":
         return float(sum(path.weight * path.rollout_share for path in paths))
+    if reduction in COUNT_ONCE:
+        return float(sum(path.weight * _once_tokens(reduction, path) for path in paths))
     return float(sum(path.weight for path in paths))
+
+
+def _once_tokens(reduction: Reduction, path: TokenPath) -> float:
+    """Returns the sum of a path's c_{p,t} / w_p for a reduction of ``COUNT_ONCE``."""
+    if path.edge_weight is None or path.is_first is None:
+        raise UserError(
+            f"loss.reduction: {reduction!r} needs the edge weights of path {path.id or '?'}, which are "
+            "missing; call weigh_edges() of the path's tree"
+        )
+    mask = path.loss_mask[1:].astype(np.float64)
+    if reduction == "first_path_token_mean":
+        return float(mask @ path.is_first[1:])
+    return float((mask / path.edge_weight[1:].clip(MIN_DIVISOR)).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +131,7 @@ class TreeLoss:
 
     Args:
         name: a name in ``registry.LOSSES``, or one given to ``register_loss``.
-        reduction: "path_mean", "token_mean", "path_token_mean" or "rollout_token_mean", see the module's
-            docstring.
+        reduction: how token losses are added up, see the module's docstring.
         entropy: coefficient of an entropy bonus: ``entropy * H`` is subtracted from every token's loss.
         kl: a penalty for diverging from a reference policy; None: no penalty.
         correction: weights for the mismatch of rollout_logprobs and old_logprobs; None: all weights are 1.
@@ -197,11 +228,7 @@ class TreeLoss:
                 "check loss masks and path weights"
             )
         token_weight = pairs.weight[pairs.path] * pairs.loss_mask
-        coefficient = token_weight
-        divisors = {"path_token_mean": pairs.loss_tokens, "rollout_token_mean": pairs.rollout_tokens}
-        if self.reduction in divisors:
-            coefficient = token_weight / divisors[self.reduction].clamp_min(1e-30)[pairs.path]
-
+        coefficient = self._coefficient(token_weight, pairs)
         losses, metrics = self._losses(
             self._by_pair(logprobs, pairs), pairs, entropy, statistics or GlobalStatistics()
         )
@@ -250,6 +277,18 @@ class TreeLoss:
         losses = torch.where(is_counted, losses, 0.0)
         (derivatives,) = torch.autograd.grad(losses.sum(), path_logprobs)
         return is_counted & ~(losses.isfinite() & derivatives.isfinite())
+
+    def _coefficient(self, token_weight: Tensor, pairs: PathPairs) -> Tensor:
+        """Returns c_{p,t} of each pair, [F], from w_p m_{p,t}."""
+        if self.reduction == "first_path_token_mean":
+            return token_weight * field(pairs, "is_first")
+        if self.reduction == "distinct_token_mean":
+            return token_weight / field(pairs, "edge_weight").clamp_min(MIN_DIVISOR)
+        if self.reduction == "path_token_mean":
+            return token_weight / pairs.loss_tokens.clamp_min(MIN_DIVISOR)[pairs.path]
+        if self.reduction == "rollout_token_mean":
+            return token_weight / pairs.rollout_tokens.clamp_min(MIN_DIVISOR)[pairs.path]
+        return token_weight
 
     def _by_pair(self, logprobs: Tensor, pairs: PathPairs) -> Tensor:
         """Returns the log-prob of each pair, [F]; 0 where the mask is 0, as old and reference log-probs are.

@@ -16,6 +16,7 @@ _FIXES = {
     "old_logprobs": ", or set loss.name = 'reinforce' if the current model sampled the paths",
     "ref_logprobs": ": compute them under the reference model, or the teacher, with tree_logprobs",
     "rollout_logprobs": ", as the sampling engine reported them",
+    **dict.fromkeys(("edge_weight", "is_first"), ": call weigh_edges() of every tree"),
     "is_chosen": ": set the field preference to 'chosen' or 'rejected'",
     "is_mismatched": ": set the field preference to 'desirable', 'undesirable' or 'mismatched'",
     "partner": (

@@ -14,7 +14,15 @@ from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 
-Reduction = Literal["path_mean", "token_mean", "path_token_mean", "rollout_token_mean"]
+Reduction = Literal[
+    "path_mean",
+    "token_mean",
+    "path_token_mean",
+    "rollout_token_mean",
+    "distinct_token_mean",
+    "first_path_token_mean",
+]
+COUNT_ONCE = ("distinct_token_mean", "first_path_token_mean")  # need ``TokenTree.weigh_edges``
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 LossResult = Tensor | LossAndMetrics  # losses [F], or losses [F] and metrics, each [F]
@@ -129,7 +137,7 @@ def _missing_field(error: Exception, pairs: PathPairs) -> str:
     """Says which fields the pairs have, and which line of the loss function failed."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     names = [field.name for field in fields(pairs)]
-    of_paths = {field.name for field in fields(TokenPath)}
+    of_paths = {field.name for field in fields(TokenPath) if field.init}
     missing = [name for name in names if name in of_paths and getattr(pairs, name) is None]
     known = ", ".join(name for name in names if getattr(pairs, name) is not None)
     hint = f"; the paths lack {', '.join(missing)}, so give the field to every path" if missing else ""
