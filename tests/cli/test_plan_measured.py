@@ -1,7 +1,6 @@
 """titan-tree plan against measurements on H200s: docs/data/plan.csv is right, and errors are in bounds."""
 
 import csv
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_tree.bench.trees import long_rollouts, random_tree
 from titan_tree.cli.plan.layer_trace import LayerTrace
 from titan_tree.cli.plan.memory import GIB, Memory
 from titan_tree.cli.plan.timing import GPUS, Timing, total
@@ -19,9 +19,6 @@ from titan_tree.engine.step_io import StepPreparer
 from titan_tree.models.decoder import build_model
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts" / "benchmark"))
-from trees import long_rollouts, random_tree  # noqa: E402
-
 OUTSIDE = ("CUDA and NCCL",)  # of torch's allocator
 PARAMETERS = ("weights", "optimizer states", "gradients")
 
