@@ -150,6 +150,11 @@ def test_estimates_are_means_over_steps():
     assert made.estimate.counts.logical_tokens == sum(count.logical_tokens for count in counts)
     flops = sum(count.flops for count in counts) / 2
     assert made.estimate.mfu == pytest.approx(flops / total(made.estimate.seconds) / 989e12)
+    # All parts but the optimizer grow with the tokens. It then takes 3 % of the time.
+    optimizer = made.estimate.seconds["optimizer"]
+    growth = 2 * made.estimate.optimizer_tokens / sum(count.executed_tokens for count in counts)
+    others = growth * (total(made.estimate.seconds) - optimizer)
+    assert optimizer / (others + optimizer) == pytest.approx(0.03)
 
 
 def test_changes_that_save_memory_are_listed_with_the_memory_after_them():

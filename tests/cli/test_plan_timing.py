@@ -1,14 +1,18 @@
 """titan-tree plan, time: each part is operations or bytes, divided by a rate."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.test_plan_memory import EXPERTS, REST, ROOT, config_of, model_of
 from titan_tree.cli.plan.timing import GPUS, Gpu, Timing, bandwidth, find_gpu, total
 from titan_tree.cli.plan.workload import OwnerStep, Run
 from titan_tree.engine.step_io import NO_COUNTS
 from titan_tree.errors import UserError
+from titan_tree.models.decoder import build_model
 from titan_tree.tree import costs as rates
 
 RUN = Run(tokens=1000, keys=1000, pairs=440_000, edges=100)
@@ -164,7 +168,7 @@ def test_replicas_gather_within_themselves_and_sum_shards_among_each_other():
     assert alone > 3 * timing(gpus=16, parallel__replicate=2).fsdp(0.0, 1)
     copies = timing(gpus=4, parallel__replicate=4)  # nothing is sharded, so nothing is gathered
     assert copies.fsdp(0.0, 1) == pytest.approx(2 * 4 * everything * 3 / 4 / 301e9)
-    assert copies.optimizer(1) == pytest.approx(timing(gpus=1).optimizer(1))
+    assert copies.optimizer() == pytest.approx(timing(gpus=1).optimizer())
 
 
 def test_collectives_are_slower_across_nodes():
@@ -172,13 +176,13 @@ def test_collectives_are_slower_across_nodes():
     assert bandwidth(316e9, 16) == 50e9
 
 
-def test_the_optimizer_reads_and_writes_the_shard_of_a_gpu():
+def test_the_optimizer_and_casts_read_and_write_the_shard_of_a_gpu():
     own = (ROOT + 2 * (REST + EXPERTS)) / 4
-    casts = 6 * own / 4e12
-    assert timing().optimizer(1) == pytest.approx(casts + 32 * own / 4e12)
-    assert timing().optimizer(3) == pytest.approx(3 * casts + 32 * own / 4e12)
-    assert timing(gpus=1).optimizer(3) == pytest.approx(4 * (casts + 32 * own / 4e12))
-    assert timing(optimizer__name="adamw8bit").optimizer(1) == pytest.approx(casts + 52e-12 * own)
+    assert timing().optimizer() == pytest.approx(32 * own / 4e12)
+    assert timing(gpus=1).optimizer() == pytest.approx(4 * 32 * own / 4e12)
+    assert timing(optimizer__name="adamw8bit").optimizer() == pytest.approx(20 * own / 4e12)
+    assert [timing().casts(n) for n in (1, 3)] == pytest.approx([6 * own / 4e12, 3 * 6 * own / 4e12])
+    assert timing(gpus=1).casts(3) == pytest.approx(4 * 6 * own / 4e12)  # once for all micro-batches
 
 
 def test_gpus_by_name_or_size():
@@ -189,3 +193,23 @@ def test_gpus_by_name_or_size():
             find_gpu(text)
     slow = timing(gpu=GPUS["h100"]).of_run(RUN)
     assert slow["norms, RoPE, SwiGLU"] == pytest.approx(timing().of_run(RUN)["norms, RoPE, SwiGLU"] * 4 / 2.8)
+
+
+@pytest.mark.slow
+def test_the_table_of_tokens_in_a_step_follows_from_parameters_and_rates():
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    rows = re.findall(r"^\| Qwen(3|3\.5)-(\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert [f"{family}-{flavor}" for family, flavor, *_ in rows] == [
+        "3-0.6B", "3-1.7B", "3-8B", "3-30B-A3B", "3.5-2B"
+    ]  # fmt: skip
+    for family, flavor, *shown in rows:
+        name = {"3.5": "qwen3_5", "3": "qwen3_moe" if "A3B" in flavor else "qwen3"}[family]
+        with torch.device("meta"):
+            model = build_model(name, flavor)
+        costs, parameters = model.costs(), sum(p.numel() for p in model.parameters())
+        token = costs.flops_per_token / (330e12 if "A3B" in flavor else 560e12)
+        token += costs.flops_per_edge / 560e12 + costs.num_recurrent_layers * 3.5e-3 / 512 / 64
+        tokens = [0.97 / 0.03 * size * parameters / 4e12 / token for size in (32, 20)]
+        operations = costs.flops_per_token + costs.flops_per_edge
+        expected = [f"{parameters / 1e9:.1f}", f"{operations / 1e9:.1f}"]
+        assert shown == expected + [f"{round(n / 1000)},000" for n in tokens], flavor

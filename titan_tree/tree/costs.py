@@ -60,8 +60,9 @@ ELEMENTWISE_SECONDS = 50e-9  # of norms, RoPE, SwiGLU and residuals, per token a
 SERIAL_CHUNK_SECONDS = 2.2e-6
 DELTA_NET_SECONDS = (5.1e-3 - 512 * SERIAL_CHUNK_SECONDS) / 32_768 / 4096  # per token and value dim
 VOCABULARY_BYTES = 18  # read and written per logit, besides the matrix products
-ADAM_BYTES = 32  # read and written per parameter, by the norm and the fused kernel
-ADAM_8BIT_SECONDS = 52e-12  # per parameter of a shard; estimated from whole steps of torchao's AdamW8bit
+# Bytes per parameter that an update moves. It reads the gradient twice, once for the norm, and reads and
+# writes the weight and both moments. 8-bit moments take 0.63 to 0.71 of the time (docs/data/optimizer.csv).
+OPTIMIZER_BYTES = {"adamw": 32, "adamw8bit": 20}
 # Bytes per second and GPU of collectives: within a node as measured, across nodes as usual, not measured.
 NODE_GPUS = 8  # GPUs that NVLink connects
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = 316e9, 305e9, 301e9

@@ -93,6 +93,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
         "fits": estimate.fits,
         "seconds": estimate.seconds,
         "seconds_sum": sum(estimate.seconds.values()),
+        "optimizer_tokens": estimate.optimizer_tokens,
         "mfu": estimate.mfu,
         "idle_share": estimate.idle_share,
         "parallel": {key.removeprefix("parallel."): value for key, value in parallel.items()},
@@ -106,7 +107,7 @@ def as_json(planner: Planner) -> dict[str, Any]:
 
 def _print(plan: dict[str, Any]) -> None:
     """Prints the plan as text, one section after another."""
-    from titan_tree.cli.plan.planner import MARGIN
+    from titan_tree.cli.plan.planner import MARGIN, OPTIMIZER_SHARE
 
     executed, leaf, seconds = (plan[key] for key in ("executed_tokens", "leaf_tokens", "seconds_sum"))
     sizes = plan["memory"] | {"sum": plan["memory_sum"]}
@@ -137,6 +138,10 @@ def _print(plan: dict[str, Any]) -> None:
             *((name, f"{part:9.4f} {part / seconds:6.1%}") for name, part in times if part),
             ("sum", f"{seconds:9.4f}"),
             ("tokens per second", f"{executed / seconds:,.0f} executed, {leaf / seconds:,.0f} of leaf paths"),
+            (
+                f"optimizer at {OPTIMIZER_SHARE:.0%}",
+                f"with {plan['optimizer_tokens']:,.0f} executed tokens in a step",
+            ),
             ("MFU", f"{plan['mfu']:.1%}"),
             ("idle share", f"{plan['idle_share']:.1%}: of the GPUs' time, waiting for others"),
         ],

@@ -33,6 +33,7 @@ PARALLEL = (
     "parallel.reshard_after_forward",
 )
 IDLE_SHARE = 0.05  # of the GPUs' time, above which they should share tokens
+OPTIMIZER_SHARE = 0.03  # of a step's time, above which a step should have more tokens
 MARGIN = 0.05  # of a GPU's memory, for gaps in the allocator and what is not computed
 CHECKPOINTS = ("none", "selective", "full")  # each needs less memory than the one before
 
@@ -74,6 +75,16 @@ class Estimate:
         """Whether training would refuse to partition the trees."""
         needs_last = self.gpus > 1 and self.sizes.is_partitioned
         return needs_last and self.config.parallel.reduce_gradients == "every"
+
+    @property
+    def optimizer_tokens(self) -> float:
+        """Executed tokens of a step in which the optimizer takes ``OPTIMIZER_SHARE`` of the time.
+
+        The time of the other parts is proportional to the tokens.
+        """
+        optimizer = self.seconds["optimizer"]
+        others = (total(self.seconds) - optimizer) / self.counts.executed_tokens * len(self.steps)
+        return (1 / OPTIMIZER_SHARE - 1) * optimizer / others
 
     @property
     def mfu(self) -> float:

@@ -88,7 +88,11 @@ class Timing:
             kernels = add([max(passes, key=total) for passes in zip_longest(*owners, fillvalue={})])
         gathers = 1 if is_partitioned(step) else max(len(owner.micro_batches) for owner in step)
         hidden = self.fsdp(total(kernels), gathers)
-        return kernels | {"FSDP2, not hidden": hidden, "optimizer, casts": self.optimizer(gathers)}
+        return kernels | {
+            "FSDP2, not hidden": hidden,
+            "casts of weights": self.casts(gathers),
+            "optimizer": self.optimizer(),
+        }
 
     def idle_share(self, step: Step) -> float:
         """Returns the share of the GPUs' time in which they wait for others, see balance/assignment.py."""
@@ -201,14 +205,15 @@ class Timing:
         parallel = self.config.parallel
         return sum(shard_sizes(module, self.gpus // parallel.replicate, parallel.expert_parallel))
 
-    def optimizer(self, micro_batches: int) -> float:
-        """Returns the seconds of the optimizer, and of casting weights to the dtype of the computation."""
-        shards = self._shards(self.model)
+    def casts(self, micro_batches: int) -> float:
+        """Returns the seconds of casting the weights of a GPU to the dtype of the computation."""
         casts = 1 if self.gpus == 1 else micro_batches
-        seconds = casts * (4 + self.item) * shards / self.gpu.bandwidth
-        if self.config.optimizer.name == "adamw8bit":
-            return seconds + rates.ADAM_8BIT_SECONDS * shards * self.slower
-        return seconds + rates.ADAM_BYTES * shards / self.gpu.bandwidth
+        return casts * (4 + self.item) * self._shards(self.model) / self.gpu.bandwidth
+
+    def optimizer(self) -> float:
+        """Returns the seconds of the gradient norm and the optimizer. Other optimizers count as adamw."""
+        size = rates.OPTIMIZER_BYTES.get(self.config.optimizer.name, rates.OPTIMIZER_BYTES["adamw"])
+        return size * self._shards(self.model) / self.gpu.bandwidth
 
 
 def bandwidth(rate: float, ranks: int) -> float:
