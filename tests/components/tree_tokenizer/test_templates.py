@@ -61,6 +61,14 @@ def test_qwen3_finds_think_tags_inside_content(content, before_query, after_quer
     assert tokenizer.render([asked, said, asked]) == f"{user}{ASSISTANT}{before_query}<|im_end|>\n{user}"
 
 
+def test_reasoning_has_the_name_that_the_template_reads():
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "reasoning": "t"}]
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        source = "{% for m in messages %}{{ m.role }}({{ m.NAME }})={{ m.content }};{% endfor %}"
+        tokenizer = TreeTokenizer.byte_level(source.replace("NAME", name))
+        assert tokenizer.render(messages) == "user()=?;assistant(t)=a;"
+
+
 def test_raw_arguments_are_rendered_unchanged():
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": '}]}
     text = '<tool_call>\n{"name": "f", "arguments": {"a": }\n</tool_call><|im_end|>\n'

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_tree.components.tree_tokenizer.messages import Message
+from titan_tree.components.tree_tokenizer.messages import REASONING_FIELDS, Message
 from titan_tree.components.tree_tokenizer.template_process import PROCESS
 from titan_tree.config.files import regular
 from titan_tree.errors import UserError, require_unicode
@@ -59,6 +59,7 @@ class ChatTemplate:
         self.fields = frozenset(description["fields"])
         self.reads_clock: bool = description["reads_clock"]
         self.has_text_spans: bool = description["has_text_spans"]
+        self._reasoning_field = next((name for name in REASONING_FIELDS if name in self.fields), None)
 
     @staticmethod
     def load(template: str | Path, constants: Mapping[str, object] | None = None) -> ChatTemplate:
@@ -113,13 +114,19 @@ class ChatTemplate:
     ) -> Iterator[str]:
         """Yields the text of each prefix, given as (number of messages, ``add_generation_prompt``).
 
-        One request renders all of them. An error in the template is raised in place of its text.
+        One request renders all of them. An error in the template is raised in place of its text. Reasoning
+        has the name that the template reads, such as ``thinking`` in gpt-oss's.
         """
         if unknown := sorted(variables.keys() - self.variables):
             raise UserError(
                 f"chat template {self.name}: the template reads no variable {unknown[0]!r}; remove it, or "
                 "correct its name"
             )
+        if (name := self._reasoning_field) not in (None, "reasoning_content"):
+            messages = [
+                {name if key == "reasoning_content" else key: value for key, value in message.items()}
+                for message in messages
+            ]
         text = ""
         constants = {**self.constants, **variables}
         for shared, rest in self._request("render", messages, tools, prefixes, constants):
