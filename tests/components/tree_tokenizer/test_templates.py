@@ -46,6 +46,25 @@ def test_qwen3_keeps_reasoning_inside_a_tool_loop():
     )
 
 
+def test_variables_of_qwen3_say_which_think_blocks_are_shown():
+    """The first two turns have thoughts. The user speaks before the last turn, which has none."""
+    tokenizer = TreeTokenizer.byte_level("qwen3")
+    thoughts = ["<think>\nTwo calls.\n</think>\n\n", "<think>\nSum up.\n</think>\n\n"]
+    empty = "<think>\n\n</think>\n\n"
+    for variables, shown in (
+        ({}, ["", "", empty]),
+        ({"preserve_thinking": False, "empty_blocks": True}, ["", "", empty]),
+        ({"empty_blocks": False}, ["", "", ""]),
+        ({"preserve_thinking": True}, [*thoughts, empty]),
+        ({"preserve_thinking": True, "empty_blocks": False}, [*thoughts, ""]),
+    ):
+        turns = tokenizer.render(TRIP, **variables).split(ASSISTANT)[1:]
+        texts = [
+            f"{block}{text}" for block, text in zip(shown, ("Looking.", "Rain", "Welcome."), strict=True)
+        ]
+        assert [turn[: len(text)] for turn, text in zip(turns, texts, strict=True)] == texts, variables
+
+
 @pytest.mark.parametrize(
     ("content", "before_query", "after_query"),
     [

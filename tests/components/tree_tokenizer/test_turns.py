@@ -31,7 +31,13 @@ BUILT_IN = {
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chatml": [{}, {"keep_reasoning": False}, {"turns": "whole"}, {"turns": "last"}],
-    "qwen3": [{}, {"enable_thinking": False}, {"turns": "whole"}, {"turns": "last"}],
+    "qwen3": [
+        {},
+        {"enable_thinking": False},
+        {"preserve_thinking": True, "empty_blocks": False},
+        {"turns": "whole"},
+        {"turns": "last"},
+    ],
 }
 SOURCES = BUILT_IN | TEMPLATES
 Conversation = tuple[list, list | None]  # messages and tools
