@@ -52,6 +52,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
     a = {
         "id": "a",
         "n_paths": 3,
+        "n_leaves": 3,
         "n_flat": 12,
         "n_leaf": 12,
         "n_tree": 8,
@@ -73,6 +74,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
     del a["id"]
     assert found["all"] == a | {
         "n_paths": 4,
+        "n_leaves": 4,
         "n_flat": 15,
         "n_leaf": 15,
         "n_tree": 11,

@@ -35,6 +35,7 @@ class TreeStats:
     n_flat: int  # sum of the lengths of all paths, also of those that are prefixes of others
     n_nodes: int
     n_paths: int
+    n_leaves: int  # nodes without children, so paths that are no prefix of another one; duplicates count once
     n_branches: int  # nodes with at least two children
     n_branch_children: int  # children of these nodes
     max_depth: int  # nodes on the deepest path
@@ -79,6 +80,7 @@ class TreeStats:
             n_flat=total("n_flat"),
             n_nodes=total("n_nodes"),
             n_paths=total("n_paths"),
+            n_leaves=total("n_leaves"),
             n_branches=total("n_branches"),
             n_branch_children=total("n_branch_children"),
             max_depth=max((s.max_depth for s in stats), default=0),
@@ -322,6 +324,7 @@ class TokenTree:
             n_flat=len(self.path_index),
             n_nodes=len(self.node_parent),
             n_paths=len(self.paths),
+            n_leaves=len(self.leaves),
             n_branches=int((children > 1).sum()),
             n_branch_children=int(children[children > 1].sum()),
             max_depth=max(level),
