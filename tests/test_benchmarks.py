@@ -13,15 +13,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "benchmark"
 # Arguments with which each benchmark runs on a CPU, and the column that names its rows.
 BENCHMARKS = {
-    "attention": ("--tree chain bushy --tokens 64 --rounds 1 --heads 2 1 --head-dim 16", "attention"),
-    "attention_options": ("--tree bushy --tokens 64 --rounds 1 --cases gpt-oss DeepSeek-V3", "attention"),
-    "gdn": ("--tree chain bushy --tokens 64 --rounds 1 --heads 1 2 --head-dim 16", "what"),
-    "step": ("--flavor debug --tokens 64 --rounds 1 --warmup 0 --steps 1 --peer --no-compile", "step of"),
-    "experts": (
-        "--tokens 33 --hidden 32 --intermediate 16 --experts 8 --top-k 3 --rounds 1 --repeat 1 --no-compile",
-        "what",
-    ),
-    "optimizer": ("--model debug --layers 1 --rounds 1 --no-compile", "optimizer"),
     "samples": ("demo --template chatml --rounds 1", "template"),
     "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
     "live": (
@@ -64,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "step" else pytest.param(name, marks=getattr(pytest.mark, mark))
+        pytest.param(name, marks=getattr(pytest.mark, mark))
         for name in BENCHMARKS
         for mark in ["exhaustive" if name in EXHAUSTIVE else "slow"]
     ],
@@ -81,12 +72,3 @@ def test_benchmark_runs_on_a_cpu_and_writes_its_rows(name, run, tmp_path, capsys
         assert row["device"] == "cpu"
         assert row["commit"]
         assert row[column] in printed
-
-
-@pytest.mark.slow
-def test_all_pictures_are_drawn_from_the_committed_rows(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    run("plots", "--folder", tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        p.name for p in (ROOT / "docs" / "img").glob("*.png")
-    }

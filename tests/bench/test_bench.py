@@ -18,21 +18,28 @@ from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
 EXHAUSTIVE: set[str] = set()
+MEASUREMENTS = (*BENCHES, "attention --cases gpt-oss DeepSeek-V3")
+PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
+    "attention": ("attention", "attention_sweep"),
+    "gdn": ("gdn", "gdn"),
+    "step": ("step", "step"),
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks would use the GPU")
 @pytest.mark.parametrize(
-    "name",
+    "measurement",
     [
         pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow)
-        for name in BENCHES
+        for name in MEASUREMENTS
     ],
 )
-def test_a_quick_benchmark_writes_its_rows_and_picture(name, tmp_path, monkeypatch, capsys):
+def test_a_quick_benchmark_writes_its_rows_and_picture(measurement, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    name, *arguments = measurement.split()
     bench = import_module(f"titan_tree.bench.{name}")
     csv = tmp_path / "rows.csv"
-    assert main(["bench", name, "--quick", "--csv", str(csv)]) == 0
+    assert main(["bench", name, "--quick", *arguments, "--csv", str(csv)]) == 0
     rows = record.read_csv(csv)
     assert rows
     assert {row["device"] for row in rows} == {"cpu"}
@@ -43,6 +50,18 @@ def test_a_quick_benchmark_writes_its_rows_and_picture(name, tmp_path, monkeypat
     assert str(csv) in capsys.readouterr().out
     if hasattr(bench, "draw") and pytest.importorskip("matplotlib"):
         assert csv.with_suffix(".png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("picture", PICTURES)
+def test_the_pictures_of_the_docs_are_drawn_from_committed_rows(picture, tmp_path):
+    pytest.importorskip("matplotlib")
+    name, rows = PICTURES[picture]
+    drawn = tmp_path / f"{picture}.png"
+    arguments = ["--rows", str(ROOT / "docs" / "data" / f"{rows}.csv"), "--picture", str(drawn)]
+    assert main(["bench", name, *arguments]) == 0
+    assert drawn.stat().st_size > 5000
+    assert (ROOT / "docs" / "img" / drawn.name).exists()
 
 
 def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():

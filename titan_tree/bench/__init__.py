@@ -17,4 +17,9 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "por": "whole steps by overlap: trees of one size, from POR 0.2 to 0.92 (Tree Training, figure 8)",
     "ratio": "whole steps by the ratio of repeated tokens, from 1 to 150 (Prompt Trees)",
     "real": "a configuration trained twice, on trees and on rows without trees: losses and speed",
+    "step": "whole steps on sequences and trees, beside a compiled transformers model",
+    "attention": "TreeAttention's backends beside FlexAttention, cuDNN and FlashAttention-4",
+    "gdn": "TreeGDN and its convolution beside flash-linear-attention",
+    "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
+    "optimizer": "AdamW and 8-bit AdamW beside torchao's",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import os
@@ -52,6 +53,9 @@ def environment(device: torch.device, *packages: str) -> Row:
     Args:
         device: the device that the benchmark runs on.
         packages: distributions whose versions matter, besides torch and triton.
+
+    Raises:
+        UserError: a package is not installed.
     """
     row: Row = {
         "date": time.strftime("%Y-%m-%d"),
@@ -60,7 +64,12 @@ def environment(device: torch.device, *packages: str) -> Row:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    row |= {name: importlib.metadata.version(name) for name in packages}
+    try:
+        row |= {name: importlib.metadata.version(name) for name in packages}
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"{error.name}: expected this package, with which the benchmark compares; install it with pip"
+        ) from error
     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row
 
@@ -118,6 +127,12 @@ def run_rounds(contenders: Sequence[Contender], rounds: int) -> None:
             for sample in contender.measure():
                 for name, value in sample.items():
                     contender.samples.setdefault(name, []).append(value)
+
+
+def add_rounds(parser: argparse.ArgumentParser, rounds: int = 3) -> None:
+    """Declares ``--rounds``, the rounds of ``run_rounds``."""
+    help = "measurements of each contender, in turn (default: %(default)s)"
+    parser.add_argument("--rounds", type=int, default=rounds, help=help)
 
 
 def time_ms(function: Callable[[], object]) -> float:

@@ -42,18 +42,18 @@ def run(args: argparse.Namespace) -> int:
     bench = import_module(f"titan_tree.bench.{args.name}")
     options = parse(bench, args.name, args.arguments)
     before = record.read_csv(options.against) if options.against else []  # --csv may be the same file
+    packages = getattr(bench, "PACKAGES", ())
     csv = options.csv or Path("outputs/bench") / f"{args.name}.csv"
     if options.rows:
         rows = record.read_csv(options.rows)
     else:
-        setting = record.environment(record.default_device(), *getattr(bench, "PACKAGES", ()))
+        setting = record.environment(record.default_device(), *packages)
         rows = [setting | row for row in bench.run(options)]
         if not rows:  # another rank than the first one
             return 0
         record.append_csv(csv, rows)
-    record.print_table(
-        rows, getattr(bench, "COLUMNS", None) or [k for k in rows[0] if k not in record.SETTING]
-    )
+    measured = [name for name in rows[0] if name not in (*record.SETTING, *packages)]
+    record.print_table(rows, getattr(bench, "COLUMNS", measured))
     if not options.rows:
         print(f"rows: {csv}")
     if hasattr(bench, "draw"):

@@ -1,7 +1,8 @@
 """Times a whole training step: titan_tree against a compiled transformers model.
 
-    python scripts/benchmark/step.py --flavor 1.7B --tokens 16384 --tree chain agent agent-fine
-    python scripts/benchmark/step.py --flavor debug --tokens 256 --rounds 1     # on a CPU: shows that it runs
+titan-tree bench step --flavor 0.6B --tree chain agent agent-fine                  # about 4 minutes
+titan-tree bench step --tokens 16384 --tree chain agent agent-fine                 # Qwen3-1.7B
+titan-tree bench step --flavor 8B --layers 8 --activation-checkpoint full
 
 Both train one architecture on one device in one process, in alternating rounds, with random tokens and random
 weights. Every token counts in the loss. A step consists of forward and backward passes, gradient clipping and
@@ -16,7 +17,8 @@ AdamW.
 
 A tree has as many distinct tokens as the sequence. Times are medians over the steps of all rounds. TFLOP/s
 count the model's own operations (ModelCosts.training_flops), so recomputation does not count. MFU is their
-share of the GPU's peak.
+share of the GPU's peak. "executed x peer" is the speed per executed token over transformers'. The picture
+has TFLOP/s.
 """
 
 from __future__ import annotations
@@ -25,32 +27,24 @@ import argparse
 import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
-from common import (
-    OPTIMIZER,
-    Contender,
-    Row,
-    append_csv,
-    argument_parser,
-    device_name,
-    environment,
-    optimizer_update,
-    print_table,
-    process_group,
-    run_rounds,
-    training_model,
-    training_step,
-    wall_s,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_tree import TokenTree, TreeBatch, build_model
+from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, wall_s
+from titan_tree.bench.steps import (
+    OPTIMIZER,
+    optimizer_update,
+    process_group,
+    training_model,
+    training_step,
+)
 from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
@@ -58,6 +52,21 @@ from titan_tree.distributed import titan
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from transformers import PreTrainedConfig
+
+KEYS = ("model", "flavor", "layers", "lora", "compile", "activation_checkpoint", "tokens", "step of")
+RATIOS = ("executed x peer",)
+QUICK = (
+    "--tree", "agent", "--flavor", "debug", "--tokens", "64",
+    "--rounds", "1", "--warmup", "0", "--steps", "1", "--no-compile",
+)  # fmt: skip
+PACKAGES = ("transformers",)
+COLUMNS = (
+    "step of", "nodes", "executed tokens", "logical tokens", "ms", "ms p10-p90", "executed tok/s",
+    "TFLOP/s", "MFU", "peak GiB", "executed x peer", "logical x peer",
+)  # fmt: skip
 Step = Callable[[], object]
 
 
@@ -70,26 +79,70 @@ class Entry:
     flops: float  # of one step
 
 
-def main() -> None:
-    args = parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--model", default="qwen3", choices=list(MODELS))
+    add("--flavor", default="1.7B", help="size of the model (default: %(default)s)")
+    add("--layers", type=int, help="number of layers of the model (default: all)")
+    add(
+        "--implementation",
+        nargs="+",
+        choices=["native", "transformers"],
+        default=["native"],
+        help="whose layers titan_tree runs, one run for each (default: native)",
+    )
+    add("--lora", type=int, default=0, help="rank of titan_tree's LoRA (default: 0, none)")
+    add("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
+    add("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
+    add(
+        "--attention",
+        nargs="+",
+        choices=["auto", *ATTENTION_BACKENDS],
+        default=["auto"],
+        help="backends of TreeAttention, one run for each (default: auto)",
+    )
+    add(
+        "--float8",
+        nargs="+",
+        default=["none"],
+        help="titan_tree's training.float8, one run for each value (default: none)",
+    )
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--activation-checkpoint", choices=["none", "full"], default="none")
+    add(
+        "--peer",
+        nargs="*",
+        choices=["bfloat16", "float32"],
+        default=["bfloat16"],
+        help="dtypes of transformers' weights; ratios refer to the first (default: bfloat16)",
+    )
+    add("--warmup", type=int, default=3, help="steps at the start of each round, not timed")
+    add("--steps", type=int, default=10, help="timed steps of each round")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per peer, and per tree and way to run it."""
     with process_group() as (mesh, device):
-        setting = environment(device, "transformers") | {
+        setting: Row = {
             "model": args.model,
             "flavor": args.flavor,
             "compile": args.compile,
             "activation_checkpoint": args.activation_checkpoint,
             "layers": args.layers or "all",
             "lora": args.lora,
+            "tokens": args.tokens,
         }
         entries = make_entries(args, mesh, device)
         run_rounds([entry.contender for entry in entries], args.rounds)
-        rows = [table_row(entry, entries[0] if args.peer else None, device) for entry in entries]
-        print_table(rows)
-        append_csv(args.csv, [setting | row for row in rows])
+        peer = entries[0] if args.peer else None
+        return [setting | table_row(entry, peer, device) for entry in entries]
 
 
 def make_entries(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[Entry]:
     """Returns what the arguments ask for: first the peers, then titan_tree on every tree."""
+    import transformers
+
     overrides = {"num_hidden_layers": args.layers} if args.layers else {}
     with torch.device("meta"):
         model = build_model(args.model, args.flavor, **overrides)
@@ -141,7 +194,7 @@ def our_step(
 
 
 def peer_step(
-    config: transformers.PreTrainedConfig,
+    config: PreTrainedConfig,
     dtype: str,
     tree: TokenTree,
     args: argparse.Namespace,
@@ -153,9 +206,11 @@ def peer_step(
         config: the architecture.
         dtype: of weights, gradients and optimizer states; computation is in bf16.
         tree: the sequence.
-        args: see ``parse_args``.
+        args: see ``add_arguments``.
         device: where the model is.
     """
+    import transformers
+
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
@@ -169,7 +224,7 @@ def peer_step(
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=OPTIMIZER.lr,
-        betas=tuple(OPTIMIZER.betas),
+        betas=(OPTIMIZER.betas[0], OPTIMIZER.betas[1]),
         eps=OPTIMIZER.eps,
         weight_decay=OPTIMIZER.weight_decay,
         fused=True,
@@ -243,47 +298,24 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", default="qwen3", choices=list(MODELS))
-    parser.add_argument("--flavor", default="1.7B", help="size of the model (default: %(default)s)")
-    parser.add_argument("--layers", type=int, help="number of layers of the model (default: all)")
-    parser.add_argument(
-        "--implementation",
-        nargs="+",
-        choices=["native", "transformers"],
-        default=["native"],
-        help="whose layers titan_tree runs, one run for each (default: native)",
-    )
-    parser.add_argument("--lora", type=int, default=0, help="rank of titan_tree's LoRA (default: 0, none)")
-    parser.add_argument("--tokens", type=int, default=16_384, help="distinct tokens (default: %(default)s)")
-    parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["chain", "agent"])
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        choices=["auto", *ATTENTION_BACKENDS],
-        default=["auto"],
-        help="backends of TreeAttention, one run for each (default: auto)",
-    )
-    parser.add_argument(
-        "--float8",
-        nargs="+",
-        default=["none"],
-        help="titan_tree's training.float8, one run for each value (default: none)",
-    )
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--activation-checkpoint", choices=["none", "full"], default="none")
-    parser.add_argument(
-        "--peer",
-        nargs="*",
-        choices=["bfloat16", "float32"],
-        default=["bfloat16"],
-        help="dtypes of transformers' weights; ratios refer to the first (default: bfloat16)",
-    )
-    parser.add_argument("--warmup", type=int, default=3, help="steps at the start of each round, not timed")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each round")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws the speed of a training step on chains and trees, per model and size."""
+    groups: dict[tuple[str, int], dict[str, Mapping[str, str]]] = {}  # the first row of each name
+    for row in rows:
+        if "(float32)" not in row["step of"]:
+            group = groups.setdefault((row["flavor"], int(row["executed tokens"])), {})
+            group.setdefault(row["step of"].replace(" (bfloat16)", ""), row)
+    groups = dict(sorted(groups.items()))
+    figure.set_size_inches(3.4 * len(groups), 3.2)
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)
+    for panel, ((flavor, tokens), chosen) in zip(panels[0], groups.items(), strict=True):
+        for name, row in chosen.items():
+            peer = name.startswith("transformers")
+            label = "transformers,\none sequence" if peer else name.split(", ")[-1]
+            bar = panel.bar(label, float(row["TFLOP/s"]), color="C7" if peer else "C0")
+            panel.bar_label(bar, [f"{float(row['TFLOP/s']):.0f}"], padding=2)
+        panel.set_title(f"{flavor}, {tokens:,} distinct tokens")
+        panel.tick_params(axis="x", labelsize=8)
+    panels[0][0].set(ylabel="useful TFLOP/s", ylim=(0, 600))
+    first = rows[0]
+    figure.suptitle(f"One training step, bf16 computation, {first['device']}, torch {first['torch']}")

@@ -1,48 +1,49 @@
 """Times TreeGDN and its convolution on token trees, in milliseconds, beside implementations for sequences.
 
-    python scripts/benchmark/gdn.py --csv gdn.csv
-    python scripts/benchmark/gdn.py --tree agent --heads 16 64
-    python scripts/benchmark/gdn.py --tokens 256 --rounds 1 --heads 2 2 --head-dim 16     # runs on a CPU
+titan-tree bench gdn                                   # on a GPU, all trees, about 3 minutes
+titan-tree bench gdn --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
 
 The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to
 the output, through the module, autograd and the operator. All contenders take turns in one process on
 random data in bfloat16; the table has medians. What the host computes once per batch for all layers is
-timed apart. "kept" is the memory that a forward pass keeps for its backward pass, besides inputs and output.
+timed apart ("plan_host_ms"). "kept" is the memory that a forward pass keeps for its backward pass, besides
+inputs and output.
 
-Peers: "per path" is flat training. It computes every path on its own with the same kernels, and omits paths
-that are prefixes of other paths. Where flash-linear-attention (FLA) is installed, its kernels run on one
-chain of as many tokens, and on the tree level by level: all nodes of one depth at once, from their parents'
-last states. On Hopper FLA refuses to run its backward pass with versions of Triton that compile wrong
-gradients. This script runs it there to measure its time only.
+Peers: "per path" is training without trees. It computes every leaf path on its own with the same kernels.
+Where flash-linear-attention (FLA) is installed, its kernels run on one chain of as many tokens, and on the
+tree level by level: all nodes of one depth at once, from their parents' last states. On Hopper FLA refuses
+to run its backward pass with versions of Triton that compile wrong gradients. This benchmark runs it there
+to measure its time only.
+
+"x chain" is the time per token of a chain, which --tree measures first, over that of the tree. "x FLA" is
+the time of FLA's chain over that of the tree. The picture has the time of each contender on each tree.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import (
+from torch import Tensor
+
+from titan_tree import TokenPath, TokenTree, TreeBatch
+from titan_tree.bench.record import (
     VOCABULARY,
     Contender,
     Row,
-    append_csv,
-    argument_parser,
+    add_rounds,
     autograd_ms,
     default_device,
-    environment,
-    print_table,
     run_rounds,
     time_ms,
     wall_s,
 )
-from torch import Tensor
-
-from titan_tree import TokenPath, TokenTree, TreeBatch
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
 from titan_tree.tree.chunks import make_chains, make_chunks
@@ -61,25 +62,51 @@ try:
 except ImportError:
     chunk_gated_delta_rule = None
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEYS = ("heads", "head_dim", "tree", "tokens", "what")
+RATIOS = ("x chain", "x FLA")
+QUICK = (
+    "--tree", "chain", "bushy", "--tokens", "64", "--rounds", "1", "--heads", "1", "2", "--head-dim", "16",
+)  # fmt: skip
+COLUMNS = (
+    "tree", "tokens", "nodes", "por", "what", "forward_ms", "forward_backward_ms", "x chain", "x FLA",
+    "kept_mib", "plan_host_ms", "note",
+)  # fmt: skip
 DEVICE = default_device()
 MAX_FLAT_TOKENS = 2**17  # tokens of "per path" in one call
 WIDTH = 4  # of the convolution
-COLUMNS = ["what", "forward_ms", "forward_backward_ms", "kept_mib", "note"]
 Run = Callable[..., Tensor]
 
 
-def main() -> None:
-    args = parse_args()
-    setting = environment(DEVICE) | {"heads": "/".join(map(str, args.heads)), "head_dim": args.head_dim}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--tree", nargs="+", choices=SHAPES, default=["chain", "agent", "agent-fine", "bushy"])
+    add("--tokens", type=int, help="distinct tokens (default: depends on the shape)")
+    add("--heads", type=int, nargs=2, default=[32, 32], metavar=("KEY", "VALUE"))
+    add("--head-dim", type=int, default=128)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per tree and contender."""
+    rows = []
+    chain = None  # milliseconds per token
     for shape in args.tree:
         tree = random_tree(shape, args.tokens or SHAPES[shape], VOCABULARY)
-        rows = [setting | row for row in benchmark(shape, tree, args)]
-        print(
-            f"{shape}: {len(tree):,} tokens, {tree.stats.n_nodes:,} nodes, POR {tree.stats.por:.1%}; "
-            f"chunks and chains take the host {rows[0]['plan_host_ms']} ms"
-        )
-        print_table(rows, COLUMNS)
-        append_csv(args.csv, rows)
+        measured = benchmark(shape, tree, args)
+        times = {row["what"]: float(str(row["forward_backward_ms"])) for row in measured}
+        if shape == "chain":
+            chain = times["tree"] / len(tree)
+        for row in measured:
+            is_tree = row["what"] == "tree"
+            fla = times.get("FLA, one chain")
+            row["x chain"] = round(chain * len(tree) / times["tree"], 3) if is_tree and chain else None
+            row["x FLA"] = round(fla / times["tree"], 3) if is_tree and fla else None
+        rows += measured
+        print(f"{shape}: done", flush=True)
+    return rows
 
 
 def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row]:
@@ -96,6 +123,8 @@ def benchmark(shape: str, tree: TokenTree, args: argparse.Namespace) -> list[Row
     host_ms = median(plan_ms(tree) for _ in range(7))
     return [
         {
+            "heads": "/".join(map(str, args.heads)),
+            "head_dim": args.head_dim,
             "tree": shape,
             "tokens": len(tree),
             "nodes": tree.stats.n_nodes,
@@ -181,7 +210,7 @@ def level_by_level(tree: TokenTree) -> Run:
     back = torch.cat([tokens for tokens, _, _ in levels]).argsort()
 
     def run(*inputs: Tensor) -> Tensor:
-        outputs, states = [], None
+        outputs, states = [], torch.empty(0)
         for level, (tokens, offsets, parents) in enumerate(levels):
             out, states = chunk_gated_delta_rule(
                 *(x[tokens][None] for x in inputs),
@@ -235,15 +264,32 @@ def convolution_inputs(n: int, args: argparse.Namespace) -> list[Tensor]:
     return [random(n, channels), random(channels, WIDTH)]
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    shapes = ["chain", "agent", "agent-fine", "bushy"]
-    parser.add_argument("--tree", nargs="+", choices=SHAPES, default=shapes)
-    parser.add_argument("--tokens", type=int, help="distinct tokens (default: depends on the shape)")
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 32], metavar=("KEY", "VALUE"))
-    parser.add_argument("--head-dim", type=int, default=128)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws the time of the gated delta rule on each tree."""
+    labels = {
+        "tree": "titan_tree, the tree",
+        "per path": "titan_tree, every path",
+        "FLA, one chain": "FLA, a chain as long",
+        "FLA, level by level": "FLA, level by level",
+    }
+    trees = dict.fromkeys(row["tree"] for row in sorted(rows, key=lambda row: int(row["nodes"])))
+    figure.set_size_inches(4 * len(trees), 3)
+    panels = figure.subplots(1, len(trees), sharey=True, squeeze=False)
+    for panel, tree in zip(panels[0], trees, strict=True):
+        chosen = {row["what"]: row for row in rows if row["tree"] == tree}
+        for position, (what, label) in enumerate(labels.items()):
+            if what in chosen:
+                ms = float(chosen[what]["forward_backward_ms"])
+                panel.bar_label(panel.barh(label, ms, color=f"C{position}"), [f"{ms:.2f}"], padding=3)
+            else:
+                panel.barh(label, 0)
+        first = next(iter(chosen.values()))
+        nodes = "1 node" if first["nodes"] == "1" else f"{int(first['nodes']):,} nodes"
+        panel.set_title(f"{tree}: {nodes}, POR {float(first['por']):.1%}")
+        panel.set(xscale="log", xlabel="forward and backward, ms", xlim=(1, 400))
+    panels[0][0].invert_yaxis()
+    first = rows[0]
+    figure.suptitle(
+        f"Gated delta rule, about {int(first['tokens']):,} tokens, {first['heads']} heads, head dim "
+        f"{first['head_dim']}, bf16, {first['device']}, torch {first['torch']}"
+    )

@@ -1,6 +1,7 @@
-"""Times a layer whose experts are sharded over all GPUs, beside layers that have all experts on each GPU.
+"""Times a layer of experts beside transformers' and torchtitan's layers, and sharded over all GPUs.
 
-    torchrun --nproc-per-node 2 scripts/benchmark/experts.py --csv experts.csv
+titan-tree bench experts                                                    # on a GPU, about 3 minutes
+torchrun --nproc-per-node 2 -m titan_tree.cli bench experts                 # experts sharded over 2 GPUs
 
 The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Every GPU
 has its own tokens. All contenders have the same weights, are compiled, run in bf16, and take turns in one
@@ -9,10 +10,10 @@ process. Only the first one is sharded and communicates. The others compute all 
 With "random" routing, the router has random weights and uses experts unevenly. With "balanced" routing, all
 experts are chosen equally often, by random tokens. Milliseconds are medians on the slowest GPU; TFLOP/s are
 those of one GPU. "exposed_ms" is the time of a forward and backward pass in which a GPU only communicates.
-"rows_sent" is the number of rows that leave a GPU per token in each exchange. "difference" is the relative
-difference of outputs to the first row's; it includes tokens that rounding sends to other experts.
-
-Without a GPU, the numbers mean nothing, but show that the benchmark runs.
+"rows_sent" is the number of rows that leave a GPU per token in each exchange. "peak_share" refers to the
+GPU's dense bf16 peak. "difference" is the relative difference of outputs to the first row's; it includes
+tokens that rounding sends to other experts. "x transformers" is the time of transformers' layer over that of
+this one.
 """
 
 from __future__ import annotations
@@ -21,39 +22,50 @@ import argparse
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
-import moe
 import torch
 import torch.distributed as dist
-from common import (
-    Contender,
-    Row,
-    append_csv,
-    argument_parser,
-    environment,
-    print_table,
-    process_group,
-    run_rounds,
-    synchronize,
-    wall_s,
-)
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, synchronize, wall_s
+from titan_tree.bench.steps import process_group
 from titan_tree.components.moe import Experts, MoE
+from titan_tree.distributed import titan
 from titan_tree.distributed.experts.sharded_experts import ShardedExperts
 
-TIMES = ["forward_ms", "forward_backward_ms", "tflops", "exposed_ms"]
-COLUMNS = ["what", "routing", *TIMES, "rows_sent", "difference"]
+KEYS = ("gpus", "experts", "hidden", "tokens", "routing", "what")
+RATIOS = ("x transformers",)
+QUICK = (
+    "--tokens", "33", "--hidden", "32", "--intermediate", "16", "--experts", "8", "--top-k", "3",
+    "--rounds", "1", "--repeat", "1", "--no-compile",
+)  # fmt: skip
+PACKAGES = ("transformers", "torchtitan")
+COLUMNS = (
+    "what", "routing", "forward_ms", "forward_backward_ms", "tflops", "peak_share", "x transformers",
+    "exposed_ms", "rows_sent", "difference",
+)  # fmt: skip
 
 
-def main() -> None:
-    args = parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--tokens", type=int, default=32_768, help="tokens per GPU")
+    add("--hidden", type=int, default=2048)
+    add("--intermediate", type=int, default=768, help="hidden size of one expert")
+    add("--experts", type=int, default=128)
+    add("--top-k", type=int, default=8)
+    add("--routing", nargs="+", default=["random", "balanced"], choices=["random", "balanced"])
+    add("--repeat", type=int, default=10, help="calls per measurement")
+    add("--no-compile", action="store_true", help="run all layers in eager mode")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per routing and layer."""
     with process_group() as (mesh, device):
-        setting = environment(device, "transformers", "torchtitan") if dist.get_rank() == 0 else {}
-        setting |= {
+        setting: Row = {
             "gpus": mesh.size(),
             "experts": f"{args.top_k} of {args.experts}",
             "hidden": f"{args.hidden} x {args.intermediate}",
@@ -61,25 +73,81 @@ def main() -> None:
         }
         layers = make_layers(args, device)
         rows = [setting | row for routing in args.routing for row in benchmark(args, layers, routing, device)]
-    if rows[0].get("device"):
-        print_table(rows, COLUMNS)
-        append_csv(args.csv, rows)
+        return rows if dist.get_rank() == 0 else []
 
 
 def make_layers(args: argparse.Namespace, device: torch.device) -> dict[str, nn.Module]:
     """Returns all contenders with the same weights on every rank. The first one is sharded."""
     torch.manual_seed(0)
-    made = {
-        "titan_tree": moe.ours,
-        "transformers": moe.transformers_layer,
-        "torchtitan": moe.torchtitan_layer,
-    }
+    made = {"titan_tree": ours, "transformers": transformers_layer, "torchtitan": torchtitan_layer}
     whole = {name: make(args).to(device, torch.bfloat16) for name, make in made.items()}
-    moe.share_weights(**whole)
+    share_weights(whole["titan_tree"], whole["transformers"], whole["torchtitan"])
     return {
         f"titan_tree, sharded over {dist.get_world_size()}": shard(cast(MoE, whole["titan_tree"])),
         **whole,
     }
+
+
+def ours(args: argparse.Namespace) -> nn.Module:
+    """Returns titan_tree's layer."""
+    return MoE(args.hidden, args.intermediate, args.experts, args.top_k, norm_topk_prob=True)
+
+
+def transformers_layer(args: argparse.Namespace) -> nn.Module:
+    """Returns transformers' layer with grouped matrix products."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config: Any = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=args.hidden,
+        moe_intermediate_size=args.intermediate,
+        num_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+    )
+    return Qwen3MoeSparseMoeBlock(config)
+
+
+def torchtitan_layer(args: argparse.Namespace) -> nn.Module:
+    """Returns torchtitan's layer."""
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    experts = GroupedExperts.Config(dim=args.hidden, hidden_dim=args.intermediate, num_experts=args.experts)
+    dispatcher = LocalTokenDispatcher.Config(num_experts=args.experts, top_k=args.top_k)
+    router = TokenChoiceTopKRouter.Config(
+        num_experts=args.experts,
+        gate=Linear.Config(in_features=args.hidden, out_features=args.experts),
+        top_k=args.top_k,
+        score_func="softmax",
+        route_norm=True,
+    )
+    config = MoE.Config(
+        num_experts=args.experts,
+        routed_experts=RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher),
+        router=router,
+        load_balance_coeff=None,
+    )
+    return config.build()
+
+
+@torch.no_grad()
+def share_weights(titan_tree: Any, transformers: Any, torchtitan: Any) -> None:
+    """Draws random weights for titan_tree's layer and copies them into the other two."""
+    for parameter in titan_tree.parameters():
+        parameter.normal_(0, 0.02)
+    gate_up, down = titan_tree.experts.gate_up_proj, titan_tree.experts.down_proj
+    gate, up = gate_up.chunk(2, dim=1)
+    transformers.gate.weight.copy_(titan_tree.gate.weight)
+    transformers.experts.gate_up_proj.copy_(gate_up)
+    transformers.experts.down_proj.copy_(down)
+    torchtitan.router.gate.weight.copy_(titan_tree.gate.weight)
+    experts = torchtitan.routed_experts.inner_experts
+    for parameter, value in ((experts.w1_EFD, gate), (experts.w3_EFD, up), (experts.w2_EDF, down)):
+        parameter.copy_(value)
 
 
 def shard(layer: MoE) -> MoE:
@@ -124,16 +192,21 @@ def benchmark(
     run_rounds(contenders, args.rounds)
     flops = 3 * 2 * args.tokens * args.top_k * 3 * args.hidden * args.intermediate
     want = next(iter(outputs.values()))
+    theirs = slowest(next(each.median("both") for each in contenders if each.name == "transformers"))
+    peak = titan.peak_flops(device_name(device)) if device.type == "cuda" else 0.0
     rows: list[Row] = []
     for i, contender in enumerate(contenders):
         got, both = outputs[contender.name], slowest(contender.median("both"))
+        tflops = flops / both / 1e9
         exposed = 0.0 if i else slowest(exposed_ms(partial(step, contender.name), args.repeat))
         rows.append({
             "what": contender.name,
             "routing": routing,
             "forward_ms": round(slowest(contender.median("forward")), 3),
             "forward_backward_ms": round(both, 3),
-            "tflops": round(flops / both / 1e9, 1),
+            "tflops": round(tflops, 1),
+            "peak_share": round(1e12 * tflops / peak, 3) if peak else None,
+            "x transformers": round(theirs / both, 3),
             "exposed_ms": round(exposed, 3),
             "rows_sent": 0 if i else round(rows_sent(expert, args.experts), 2),
             "difference": f"{((got - want).norm() / want.norm()).item():.1e}",
@@ -152,7 +225,7 @@ def route(x: Tensor, layers: dict[str, nn.Module], routing: str, args: argparse.
 
     With balanced routing, the first E features of x are the logits.
     """
-    gates = [layer.router.gate if hasattr(layer, "router") else layer.gate for layer in layers.values()]
+    gates: list[Any] = [getattr(layer, "router", layer).gate for layer in layers.values()]
     generator = torch.Generator(x.device).manual_seed(0)
     weight = torch.randn(args.experts, args.hidden, device=x.device, generator=generator) * 0.02
     if routing == "balanced":
@@ -217,18 +290,3 @@ def slowest(value: float) -> float:
     values = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.item()
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    moe.add_sizes(parser)
-    parser.add_argument(
-        "--routing", nargs="+", default=["random", "balanced"], choices=["random", "balanced"]
-    )
-    parser.add_argument("--repeat", type=int, default=10, help="calls per measurement")
-    parser.add_argument("--no-compile", action="store_true", help="run all layers in eager mode")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

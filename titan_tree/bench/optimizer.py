@@ -1,6 +1,6 @@
 """Times optimizers on the weights that one GPU holds of a large model.
 
-    python scripts/benchmark/optimizer.py --csv optimizer.csv
+titan-tree bench optimizer          # on a GPU with 80 GB, about 2 minutes
 
 The models are some layers of Qwen3-30B-A3B over 4 GPUs (30B-A3B) and of Qwen3-8B on one (8B), with fp32
 weights and gradients. All optimizers update the same weights, and take turns in one process. They need 20
@@ -14,8 +14,7 @@ bytes of GPU memory per number: 28 GB for 8 layers of 30B-A3B, 57 GB for 8 layer
 | GB        | bytes to read and write at least once: gradients twice, weights and states                   |
 | GB/s      | GB / ms                                                                                      |
 | of copy   | GB/s, relative to that of a large copy on this GPU: 100% is the bound of memory bandwidth    |
-
-Without a GPU, the numbers mean nothing, but show that the benchmark runs.
+| x torchao | the time of torchao's 8-bit AdamW over this one                                              |
 """
 
 from __future__ import annotations
@@ -26,22 +25,18 @@ import time
 from functools import partial
 
 import torch
-import torchao.optim
-from common import (
+from torch import nn
+
+from titan_tree.bench.record import (
     Contender,
     Row,
-    append_csv,
-    argument_parser,
+    add_rounds,
     default_device,
-    environment,
-    print_table,
     run_rounds,
     synchronize,
     time_ms,
     wall_s,
 )
-from torch import nn
-
 from titan_tree.config import OptimizerConfig
 from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step
 from titan_tree.models.decoder import build_model
@@ -50,22 +45,39 @@ from titan_tree.registry import OPTIMIZERS
 MODELS = {"30B-A3B": ("qwen3_moe", 4), "8B": ("qwen3", 1), "debug": ("qwen3_moe", 2)}  # family, GPUs
 # Bytes per number, besides two reads of the gradient, and a read and a write of the weight.
 STATE_BYTES = {"adamw8bit": 4, "adamw8bit of torchao": 4, "adamw": 16}
-COLUMNS = ["optimizer", "model", "tensors", "numbers", "ms", "host ms", "first s", "GB", "GB/s", "of copy"]
+KEYS = ("model", "layers", "optimizer")
+RATIOS = ("x torchao",)
+QUICK = ("--model", "debug", "--layers", "1", "--rounds", "1", "--no-compile")
+PACKAGES = ("torchao",)
+COLUMNS = (
+    "optimizer", "model", "tensors", "numbers", "ms", "host ms", "first s", "GB", "GB/s", "of copy",
+    "x torchao",
+)  # fmt: skip
 
 
-def main() -> None:
-    args = parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--model", nargs="+", default=["30B-A3B", "8B"], choices=MODELS)
+    add("--layers", type=int, default=8)
+    add("--no-compile", action="store_true", help="run torchao's optimizer in eager mode")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per model and optimizer."""
+    import torchao.optim
+
     device = default_device()
-    setting = environment(device, "torchao")
-    OPTIMIZERS.register("adamw8bit of torchao", OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit))
     copied = torch.zeros(2**28 if device.type == "cuda" else 2**20, device=device)
     bandwidth = 2 * copied.nbytes / time_ms(partial(torch.empty_like(copied).copy_, copied)) / 1e6
     del copied
-    with torch.compiler.set_stance("force_eager" if args.no_compile else "default"):
-        rows = [setting | row for name in args.model for row in benchmark(args, name, bandwidth, device)]
     print(f"a copy moves {bandwidth:,.0f} GB/s")
-    print_table(rows, COLUMNS)
-    append_csv(args.csv, rows)
+    theirs = OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit)
+    with (
+        OPTIMIZERS.registered("adamw8bit of torchao", theirs),
+        torch.compiler.set_stance("force_eager" if args.no_compile else "default"),
+    ):
+        return [row for name in args.model for row in benchmark(args, name, bandwidth, device)]
 
 
 def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: torch.device) -> list[Row]:
@@ -81,6 +93,7 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
         contenders.append(Contender(optimizer, partial(measure, update)))
     run_rounds(contenders, args.rounds)
     numbers = sum(p.numel() for p in model.parameters())
+    theirs = contenders[list(STATE_BYTES).index("adamw8bit of torchao")].median("ms")
     rows: list[Row] = []
     for contender, first in zip(contenders, firsts, strict=True):
         ms = contender.median("ms")
@@ -97,6 +110,7 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
             "GB": round(gigabytes, 2),
             "GB/s": round(1e3 * gigabytes / ms),
             "of copy": f"{1e3 * gigabytes / ms / bandwidth:.0%}",
+            "x torchao": round(theirs / ms, 3),
         })  # fmt: skip
     return rows
 
@@ -121,15 +135,3 @@ def shards(name: str, layers: int, device: torch.device) -> nn.Module:
             shard.grad = torch.randn_like(shard)
             setattr(module, label, shard)
     return model
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", nargs="+", default=["30B-A3B", "8B"], choices=MODELS)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--no-compile", action="store_true", help="run torchao's optimizer in eager mode")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
