@@ -183,7 +183,7 @@ def train(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: tor
         part = long_rollouts(args.tokens // share, args.longest, model.config.vocab_size)
         step = training_step(model, device)
         try:
-            loss, norm = update(step, step.prepare([[part]]))
+            loss, norm, _ = update(step, step.prepare([[part]]))
             print(f"one pass over {len(part):,} tokens fits: loss {loss:.4f}, gradient norm {norm:.3f}")
         except UserError as error:
             print(f"one pass over {len(part):,} tokens: {error}")
@@ -193,7 +193,7 @@ def train(model: Decoder, tree: TokenTree, args: argparse.Namespace, device: tor
     for number in range(1, args.train + 1):
         started = time.perf_counter()
         allocated(device)
-        loss, norm = update(step, prepared)
+        loss, norm, _ = update(step, prepared)
         peak = allocated(device, peak=True) / 2**30
         print(
             f"step {number}: loss {loss:.4f}, gradient norm {norm:.3f}, "

@@ -47,6 +47,8 @@ def test_a_quick_benchmark_writes_its_rows_and_picture(measurement, tmp_path, mo
     keys = [tuple(row[key] for key in bench.KEYS) for row in rows]
     assert len(set(keys)) == len(keys)  # KEYS name a row
     assert all(ratio in rows[-1] for ratio in bench.RATIOS if ratio != "of operations" or name != "real")
+    if name in ("por", "ratio", "real"):
+        assert all(0 < float(row["tree optimizer share"]) < 1 for row in rows)
     assert str(csv) in capsys.readouterr().out
     if hasattr(bench, "draw") and pytest.importorskip("matplotlib"):
         assert csv.with_suffix(".png").stat().st_size > 5000

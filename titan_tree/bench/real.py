@@ -9,10 +9,10 @@ per leaf path (data.layout = "leaf"), which also trains the samples that are pre
 padding, and use the same kernels. The losses of both runs should agree up to rounding.
 
 There is one row per step, and one whose step is "all": sums over the steps after the first --warmup ones.
-Ratios are those of baseline to tree. "operations x" needs a GPU, where the trainer counts them. Times of a
-CPU say little, because the cost of its reference attention is quadratic in data.max_tokens. Both runs keep
-their folders under --folder. With --case NAME, the picture of a CSV file has one column per name (figure 7
-of Tree Training, arXiv:2511.00413).
+Ratios are those of baseline to tree, shares those of docs/metrics.md. "operations x" needs a GPU, where the
+trainer counts them. Times of a CPU say little, because the cost of its reference attention is quadratic in
+data.max_tokens. Both runs keep their folders under --folder. With --case NAME, the picture of a CSV file has
+one column per name (figure 7 of Tree Training, arXiv:2511.00413).
 """
 
 from __future__ import annotations
@@ -128,6 +128,9 @@ def speeds(tree: Metrics, rows: Metrics) -> Row:
         "rows s": round(rows_s, 3),
         "speed-up": round(rows_s / tree_s, 2),
     }
+    for part in ("optimizer", "host"):
+        share = sum(step[f"{part}_share"] * step["step_s"] for step in tree) / tree_s
+        row[f"tree {part} share"] = round(share, 3)
     if "mfu" in tree[0]:
         operations, rows_operations = (sum(s["mfu"] * s["step_s"] for s in steps) for steps in (tree, rows))
         row["operations x"] = round(rows_operations / operations, 2)

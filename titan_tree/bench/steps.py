@@ -18,6 +18,7 @@ from titan_tree.distributed.mesh import init_distributed
 from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.distributed.parallelize import parallelize, weight_shards
 from titan_tree.engine.activations import Activations
+from titan_tree.engine.device_clock import DeviceClock
 from titan_tree.engine.step_io import StepInput
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.models.decoder import build_model
@@ -85,22 +86,25 @@ def training_step(
 
 def optimizer_update(
     model: TreeModel, optimizer: OptimizerConfig = OPTIMIZER
-) -> Callable[[TreeStep, StepInput], tuple[float, float]]:
+) -> Callable[[TreeStep, StepInput], tuple[float, float, float]]:
     """Returns the trainer's whole step as a function: forward, backward, clipping, AdamW.
 
-    The function waits for the device and returns the loss and the gradient norm. If it raises, it first
-    clears the gradients.
+    The function waits for the device. It returns the loss, the gradient norm, and the seconds of clipping and
+    AdamW. If it raises, it first clears the gradients.
     """
     optimizers = build_optimizers(optimizer, model)
 
-    def update(step: TreeStep, prepared: StepInput) -> tuple[float, float]:
+    def update(step: TreeStep, prepared: StepInput) -> tuple[float, float, float]:
+        clock = DeviceClock(step.device)
         try:
             loss = step.run(prepared).loss
+            passes_done = clock.mark()
             norm = clip_and_step(optimizers, loss, optimizer.max_grad_norm)
+            optimizer_done = clock.mark()
         finally:
             optimizers.zero_grad()
         values = loss.item(), norm.item()
         assert all(map(math.isfinite, values)), f"loss and gradient norm: {values}"
-        return values
+        return *values, clock.seconds(passes_done, optimizer_done)
 
     return update
