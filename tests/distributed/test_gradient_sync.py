@@ -66,6 +66,24 @@ def test_the_model_gets_its_own_weights_back():
     assert all(p is own[name] for name, p in model.named_parameters())
 
 
+def test_copies_are_kept_and_follow_the_weights():
+    model = bf16_model()
+    with cast_weights(model):
+        first = dict(model.named_parameters())
+    frozen, replaced = "norm.weight", "layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    model.get_parameter(frozen).requires_grad_(False)
+    model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(model.get_parameter(replaced).detach() + 1)
+    own = dict(model.named_parameters())
+    with cast_weights(model):
+        for name, copy in model.named_parameters():
+            assert torch.equal(copy, own[name].bfloat16())
+            assert copy.requires_grad == (name != frozen)
+            assert (copy is first[name]) == (name not in (frozen, replaced))
+
+
 def test_frozen_weights_have_no_gradients():
     model = bf16_model()
     frozen = ["layers.0.mlp.up_proj.weight", "norm.weight"]
