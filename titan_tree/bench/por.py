@@ -34,9 +34,10 @@ LIMITED = (4.5, 5.3)  # Tree Training v2, trees that exceed memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     layouts.add_arguments(parser)
+    parser.set_defaults(max_tokens=66_000)  # of 16 paths of 4,096 tokens, or two trees at a POR of 0.5
     add = parser.add_argument
     add("--por", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.887, 0.92])
-    add("--length", type=int, default=2048, help="tokens of every path (default: %(default)s)")
+    add("--length", type=int, default=4096, help="tokens of every path (default: %(default)s)")
     add("--trees", type=int, default=8, help="trees of a step (default: %(default)s)")
     add("--strategy", choices=list(PARTITION_STRATEGIES), help="partitions trees (default: one pass each)")
 
