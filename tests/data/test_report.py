@@ -2,6 +2,7 @@
 
 import io
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -216,18 +217,17 @@ def test_dropped_thoughts_of_real_rollouts():
         assert Counter(reason for point in points for reason in point.reasons) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 def test_empty_thought_blocks_of_real_rollouts():
     """ToolBench has no thoughts. Qwen3's template shows an empty block in the last turn only."""
     tokenizer = TreeTokenizer.byte_level("qwen3")
     reader = sample_reader(REAL_DATA / "toolbench_dfsdt.jsonl.gz", tokenizer)
     counts = Counter()
-    for group in reader.groups():
+    for group in islice(reader.groups(), 5):
         tree = TokenTree.from_paths(reader.paths(group))
         assert reported(tree, tokenizer.decode, EMPTY_THOUGHT) == dropped_thoughts(tree)
         counts.update(r for point in branch_points(tree, tokenizer.decode) for r in point.reasons)
-    assert counts == {EMPTY_THOUGHT: 104, OTHER_TEXT: 200}
+    assert counts == {EMPTY_THOUGHT: 22, OTHER_TEXT: 17}
 
 
 def rendered(what):

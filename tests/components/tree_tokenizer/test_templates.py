@@ -1,11 +1,14 @@
 """Chat templates against hand-written text and transformers; their errors."""
 
+import random
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import for_each
+from tests.support.conversations import random_conversation
 from tests.support.trip import (
     ASSISTANT,
     CALLS,
@@ -251,3 +254,49 @@ def test_every_error_of_a_template_is_one_line_that_names_the_template(source, e
         caught.value
     )
     assert str(caught.value).isprintable()
+
+
+# Published templates, as TRL ships them
+
+
+@pytest.mark.slow
+def test_qwen3_renders_the_text_of_the_published_template():
+    published = TreeTokenizer.byte_level(published_template("qwen3"))
+    bundled, rng = TreeTokenizer.byte_level("qwen3"), random.Random(0)
+    for _ in range(100):
+        messages, tools = random_conversation(rng)
+        for options in ({}, {"add_generation_prompt": True, "enable_thinking": False}):
+            assert bundled.render(messages, tools, **options) == published.render(messages, tools, **options)
+
+
+@pytest.mark.slow
+def test_published_templates_treat_thoughts_as_the_page_on_templates_says():
+    """The last sample of a conversation shows which thoughts of earlier turns are kept."""
+    messages = [
+        {"role": "user", "content": "A?"},
+        {"role": "assistant", "reasoning_content": "One.", "content": "B"},
+        {"role": "user", "content": "C?"},
+        {"role": "assistant", "reasoning_content": "Two.", "content": "D"},
+    ]
+    for name, variables, kept in (
+        ("qwen3", {}, False),
+        ("qwen3_5_think", {}, False),
+        ("qwen3_6", {}, False),
+        ("qwen3_6", {"preserve_thinking": True}, True),
+        ("qwen3_8", {}, True),
+        ("qwen3_8", {"preserve_thinking": False}, False),
+        ("gptoss", {}, False),
+    ):
+        tokenizer = TreeTokenizer.byte_level(published_template(name))
+        last = tokenizer.samples(messages, **variables)[-1]
+        assert ("One." in tokenizer.decode(last.tokens), name) == (kept, name)
+        assert "Two." in tokenizer.decode(last.tokens[last.loss_mask > 0]), name
+    with pytest.raises(UserError, match="continuation of its own generation prompt"):
+        TreeTokenizer.byte_level(published_template("deepseek_r1_distill")).samples(messages)
+
+
+def published_template(name):
+    trl = find_spec("trl")  # not imported, which takes seconds
+    if trl is None or trl.origin is None:
+        pytest.skip("needs trl")
+    return Path(trl.origin).with_name("chat_templates") / f"{name}.jinja"
