@@ -22,4 +22,5 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "gdn": "TreeGDN and its convolution beside flash-linear-attention",
     "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
     "optimizer": "AdamW and 8-bit AdamW beside torchao's",
+    "quality": "rewards of models that were trained on all paths, and on the longest path of each tree",
 }
