@@ -41,7 +41,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from titan_tree import TokenTree, TreeAttention, TreeBatch
 from titan_tree.bench.record import (
     VOCABULARY,
     Contender,
@@ -52,10 +51,12 @@ from titan_tree.bench.record import (
     time_ms,
 )
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree, sweep
-from titan_tree.components.tree_attention import Scoring
+from titan_tree.components.tree_attention import Scoring, TreeAttention
 from titan_tree.errors import UserError
 from titan_tree.registry import ATTENTION_BACKENDS
+from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
+from titan_tree.tree.token_tree import TokenTree
 
 try:
     from flash_attn.cute import flash_attn_varlen_func

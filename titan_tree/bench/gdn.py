@@ -32,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tree import TokenPath, TokenTree, TreeBatch
 from titan_tree.bench.record import (
     VOCABULARY,
     Contender,
@@ -46,10 +45,13 @@ from titan_tree.bench.record import (
 )
 from titan_tree.bench.trees import SHAPES, flat_sample, random_tree
 from titan_tree.components.tree_gdn import TreeGDN, prepare_conv, tree_causal_conv1d
+from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.chunks import make_chains, make_chunks
 from titan_tree.tree.gateway import predecessors
 from titan_tree.tree.layout import TreeLayout
 from titan_tree.tree.partition import one_pass
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
 
 try:
     from fla.ops.common import chunk_o

@@ -36,7 +36,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_tree import TokenTree, TreeBatch, build_model
 from titan_tree.bench.record import Contender, Row, add_rounds, device_name, run_rounds, wall_s
 from titan_tree.bench.steps import (
     OPTIMIZER,
@@ -49,8 +48,11 @@ from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.components.lora import LoRA
 from titan_tree.config import ModelConfig, TrainingConfig
 from titan_tree.distributed import titan
+from titan_tree.models.decoder import build_model
 from titan_tree.models.lora.adapters import add_lora
 from titan_tree.registry import ATTENTION_BACKENDS, MODELS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
