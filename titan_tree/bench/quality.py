@@ -77,9 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--environment", choices=("search", "desk"), default="search", help="(default: %(default)s)")
     for option, default, meaning in (
         ("--hidden-size", 512, "hidden size of the model, a multiple of 64"),
-        ("--layers", 8, "layers of the model"),
+        ("--layers", 6, "layers of the model"),
         ("--steps", 1000, "optimizer steps"),
-        ("--groups", 16, "tasks per step"),
+        ("--groups", 32, "tasks per step"),
         ("--train-tasks", 4096, "tasks with demonstrations"),
         ("--tasks", 256, "fresh tasks"),
         ("--seeds", 3, "runs of each kind"),
