@@ -13,20 +13,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "benchmark"
 # Arguments with which each benchmark runs on a CPU, and the column that names its rows.
 BENCHMARKS = {
-    "samples": ("demo --template chatml --rounds 1", "template"),
-    "input": ("demo --rounds 1 --workers 0 --seconds 0.1", "source"),
-    "live": (
-        "train_configs/demo.toml folder=outputs/benchmark data.max_tokens=512 data.global_batch_groups=1 "
-        "--warmup 1 --steps 1 --repeat 1",
-        "config",
-    ),
-    "balance": ("demo --trees 4 --ranks 2 --max-tokens 1024 --rounds 2", "trees"),
-    "checkpoint": ("--gigabytes 0.001 --rounds 1 --folder outputs/benchmark/checkpoint", "GB"),
-    "trl_step": (
-        "--model debug --groups 2 --completions 4 --prompt 32 --completion 16 --micro-batch 4 --rounds 1 "
-        "--steps 1 --max-tokens 24",
-        "trainer",
-    ),
     "partitions": (
         "--flavor debug --tokens 256 --longest 64 --fits 128 --max-tokens 32 --wider 80 --steps 1 "
         "--no-compile",
@@ -34,7 +20,7 @@ BENCHMARKS = {
     ),
 }
 
-EXHAUSTIVE = {"partitions", "trl_step"}
+EXHAUSTIVE = {"partitions"}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from titan_tree.errors import UserError
 from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
-EXHAUSTIVE: set[str] = set()
+EXHAUSTIVE = {"trl"}
 MEASUREMENTS = (*BENCHES, "attention --cases gpt-oss DeepSeek-V3")
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),

@@ -50,14 +50,16 @@ class Case:
     max_tokens: int | None = None  # of a forward pass; None: the benchmark's
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that ``compare`` reads."""
+def add_arguments(parser: argparse.ArgumentParser, max_tokens: int | list[int] = 32_768) -> None:
+    """Declares the arguments that ``compare`` reads. With a list as ``max_tokens``, several are allowed."""
     add = parser.add_argument
     add("--model", default="qwen3", choices=list(MODELS))
     add("--flavor", default="0.6B", help="size of the model (default: %(default)s)")
     add("--layers", type=int, help="number of layers of the model (default: all)")
     add("--attention", default="auto", help="backend of TreeAttention (default: auto)")
-    add("--max-tokens", type=int, default=32_768, help="tokens of a forward pass (default: %(default)s)")
+    several = "+" if isinstance(max_tokens, list) else None
+    help = "tokens of a forward pass (default: %(default)s)"
+    add("--max-tokens", type=int, nargs=several, default=max_tokens, help=help)
     add("--activation-checkpoint", choices=["none", "selective", "full"], default="none")
     add("--no-compile", action="store_true", help="run the layers in eager mode")
     add("--rounds", type=int, default=3, help="timed steps of each layout, in turn (default: %(default)s)")

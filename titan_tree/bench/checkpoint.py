@@ -1,6 +1,6 @@
 """What do the checksums of a checkpoint cost?
 
-    python scripts/benchmark/checkpoint.py --gigabytes 7
+titan-tree bench checkpoint --gigabytes 7 --folder /disk/of/real/runs
 
 It writes random fp32 tensors as a run writes its checkpoints. The disk decides how long a save takes, so the
 folder should be on the disk of real runs.
@@ -15,6 +15,7 @@ folder should be on the disk of real runs.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import time
 from collections.abc import Callable
@@ -24,21 +25,34 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Row, append_csv, argument_parser, default_device, environment, print_table
 
+from titan_tree.bench.record import Row, add_rounds
+from titan_tree.bench.steps import process_group
 from titan_tree.checkpoint.storage import CheckpointWriter, FileSum, read_manifest, verify
-from titan_tree.distributed.mesh import init_distributed
+
+KEYS = ("GB",)
+RATIOS = ()
+QUICK = ("--gigabytes", "0.001", "--rounds", "1")
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/benchmark/checkpoint"))
-    args = parser.parse_args()
-    init_distributed()
-    device = default_device()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=1.0, help="size of the checkpoint")
+    add("--folder", type=Path, default=Path("outputs/bench/checkpoint"), help="it is deleted afterwards")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns one row."""
+    with process_group() as (_, device):
+        row = measure(args, device)
+    shutil.rmtree(args.folder)
+    return [row]
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> Row:
+    """Returns the row. Writes checkpoints into ``args.folder``."""
     numbers = int(args.gigabytes * 1e9 / 4 / 16)
     tensors = {f"tensor {i}": torch.randn(numbers, device=device) for i in range(16)}
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -53,18 +67,13 @@ def main() -> None:
         checksums.append(sum(spent))
         files = read_manifest(final)["files"]
         verifications.append(_seconds(partial(verify, final, files)))
-    row: Row = {
+    return {
         "GB": args.gigabytes,
         "save s": f"{median(saves):.2f}",
         "crc s": f"{median(checksums):.3f}",
         "share": f"{median(checksums) / median(saves):.1%}",
         "verify s": f"{median(verifications):.2f}",
     }
-    versions = environment(device)
-    print_table([row])
-    append_csv(args.csv, [{**versions, **row}])
-    shutil.rmtree(args.folder)
-    dist.destroy_process_group()
 
 
 def _timed(function: Callable[[Path], FileSum], spent: list[float], path: Path) -> FileSum:
@@ -79,7 +88,3 @@ def _seconds(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-if __name__ == "__main__":
-    main()

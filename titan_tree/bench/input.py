@@ -1,6 +1,6 @@
 """How fast does the host make the inputs of steps, and what does that cost the training process?
 
-    python scripts/benchmark/input.py tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
+titan-tree bench input tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
 
 The file is also written as a token store. Both are then read as training reads them: samples, trees, and the
 partitioning and packing of steps for Qwen3-0.6B.
@@ -26,9 +26,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Row, append_csv, argument_parser, cpu_seconds, default_device, environment, print_table
 
 from titan_tree import TreeTokenizer, build_model
+from titan_tree.bench.record import Row, add_rounds, cpu_seconds
 from titan_tree.components.tree_partitioner import TreePartitioner
 from titan_tree.config import DataConfig
 from titan_tree.data.dataset import TreeDataset
@@ -37,24 +37,31 @@ from titan_tree.data.sample_reader import SampleReader
 from titan_tree.data.token_store import write_store
 from titan_tree.engine.step_io import StepPreparer
 
+KEYS = ("file", "source")
+RATIOS = ("workers 0", "workers 1")
+QUICK = ("demo", "--rounds", "1", "--workers", "0", "--seconds", "0.1")
+PACKAGES = ("jinja2", "tiktoken")
 ENDLESS = 1_000_000  # steps
 TOKENS_PER_SECOND = 47_000  # that Qwen3-0.6B executed on an H200, see docs/log/2026-11-20-tau-bench.md
-STEP = {"global_batch_groups": 4, "max_tokens": 65_536}  # as in train_configs/qwen3_0.6b_tau.toml
+GROUPS, MAX_TOKENS = 4, 65_536  # of a step, as in train_configs/qwen3_0.6b_tau.toml
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("file")
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--template", default="qwen3")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of the loop")
-    args = parser.parse_args()
-    versions = environment(default_device(), "jinja2", "tiktoken")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("file")
+    add("--tokenizer", default="byte")
+    add("--template", default="qwen3")
+    add("--workers", type=int, nargs="+", default=[0, 1])
+    add("--seconds", type=float, default=6.0, help="of each measurement of the loop")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row for the file, and one for the store that is made from it."""
     tokenizer = TreeTokenizer.load(args.tokenizer, args.template)
     with torch.device("meta"):
         costs = build_model("qwen3", "0.6B").costs()
-    prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", STEP["max_tokens"]))
+    prepare = StepPreparer("path_mean", False, costs, TreePartitioner("auto", MAX_TOKENS))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         reader = SampleReader(DataConfig(files=[args.file]), tokenizer)
@@ -63,8 +70,7 @@ def main() -> None:
         for source, file in (("files", args.file), ("token store", str(store))):
             made: Row = {"source": source, "file": Path(args.file).name}
             rows.append(made | measure(file, tokenizer, prepare, args))
-    print_table(rows)
-    append_csv(args.csv, [{**versions, **row} for row in rows])
+        return rows
 
 
 def header(tokenizer: TreeTokenizer) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def measure(file: str, tokenizer: TreeTokenizer, prepare: StepPreparer, args: ar
     """Returns the throughput of a data file, and the speed of the loop beside it."""
 
     def dataset(epochs: int | None = None) -> TreeDataset:
-        config = DataConfig(files=[file], **STEP)
+        config = DataConfig(files=[file], global_batch_groups=GROUPS, max_tokens=MAX_TOKENS)
         return TreeDataset(config, SampleReader(config, tokenizer), allow_larger=True, epochs=epochs)
 
     seconds, tokens = [], 0
@@ -124,7 +130,3 @@ def loop_speed(inputs: Iterator[Any], seconds: float) -> float:
             x = x.add(1.0)
         iterations += 1
     return iterations / (time.perf_counter() - started)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,13 @@
 """Times a step on one large tree: one GPU alone against all GPUs of torchrun, which share its tokens.
 
-    torchrun --nproc-per-node 2 scripts/benchmark/sequence.py --flavor 8B --layers 8
-    torchrun --nproc-per-node 2 scripts/benchmark/sequence.py --model qwen3_5 --flavor 9B --layers 8
-    torchrun --nproc-per-node 2 scripts/benchmark/sequence.py --flavor debug --tokens 200  # on a CPU
+torchrun --nproc-per-node 2 -m titan_tree.cli bench sequence --layers 8
+torchrun --nproc-per-node 2 -m titan_tree.cli bench sequence --model qwen3_5 --flavor 9B --layers 8
 
 Both run in the same processes, one after the other, with the same random weights and tokens. A step consists
 of forward and backward passes, gradient clipping and AdamW. Alone, every GPU trains the whole tree,
 with all weights and states of its own. ``--layers`` keeps only the first layers, which must fit into one GPU.
 
-Times are medians of the slowest rank.
+Times are medians of the slowest rank. "speedup" is the time of one GPU over that of all GPUs.
 """
 
 from __future__ import annotations
@@ -18,43 +17,58 @@ import gc
 
 import torch
 import torch.distributed as dist
-from common import (
-    Contender,
-    Row,
-    append_csv,
-    argument_parser,
-    environment,
-    optimizer_update,
-    print_table,
-    process_group,
-    run_rounds,
-    training_step,
-    wall_s,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_tree import TreeBatch
+from titan_tree.bench.record import (
+    Contender,
+    Row,
+    add_rounds,
+    peak_memory,
+    reset_peak_memory,
+    run_rounds,
+    wall_s,
+)
+from titan_tree.bench.steps import optimizer_update, process_group, training_step
 from titan_tree.bench.trees import SHAPES, random_tree
 from titan_tree.config import ModelConfig, ParallelConfig, TrainingConfig
 from titan_tree.distributed.collectives import all_reduce_max
+from titan_tree.engine.step_io import StepInput
+from titan_tree.registry import MODELS
 from titan_tree.run.model_setup import build_parallel_model
 
+KEYS = ("model", "flavor", "layers", "tokens", "activation_checkpoint", "tree", "gpus")
+RATIOS = ("speedup",)
+QUICK = ("--flavor", "debug", "--tokens", "64", "--tree", "bushy", "--rounds", "1")
+COLUMNS = ("tree", "gpus", "s", "tokens/s", "TFLOP/s/GPU", "speedup", "GiB")
 
-def main() -> None:
-    args = parse_args()
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--model", default="qwen3", choices=list(MODELS))
+    add("--flavor", default="8B", help="size of the model (default: %(default)s)")
+    add(
+        "--layers", type=int, help="number of layers of the model, which must fit into one GPU (default: all)"
+    )
+    add("--tokens", type=int, default=131_072, help="distinct tokens (default: %(default)s)")
+    add("--tree", nargs="+", choices=SHAPES, default=["agent-long", "chain"])
+    add("--activation-checkpoint", default="full", choices=["none", "selective", "full"])
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per tree for one GPU, and for all of them."""
     with process_group() as (ranks, device):
-        setting = environment(device) | {"model": args.model, "flavor": args.flavor, "layers": args.layers}
-        setting |= {"gpus": ranks.size(), "activation_checkpoint": args.activation_checkpoint}
+        setting: Row = {"model": args.model, "flavor": args.flavor, "layers": args.layers or "all"}
+        setting |= {"activation_checkpoint": args.activation_checkpoint, "tokens": args.tokens}
         alone = init_device_mesh(ranks.device_type, (ranks.size(), 1), mesh_dim_names=("rank", "alone"))
         shared = ParallelConfig(sequence_parallel=ranks.size())
         contenders = [
             *measure_all(args, "alone", ParallelConfig(), alone["alone"], device),
             *measure_all(args, "shared", shared, ranks, device),
         ]
-        if dist.get_rank() == 0:
-            rows = table_rows(contenders, args)
-            print_table(rows)
-            append_csv(args.csv, [setting | row for row in rows])
+        rows = [setting | row for row in table_rows(contenders, args)]
+        return rows if dist.get_rank() == 0 else []
 
 
 def measure_all(
@@ -79,12 +93,11 @@ def measure_all(
         prepared = step.prepare([[tree]])
         flops = model.costs().training_flops(TreeBatch.from_trees([tree]))
 
-        def measure(prepared=prepared, flops=flops) -> list[dict[str, float]]:
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
+        def measure(prepared: StepInput = prepared, flops: float = flops) -> list[dict[str, float]]:
+            reset_peak_memory(device)
             dist.barrier()
             seconds = wall_s(lambda: update(step, prepared))
-            peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+            peak = peak_memory(device) / 2**30
             slowest, peak = all_reduce_max(torch.tensor([seconds, peak], device=device)).tolist()
             return [{"s": slowest, "GiB": peak, "flops": flops}]
 
@@ -114,18 +127,3 @@ def table_rows(contenders: list[Contender], args: argparse.Namespace) -> list[Ro
             }
         )
     return rows
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", default="qwen3")
-    parser.add_argument("--flavor", default="8B")
-    parser.add_argument("--layers", type=int, help="default: all")
-    parser.add_argument("--tokens", type=int, default=131_072)
-    parser.add_argument("--tree", nargs="+", choices=SHAPES, default=["agent-long", "chain"])
-    parser.add_argument("--activation-checkpoint", default="full", choices=["none", "selective", "full"])
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

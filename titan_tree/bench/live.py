@@ -1,6 +1,6 @@
 """What does a run lose by making its inputs while it trains?
 
-    python scripts/benchmark/live.py train_configs/qwen3_0.6b_tau.toml data.files=tau_airline.jsonl.gz
+titan-tree bench live train_configs/qwen3_0.6b_tau.toml data.files=tau_airline.jsonl.gz
 
 The trainer first runs *live* steps, whose inputs worker processes make while it trains. It then repeats the
 last of these steps with the same inputs, which are *ready* in memory, so that no step waits. Both are timed
@@ -18,6 +18,7 @@ in one process, and the device is synchronized before and after each step.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,22 +26,35 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import Row, append_csv, argument_parser, environment, print_table
+import torch.distributed as dist
 
 from titan_tree import Trainer, load_config
+from titan_tree.bench.record import Row
 from titan_tree.distributed import titan
 
 UNLOGGED = ["checkpoint.interval=0", "metrics.loggers=[]", "training.epochs=null", "training.steps=1000000"]
 
 
-def main() -> None:
-    parser = argument_parser(__doc__, rounds=False)
-    parser.add_argument("config", help="a TOML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before the measurement")
-    parser.add_argument("--steps", type=int, default=8, help="live steps")
-    parser.add_argument("--repeat", type=int, default=8, help="how many of the last live steps to repeat")
-    args = parser.parse_args()
+KEYS = ("config", "files", "steps")
+RATIOS = ("ready / live",)
+QUICK = (
+    "train_configs/demo.toml", "folder=outputs/bench/live", "data.max_tokens=512",
+    "data.global_batch_groups=1", "--warmup", "1", "--steps", "1", "--repeat", "1",
+)  # fmt: skip
+PACKAGES = ("jinja2", "tiktoken")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", help="a TOML file")
+    add("overrides", nargs="*", metavar="key=value")
+    add("--warmup", type=int, default=6, help="steps before the measurement")
+    add("--steps", type=int, default=8, help="live steps")
+    add("--repeat", type=int, default=8, help="how many of the last live steps to repeat")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns one row."""
     started = time.perf_counter()
     trainer = Trainer(load_config(args.config, [*args.overrides, *UNLOGGED]))
     inputs: Any = trainer.inputs()
@@ -73,11 +87,10 @@ def main() -> None:
         flops = trainer.counts.flops - flops_before
         row["MFU live"] = f"{flops / sum(repeated) / peak:.1%}"
         row["MFU ready"] = f"{flops / sum(ready) / peak:.1%}"
-    versions = environment(trainer.device, "jinja2", "tiktoken")
-    print_table([row])
-    append_csv(args.csv, [{**versions, **row}])
+    is_first = dist.get_rank() == 0
     inputs.close()  # ends the workers
     trainer.close()
+    return [row] if is_first else []
 
 
 def _keeping(inputs: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
@@ -99,7 +112,3 @@ def _seconds(trainer: Trainer, inputs: Iterator[Any]) -> float:
 def _synchronize(trainer: Trainer) -> None:
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Times one optimizer step of GRPO: TRL's own trainer, and the same trainer on token trees.
 
-    python scripts/benchmark/trl_step.py --csv trl_step.csv                        # on one GPU
-    python scripts/benchmark/trl_step.py --max-tokens 16384 --csv trl_step.csv     # also in partitions
+titan-tree bench trl                                  # on a GPU, a few minutes
+titan-tree bench trl --max-tokens 16384               # also in partitions
 
 Rollouts are recorded instead of generated: groups of completions with a common prompt. The completions of a
 group have four turns, each with the answer of a tool that is not trained on. Half of the group shares the
@@ -12,14 +12,11 @@ bf16 autocast and gradient checkpointing on a GPU.
 | column          | meaning                                                                               |
 |-----------------|---------------------------------------------------------------------------------------|
 | s               | median seconds of an optimizer step, without the first of each round                  |
-| speed-up        | relative to TRL                                                                       |
+| x TRL           | speed-up over TRL's trainer                                                           |
 | row tokens      | tokens of all rows of a step, without padding                                         |
 | distinct tokens | tokens that trees have in the training passes of a step                               |
 | grad norm       | of the first step, before clipping                                                    |
 | peak GB         | memory that PyTorch allocated, only on a GPU                                          |
-
-It imports trl, datasets, accelerate, transformers and tokenizers. Without a GPU, ``--model debug`` shows that
-the benchmark runs.
 """
 
 from __future__ import annotations
@@ -34,38 +31,20 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 import torch
-from common import (
-    Contender,
-    Row,
-    append_csv,
-    argument_parser,
-    default_device,
-    environment,
-    print_table,
-    run_rounds,
-    synchronize,
-)
-from datasets import Dataset, disable_progress_bars
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    Qwen3Config,
-    TrainerCallback,
-    set_seed,
-)
-from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
 
-from titan_tree.integrations.trl import TreeGRPOTrainer
+from titan_tree.bench.record import Contender, Row, add_rounds, default_device, run_rounds, synchronize
 
+KEYS = ("model", "groups", "completions", "prompt", "completion", "trainer")
+RATIOS = ("x TRL",)
+QUICK = (
+    "--model", "debug", "--groups", "2", "--completions", "4", "--prompt", "32", "--completion", "16",
+    "--micro-batch", "4", "--rounds", "1", "--steps", "1", "--max-tokens", "24",
+)  # fmt: skip
+PACKAGES = ("transformers", "trl", "accelerate")
 WORDS = 1000  # token ids in rollouts
 TURNS, ANSWER = 4, 0.25  # turns of a completion, and how much of a turn is the answer of a tool
-SIZES = {  # Qwen3-0.6B, and a model for a CPU
+SIZES: dict[str, dict[str, Any]] = {  # Qwen3-0.6B, and a model for a CPU
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -85,16 +64,36 @@ SIZES = {  # Qwen3-0.6B, and a model for a CPU
         "vocab_size": 1024,
     },
 }
-COLUMNS = ["trainer", "s", "speed-up", "row tokens", "distinct tokens", "grad norm", "peak GB"]
+COLUMNS = ("trainer", "s", "x TRL", "row tokens", "distinct tokens", "grad norm", "peak GB")
 
 
-def main() -> None:
-    args = parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("--model", choices=SIZES, default="0.6b")
+    add("--groups", type=int, default=8, help="groups of a step")
+    add("--completions", type=int, default=8, help="completions of a group")
+    add("--prompt", type=int, default=4096, help="tokens of a prompt")
+    add("--completion", type=int, default=512, help="tokens of a completion")
+    add("--micro-batch", type=int, default=8, help="rows of a micro-batch")
+    add("--steps", type=int, default=3, help="timed steps of a round")
+    add("--beta", type=float, default=0.04, help="0: without a reference model")
+    add("--max-tokens", type=int, nargs="*", default=[], help="also in such partitions")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row for TRL, and one per way to train on trees."""
+    silence = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.update(silence)
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+    from trl import GRPOTrainer
+
+    from titan_tree.integrations.trl import TreeGRPOTrainer
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bars()
-    device = default_device()
-    setting = environment(device, "transformers", "trl", "accelerate")
     contenders = [Contender("TRL", partial(measure, args, GRPOTrainer, {}))]
     for max_tokens in (None, *args.max_tokens):
         name = "on trees" if max_tokens is None else f"on trees, partitions of {max_tokens:,}"
@@ -105,27 +104,14 @@ def main() -> None:
         save_model(args)
         run_rounds(contenders, args.rounds)
     sizes = {name: getattr(args, name) for name in ("model", "groups", "completions", "prompt", "completion")}
-    rows = [setting | sizes | row(contender, contenders[0]) for contender in contenders]
-    print_table(rows, COLUMNS)
-    append_csv(args.csv, rows)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--model", choices=SIZES, default="0.6b")
-    parser.add_argument("--groups", type=int, default=8, help="groups of a step")
-    parser.add_argument("--completions", type=int, default=8, help="completions of a group")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--completion", type=int, default=512, help="tokens of a completion")
-    parser.add_argument("--micro-batch", type=int, default=8, help="rows of a micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
-    parser.add_argument("--beta", type=float, default=0.04, help="0: without a reference model")
-    parser.add_argument("--max-tokens", type=int, nargs="*", default=[], help="also in such partitions")
-    return parser.parse_args()
+    return [sizes | row(contender, contenders[0]) for contender in contenders]
 
 
 def save_model(args: argparse.Namespace) -> None:
     """Writes a model with random weights and a tokenizer of numbered words into ``args.folder``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -173,23 +159,31 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 for ids in completion_ids]
 
 
-class StepTimes(TrainerCallback):
-    """Records the seconds of every optimizer step."""
+def step_times() -> Any:
+    """Returns a callback whose list ``seconds`` gets the seconds of every optimizer step."""
+    from transformers import TrainerCallback
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    class StepTimes(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.started = time.perf_counter()
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            synchronize()
+            self.started = time.perf_counter()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.seconds.append(time.perf_counter() - self.started)
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize()
+            self.seconds.append(time.perf_counter() - self.started)
+
+    return StepTimes()
 
 
 def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Iterable[dict[str, float]]:
     """Yields the numbers of every step but the first."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, set_seed
+    from trl import GRPOConfig
+
     is_gpu = default_device().type == "cuda"
     rows = args.groups * args.completions
     config = GRPOConfig(
@@ -209,7 +203,7 @@ def measure(args: argparse.Namespace, trainer_class: Any, options: Row) -> Itera
         disable_tqdm=True,
     )
     set_seed(0)
-    times = StepTimes()
+    times = step_times()
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32),
         reward_funcs=reward,
@@ -245,13 +239,9 @@ def row(contender: Contender, baseline: Contender) -> Row:
     return {
         "trainer": contender.name,
         "s": f"{contender.median('s'):.3f}",
-        "speed-up": f"{baseline.median('s') / contender.median('s'):.2f}x",
+        "x TRL": f"{baseline.median('s') / contender.median('s'):.3f}",
         "row tokens": int(contender.median("row tokens")),
         "distinct tokens": int(distinct) if distinct else None,
         "grad norm": f"{contender.median('grad norm'):.4g}",
         "peak GB": f"{peak:.1f}" if peak else None,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Shows how long ranks wait for each other if trees are balanced, and if each rank trains on what it read.
 
-    python scripts/benchmark/balance.py rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
-    python scripts/benchmark/balance.py demo --trees 4 --ranks 2 --max-tokens 1024
+titan-tree bench balance rollouts.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
 
 The table is computed, not measured: the costs of trees are those with which a run of the model starts. Steps
 are drawn at random from the trees of all files. Ranks run freely if trees are partitioned, and otherwise in
@@ -13,45 +12,56 @@ of tokens that pieces repeat.
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import numpy as np
 import torch
-from common import append_csv, argument_parser, default_device, environment, print_table
-from partition_table import read_trees
 
-from titan_tree import build_model
+from titan_tree import TokenTree, build_model
 from titan_tree.balance.assignment import Assignment, idle_share, planned_work
 from titan_tree.balance.splitting import StepBalancer
+from titan_tree.bench.partition import read_paths
+from titan_tree.bench.record import Row, add_rounds
 from titan_tree.data.packing import first_fit
 from titan_tree.tree.costs import TreeCosts, leaf_sizes, tree_sizes
 
+KEYS = ("files", "model", "max_tokens", "ranks", "trees")
+RATIOS = ("in step: x faster", "freely: x faster")
+QUICK = ("demo", "--trees", "4", "--ranks", "2", "--max-tokens", "1024", "--rounds", "2")
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--template")
-    parser.add_argument("--model", nargs=2, default=["qwen3", "8B"], metavar=("NAME", "FLAVOR"))
-    parser.add_argument("--trees", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="of a step")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--max-tokens", type=int, default=32_768)
-    parser.set_defaults(rounds=40)
-    args = parser.parse_args()
-    versions = environment(default_device())
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, 40)
+    add = parser.add_argument
+    add("files", nargs="+")
+    add("--tokenizer", default="byte")
+    add("--template")
+    add("--model", nargs=2, default=["qwen3", "8B"], metavar=("NAME", "FLAVOR"))
+    add("--trees", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="of a step")
+    add("--ranks", type=int, nargs="+", default=[4, 8])
+    add("--max-tokens", type=int, default=32_768)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per number of ranks and of trees."""
     with torch.device("meta"):
         costs = build_model(*args.model).costs().tree_costs()
-    all_trees = read_trees(args.files, args.tokenizer, args.template)
+    all_trees = list(map(TokenTree.from_paths, read_paths(args.files, args.tokenizer, args.template)))
     sizes, leaves = tree_sizes(all_trees), list(map(leaf_sizes, all_trees))
     print(f"{len(sizes)} trees of {np.median(sizes[:, 0]):,.0f} (median) to {sizes[:, 0].max():,} tokens")
+    setting: Row = {
+        "files": " ".join(args.files),
+        "model": " ".join(args.model),
+        "max_tokens": args.max_tokens,
+    }
     rows = []
     for ranks in args.ranks:
         for trees in args.trees:
             steps = draw_steps(len(sizes), trees, args.rounds)
             compared = compare(sizes, leaves, steps, ranks, costs, args.max_tokens)
-            rows.append({"ranks": ranks, "trees": trees, **compared})
-    print_table(rows)
-    append_csv(args.csv, [{**versions, "files": " ".join(args.files), **row} for row in rows])
+            rows.append(setting | {"ranks": ranks, "trees": trees} | compared)
+    return rows
 
 
 def draw_steps(num_trees: int, per_step: int, rounds: int) -> list[list[int]]:
@@ -69,9 +79,9 @@ def compare(
     ranks: int,
     costs: TreeCosts,
     max_tokens: int,
-) -> dict[str, str]:
+) -> Row:
     """Returns the mean idle shares of the steps, how much faster balanced ranks are, and what they repeat."""
-    row = {}
+    row: Row = {}
     for name, in_step in (("in step", True), ("freely", False)):
         balancer = StepBalancer(costs, ranks, max_tokens, in_step)
         idle, seconds, tokens = [], [], []
@@ -107,7 +117,3 @@ def as_read(sizes: np.ndarray, ranks: int, max_tokens: int) -> Assignment:
         [[trees[i] for i in chosen] for chosen in first_fit([tokens[tree] for tree in trees], max_tokens)]
         for trees in read
     ]
-
-
-if __name__ == "__main__":
-    main()

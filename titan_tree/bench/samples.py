@@ -1,6 +1,6 @@
 """What does one sample per assistant turn cost on the host, compared with handling each conversation once?
 
-    python scripts/benchmark/samples.py tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
+titan-tree bench samples tau_airline.jsonl.gz --tokenizer qwen.tiktoken.gz --template qwen3
 
 | column      | CPU seconds, minima over the rounds, of                                       |
 |-------------|-------------------------------------------------------------------------------|
@@ -9,30 +9,20 @@
 | encode once | the encoding in "once"                                                        |
 | encode each | the rest of "each" if all turns are rendered beforehand: encoding, TokenPaths |
 
-The process in which chat templates run counts. Other processes disturb a minimum less than a median. All
-work begins with empty caches. The cache of the encoder also speeds up "once", because conversations of one
-task share the system prompt.
+"once / each" and "encode once / each" are ratios of these seconds. The process in which chat templates run
+counts. Other processes disturb a minimum less than a median. All work begins with empty caches. The cache of
+the encoder also speeds up "once", because conversations of one task share the system prompt.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import (
-    Contender,
-    Row,
-    append_csv,
-    argument_parser,
-    cpu_seconds,
-    default_device,
-    environment,
-    print_table,
-    run_rounds,
-)
-
 from titan_tree import TreeTokenizer
+from titan_tree.bench.record import Contender, Row, add_rounds, cpu_seconds, run_rounds
 from titan_tree.components.tree_tokenizer.encoders import Spans
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples
@@ -42,13 +32,22 @@ from titan_tree.data.sample_reader import SampleReader
 Conversation = tuple[Any, Any]  # messages and tools
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("files", nargs="+")
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--template", nargs="+", default=["qwen3"])
-    args = parser.parse_args()
-    versions = environment(default_device(), "jinja2", "tiktoken")
+KEYS = ("file", "template")
+RATIOS = ("once / each", "encode once / each")
+QUICK = ("demo", "--template", "chatml", "--rounds", "1")
+PACKAGES = ("jinja2", "tiktoken")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser)
+    add = parser.add_argument
+    add("files", nargs="+")
+    add("--tokenizer", default="byte")
+    add("--template", nargs="+", default=["qwen3"])
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per file and template."""
     rows: list[Row] = []
     for file in args.files:
         conversations = list(read_conversations(file))
@@ -56,8 +55,7 @@ def main() -> None:
             tokenizer = TreeTokenizer.load(args.tokenizer, template)
             name: Row = {"file": Path(file).name, "template": template}
             rows.append(name | measure(tokenizer, conversations, args.rounds))
-    print_table(rows)
-    append_csv(args.csv, [{**versions, **row} for row in rows])
+    return rows
 
 
 def read_conversations(file: str) -> Iterator[Conversation]:
@@ -108,8 +106,8 @@ def measure(tokenizer: TreeTokenizer, conversations: Sequence[Conversation], rou
         "samples": len(lengths),
         "logical tokens": sum(lengths),
         **{name: f"{s:.3f}" for name, s in seconds.items()},
-        "each / once": f"{seconds['each'] / seconds['once']:.2f}",
-        "encode each / once": f"{seconds['encode each'] / seconds['encode once']:.2f}",
+        "once / each": f"{seconds['once'] / seconds['each']:.3f}",
+        "encode once / each": f"{seconds['encode once'] / seconds['encode each']:.3f}",
         "M tokens/s": f"{sum(lengths) / seconds['each'] / 1e6:.1f}",
     }
 
@@ -124,7 +122,3 @@ def cpu_timer(tokenizer: TreeTokenizer, run: Callable[[], object]) -> Callable[[
         return [{"s": cpu_seconds() - started}]
 
     return measurement
-
-
-if __name__ == "__main__":
-    main()
