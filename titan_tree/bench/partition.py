@@ -20,15 +20,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from titan_tree import TokenTree, TreePartitioner, TreeTokenizer, UserError
 from titan_tree.bench import layouts
 from titan_tree.bench.record import Row
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
 from titan_tree.data.sample_reader import SampleReader
+from titan_tree.errors import UserError
 from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.partition import PlanStats
 from titan_tree.tree.paths import TokenPath
-from titan_tree.tree.token_tree import reuse_ratio
+from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 
 KEYS = ("files", "max_tokens", "strategy")
 RATIOS = ("ERR", "of operations")

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_tree import TreeTokenizer
 from titan_tree.bench.record import Contender, Row, add_rounds, cpu_seconds, run_rounds
+from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.components.tree_tokenizer.encoders import Spans
 from titan_tree.components.tree_tokenizer.messages import normalize_messages
 from titan_tree.components.tree_tokenizer.samples import ConversationSamples

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_tree import TreeBatch
 from titan_tree.bench.record import (
     Contender,
     Row,
@@ -36,6 +35,7 @@ from titan_tree.distributed.collectives import all_reduce_max
 from titan_tree.engine.step_io import StepInput
 from titan_tree.registry import MODELS
 from titan_tree.run.model_setup import build_parallel_model
+from titan_tree.tree.batch import TreeBatch
 
 KEYS = ("model", "flavor", "layers", "tokens", "activation_checkpoint", "tree", "gpus")
 RATIOS = ("speedup",)
