@@ -11,6 +11,7 @@ import torch
 
 from tests.support.cases import for_each
 from tests.support.oracle import once_weights
+from tests.support.partitions import RandomCuts
 from titan_tree.components.tree_loss import (
     COUNT_ONCE,
     KLPenalty,
@@ -22,6 +23,7 @@ from titan_tree.components.tree_loss import (
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.partition import one_pass
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
@@ -281,6 +283,46 @@ def test_all_turns_of_a_rollout_share_one_denominator():
     assert normalizer == pytest.approx(2.0)
     loss, _ = tree_loss(logprobs, batch, normalizer)
     assert loss.item() == pytest.approx((7 / 4 + 5) / 2)
+
+
+@pytest.mark.parametrize("reduction", ["path_mean", "token_mean", "distinct_token_mean"])
+def test_merged_pairs_give_the_loss_of_all_pairs(reduction):
+    loss = TreeLoss("sft", reduction)
+    for seed in range(3):
+        paths = [TokenPath(path.tokens, path.loss_mask, path.weight) for path in random_paths(seed)]
+        paths[1].weight = 0.0
+        tree = TokenTree.from_paths(paths)
+        tree.weigh_edges()
+        for plan in (one_pass(tree), RandomCuts(0.3, seed).plan(tree)):
+            results, pair_tokens = [], []
+            for merges_pairs in (False, True):
+                batches = TreeBatch.from_plan(plan, "loss", merges_pairs)
+                logprobs = torch.linspace(-2, -1, len(tree), dtype=torch.float64).requires_grad_()
+                found = [loss(logprobs[batch.edge_token], batch, loss.normalizer(paths)) for batch in batches]
+                total = sum(value for value, _ in found)
+                metrics = {name: sum(sums[name].item() for _, sums in found) for name in found[0][1]}
+                results.append((total.item(), metrics, torch.autograd.grad(total, logprobs)[0]))
+                counted = [b.pairs.weight[b.pairs.path] * b.pairs.loss_mask > 0 for b in batches]
+                tokens = [b.edge_token[b.pairs.edge][c] for b, c in zip(batches, counted, strict=True)]
+                pair_tokens.append(torch.cat(tokens))
+            assert torch.equal(pair_tokens[0].unique(), pair_tokens[1].sort().values)
+            (want, metrics, gradient), (merged, merged_metrics, merged_gradient) = results
+            assert merged == pytest.approx(want, rel=1e-6)
+            assert merged_metrics == pytest.approx(metrics, rel=1e-6)
+            torch.testing.assert_close(merged_gradient, gradient, rtol=1e-6, atol=1e-9)
+
+
+def test_only_losses_that_weigh_all_paths_alike_merge_pairs():
+    merged = {r: TreeLoss("sft", r).merges_pairs for r in get_args(Reduction)}
+    assert [r for r in merged if merged[r]] == ["path_mean", "token_mean", "distinct_token_mean"]
+    assert not TreeLoss("reinforce", "path_mean").merges_pairs
+
+
+def test_pairs_with_fields_of_their_paths_are_not_merged():
+    paths = [TokenPath([1, 2, 3], policy_version=version) for version in (4, 6)]
+    plan = one_pass(TokenTree.from_paths(paths))
+    (batch,) = TreeBatch.from_plan(plan, "loss", merges_pairs=True)
+    assert batch.pairs.path.tolist() == [0, 0, 1, 1]
 
 
 def test_edge_weights_must_be_set_and_paths_must_differ():

@@ -222,6 +222,7 @@ class StepPreparer:
         costs: the model's operations and bytes.
         partitioner: splits micro-batches into partitions; with "auto", the default, only those that are too
             large. None runs each micro-batch in one forward pass.
+        merges_pairs: whether one pair per edge is enough for the loss (``TreeLoss.merges_pairs``).
         token_shard: the tokens of each forward pass that this rank computes. Ranks that share the tokens of
             a tree get the same trees.
     """
@@ -231,6 +232,7 @@ class StepPreparer:
     costs: ModelCosts
     partitioner: TreePartitioner | None = None
     token_shard: TokenShard = ALL_TOKENS
+    merges_pairs: bool = False
 
     def __call__(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:
         """Returns the input of a step from the trees of each micro-batch."""
@@ -240,7 +242,7 @@ class StepPreparer:
                 if any(path.edge_weight is None for path in tree.paths):  # it has no other pieces
                     tree.weigh_edges()
         plans = [make_plan(TokenTree.forest(trees)) for trees in micro_batches]
-        batches = [TreeBatch.from_plan(plan, edges="loss") for plan in plans]
+        batches = [TreeBatch.from_plan(plan, "loss", self.merges_pairs) for plan in plans]
         paths = [path for plan in plans for path in plan.tree.paths]
         all_batches = [batch for partitions in batches for batch in partitions]
         recorded = [plan.tree.routed_experts for plan in plans if plan.tree.routed_experts is not None]

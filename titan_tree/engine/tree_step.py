@@ -96,6 +96,7 @@ class TreeStep:
             costs=self.model.costs(),
             partitioner=self.partitioner,
             token_shard=self.model.token_shard,
+            merges_pairs=self.loss.merges_pairs,
         )
 
     def prepare(self, micro_batches: Sequence[Sequence[TokenTree]]) -> StepInput:

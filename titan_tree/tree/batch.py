@@ -21,7 +21,7 @@ from titan_tree.tree.gateway import (
     predecessors,
 )
 from titan_tree.tree.layout import TreeLayout
-from titan_tree.tree.pairs import Edges, TreePairs, edge_tokens, label_temperatures, tree_pairs
+from titan_tree.tree.pairs import Edges, TreePairs, edge_tokens, label_temperatures, merged_pairs, tree_pairs
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
 
@@ -138,7 +138,7 @@ class TreeBatch:
         return batch
 
     @staticmethod
-    def from_plan(plan: PartitionPlan, edges: Edges = "all") -> list[TreeBatch]:
+    def from_plan(plan: PartitionPlan, edges: Edges = "all", merges_pairs: bool = False) -> list[TreeBatch]:
         """Returns a batch for each partition, in the plan's order. Their losses add up to the tree's.
 
         A batch contains the paths that run over at least one of its edges. The only batch of a plan of one
@@ -146,6 +146,8 @@ class TreeBatch:
 
         Args:
             edges: see ``from_trees``.
+            merges_pairs: make one pair per edge if no field of the paths differs between them, see
+                ``merged_pairs``. For losses that do not read the pairs.
 
         Raises:
             UserError: see ``from_trees``.
@@ -155,6 +157,8 @@ class TreeBatch:
         pairs = tree_pairs(tree, edges)
         labels = edge_tokens(tree, pairs, edges)
         temperatures = label_temperatures(tree, pairs)
+        if merges_pairs:
+            pairs = merged_pairs(pairs)
         # The partition that runs an edge's source scores the edge and all of its pairs.
         scoring_partition = source_partition[tree.predecessor]
         labels_of = _split(labels, scoring_partition[labels], num)

@@ -174,6 +174,15 @@ class TreeLoss:
         return self.entropy != 0.0
 
     @property
+    def merges_pairs(self) -> bool:
+        """Whether one pair per edge is enough, because only the sum of w_p m_{p,t} over its paths counts."""
+        return not self.spec.reads_pairs and self.reduction in (
+            "path_mean",
+            "token_mean",
+            "distinct_token_mean",
+        )
+
+    @property
     def measurement(self) -> Measurement | None:
         """The mean over the global batch that the loss depends on, or None."""
         measurement = self.spec.measurement

@@ -21,6 +21,7 @@ from titan_tree.tree.batch import PathPairs
 MAX_RATIO = 5.0  # of cispo: ScaleRL, arXiv:2510.13786
 
 
+@partial(LossSpec, reads_pairs=False)
 def sft(logprobs: Tensor, pairs: PathPairs) -> Tensor:
     """Returns the negative log-likelihood of each token, the loss of supervised fine-tuning."""
     return -logprobs
