@@ -48,7 +48,7 @@ def test_a_selectively_checkpointed_block_is_not_traced_twice(
     for _ in range(2):  # two starts of a run
         torch._dynamo.reset()
         model = nn.Module()
-        model.layers = nn.ModuleList([nn.Linear(8, 8)])
+        model.layers = nn.ModuleList([nn.Linear(8, 8, bias=False)])  # no C++ kernels
         TreeSelectiveAC(TreeSelectiveAC.Config(preserve_rng_state=False)).apply(model)
         block = model.layers[0]
         block.compile(fullgraph=True, dynamic=True)

@@ -107,11 +107,12 @@ EXACT: dict[str, tuple[str, str, dict[str, int]]] = {
 }
 
 
-MAX_TOKENS = (None, 24)  # of a partition
+HYBRID: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+MAX_TOKENS = (None, 48)  # of a partition: five to seven in a tree
 
 
 def exact_model(name: str) -> Decoder:
-    model = build_model(EXACT[name][0], "debug", vocab_size=64)
+    model = build_model(EXACT[name][0], "debug", vocab_size=64, **(HYBRID if "hybrid" in name else {}))
     model.init_weights(0)
     return model.double()
 
@@ -133,10 +134,12 @@ def exact_result(
         parameter.grad = None
     lists = [path.tokens.tolist() for path in trees(1)[0].paths]
     with torch.no_grad():
-        result["logprobs"] = torch.cat(tree_logprobs(model, lists, max_tokens))
         if model.experts:
-            _, experts = tree_logprobs(model, lists, max_tokens, return_routed_experts=True)
+            logprobs, experts = tree_logprobs(model, lists, max_tokens, return_routed_experts=True)
             result["experts"] = torch.cat(experts)
+        else:
+            logprobs = tree_logprobs(model, lists, max_tokens)
+        result["logprobs"] = torch.cat(logprobs)
     return result
 
 

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config(
-    folder: Path, name: str, implementation: Implementation = "transformers", steps: int = 4
+    folder: Path, name: str, implementation: Implementation = "transformers", steps: int = 2
 ) -> Config:
     """Returns a configuration of a run from a snapshot beside ``folder``."""
     register_loss("square_of_mean", whole_paths=True)(square_of_mean)
