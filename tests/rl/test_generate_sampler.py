@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.rl.test_sampling import tiny_model
-from tests.support.cases import slow_except
+from tests.support.cases import exhaustive, slow_except
 from tests.support.hf_families import hf_family
 from tests.support.oracle import tree_model
 from titan_tree import UserError, tree_logprobs
@@ -111,7 +111,9 @@ def check(model: TreeModel) -> None:
     assert_trained_logprobs(model, contexts, turns)
 
 
-@pytest.mark.parametrize("name", slow_except(["qwen3 untied", "qwen3_5", "qwen3_moe"], NATIVE))
+@pytest.mark.parametrize(
+    "name", slow_except(["qwen3 untied", "qwen3_5", "qwen3_moe"], exhaustive(["qwen3_5_moe"], NATIVE))
+)
 def test_logprobs_are_those_of_the_trained_decoder(name: str) -> None:
     check(native(name))
 

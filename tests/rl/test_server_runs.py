@@ -126,20 +126,30 @@ def certain(tokens: list[int], logprobs: list[float], experts: Any) -> tuple[lis
     return tokens, [0.0] * len(logprobs), experts
 
 
-@pytest.mark.parametrize("async_steps", slow_except([1], [0, 1]))
+TUNED = ("lora.rank=4", "optimizer.lr=0.05")
+# The API, how weights reach the server, and other options.
+UPDATES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "folder": ("sglang", "folder", ()),
+    "broadcast": ("sglang", "broadcast", ()),
+    "merged": ("vllm", "folder", TUNED),
+    "adapter": ("vllm", "adapter", TUNED),
+}
+# Without asynchronous steps, the trainer does the same for every kind of update.
+SYNCHRONOUS = [("broadcast", 0), ("merged", 0), ("adapter", 0)]
+OLD_LOGPROBS = [("folder", 1), ("adapter", 1), ("folder", 0), ("broadcast", 1), ("merged", 1)]
+
+
 @pytest.mark.parametrize(
-    ("api", "weights", "more"),
+    ("update", "async_steps"),
     [
-        ("sglang", "folder", ()),
-        pytest.param("sglang", "broadcast", (), marks=pytest.mark.slow),
-        pytest.param("vllm", "folder", ("lora.rank=4", "optimizer.lr=0.05"), marks=pytest.mark.slow),
-        ("vllm", "adapter", ("lora.rank=4", "optimizer.lr=0.05")),
+        *slow_except(OLD_LOGPROBS[:2], OLD_LOGPROBS),
+        *(pytest.param(*case, marks=[SLOW, pytest.mark.exhaustive]) for case in SYNCHRONOUS),
     ],
-    ids=["folder", "broadcast", "merged", "adapter"],
 )
 def test_old_logprobs_are_those_of_the_weights_that_sampled(
-    api: str, weights: str, more: tuple[str, ...], async_steps: int, tmp_path: Path
+    update: str, async_steps: int, tmp_path: Path
 ) -> None:
+    api, weights, more = UPDATES[update]
     base = tiny(tmp_path, *LETTERS)
     model = build_model(base.model.name, "debug", **base.model.overrides)
     model.init_weights(base.training.seed)
@@ -206,8 +216,9 @@ def test_a_resumed_run_loses_and_repeats_no_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_steps", [0, 1])
-@pytest.mark.parametrize("error", [UserError("boom"), ZeroDivisionError("bug")], ids=["user", "bug"])
+@pytest.mark.parametrize(
+    ("error", "async_steps"), [(UserError("boom"), 1), (ZeroDivisionError("bug"), 0)], ids=["user", "bug"]
+)
 def test_errors_of_the_sampling_thread_end_the_run(
     error: Exception, async_steps: int, tmp_path: Path
 ) -> None:
