@@ -184,6 +184,8 @@ def session_cpu_s() -> float:
 def _serve(rank: int, connection: Connection) -> None:
     """Calls the functions that the session sends until it closes the connection."""
     torch.set_num_threads(1)
+    caches = _mesh_caches()
+    gc.freeze()  # what is imported by now takes half a second to search and to collect after each call
     while True:
         try:
             function, ports, args = connection.recv()
@@ -198,31 +200,37 @@ def _serve(rank: int, connection: Connection) -> None:
         connection.send(_Answer(error, time.process_time() - start))
         if error is not None:  # other ranks may wait for this one, so the session ends them all
             return
-        _forget()
+        _forget(caches)
 
 
-def _forget() -> None:
-    """Removes what a call left behind, so that the next one does not depend on it."""
+def _forget(caches: list[Any]) -> None:
+    """Removes what a call left behind, in ``caches`` too, so that the next one does not depend on it."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     restore_registries()
-    _clear_mesh_caches()
-    gc.collect()
-
-
-def _clear_mesh_caches() -> None:
-    """Clears the caches of DTensors: they compare meshes by their ranks, but the groups have ended."""
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
+    for cache in [*caches, *_mesh_caches()]:
+        cache.cache_clear()
+    gc.collect()
+
+
+def _mesh_caches() -> list[Any]:
+    """Returns the caches of DTensors: they compare meshes by their ranks, but the groups have ended.
+
+    They are those of objects that are not frozen.
+    """
+    found = []
     for value in gc.get_objects():
         with suppress(ReferenceError):
             if type(value) is functools._lru_cache_wrapper and (value.__module__ or "").startswith(
                 "torch.distributed."
             ):
-                value.cache_clear()
+                found.append(value)
+    return found
 
 
 @contextmanager
