@@ -43,7 +43,11 @@ def is_named(config: pytest.Config, path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not is_everyday(config) or is_named(config, collection_path) or collection_path.suffix != ".py":
+    if is_named(config, collection_path) or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    if config.option.markexpr == "slow":  # collecting every test takes seconds
+        return True if "slow" not in collection_path.read_text().lower() else None
+    if not is_everyday(config):
         return None
     without_gpu = collection_path.parent.name == "gpu" and "TRITON_INTERPRET" in os.environ
     return True if without_gpu or ALL_SLOW.search(collection_path.read_text()) else None
