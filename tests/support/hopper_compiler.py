@@ -121,8 +121,19 @@ def _fingerprint(module: str, sources: Sequence[str]) -> str:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:]
-        code += [file.name, ast.unparse(tree)]
+        code += [file.name, repr(_fields(tree))]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()
+
+
+def _fields(node: Any) -> Any:
+    """Returns a syntax tree as nested lists. Fields that a version of Python adds are empty, and left out.
+
+    The outputs of ``ast.dump`` and ``ast.unparse`` depend on the version of Python.
+    """
+    if isinstance(node, ast.AST):
+        found = [(name, _fields(value)) for name, value in ast.iter_fields(node)]
+        return [type(node).__name__, *((name, value) for name, value in found if value not in (None, []))]
+    return [_fields(value) for value in node] if isinstance(node, list) else node
 
 
 def _name(module: str, arguments: tuple[Any, ...]) -> str:
