@@ -39,7 +39,7 @@ OPTIONS = (
 # Columns of metrics.csv that measure time, and therefore differ between equal runs.
 MEASURED = (
     *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share"),
-    *("passes_share", "optimizer_share", "host_share"),
+    *("passes_share", "optimizer_share", "exchange_share", "host_share"),
 )
 FOREIGN = "step-6.0123abcd.partial"  # an unfinished checkpoint of another run
 TRACEBACK = "Traceback (most recent call last)"

@@ -23,6 +23,7 @@ from titan_tree.balance.work_timer import WorkTimer
 from titan_tree.checkpoint.storage import read_manifest
 from titan_tree.config import Config
 from titan_tree.data.dataset import TreeDataset
+from titan_tree.engine.exchange_timer import ExchangeTimer
 from titan_tree.errors import AgreedError
 
 CASES: dict[str, dict[str, Any]] = {
@@ -81,6 +82,10 @@ def test_balanced_ranks_wait_less(four_ranks: Path) -> None:
     for name in ("idle_share", "planned_idle_share"):
         assert all(0 <= share < 0.75 for share in column(balanced, name))
         assert name not in read_metrics(other)[0]
+    parts = [column(other, f"{part}_share") for part in ("passes", "optimizer", "exchange", "host")]
+    for shares in zip(*parts, strict=True):
+        assert min(shares) > 0
+        assert sum(shares) == pytest.approx(1)
     idle = column(config(four_ranks, "idle ranks"), "planned_idle_share")
     assert idle == pytest.approx([0.75] * 3)  # one tree on four ranks
     assert max(column(balanced, "planned_idle_share")) < 0.5
@@ -190,19 +195,24 @@ def time_sharded_layers(rank: int, ports: list[int]) -> None:
             weights = layer._get_fsdp_state()._fsdp_param_group  # type: ignore[operator,union-attr]
             wait = weights.wait_for_unshard
             weights.wait_for_unshard = lambda wait=wait: (time.sleep(0.1), wait())
+        exchange = ExchangeTimer(model, torch.device("cpu"))
         timer = WorkTimer(model, torch.device("cpu"))
         model(torch.zeros(1, 2)).sum().backward()
+        exchange.start()
         timer.start()
         for _ in range(2):
             started = time.perf_counter()
             model(torch.zeros(1, 2)).sum().backward()
             assert time.perf_counter() - started > 0.48
         timer.stop()
+        exchange.stop()
+        assert 0.8 <= exchange.seconds() < 1.0
         model(torch.zeros(1, 2))
+        assert exchange.seconds() < 1.0
         assert len(passes := timer.seconds()) == 2
         assert all(0.08 <= seconds < 0.16 for seconds in passes), passes
 
 
 @pytest.mark.slow
-def test_a_timer_measures_work_without_waits() -> None:
+def test_timers_measure_work_without_waits_and_the_waits() -> None:
     run_ranks(time_sharded_layers, 1)

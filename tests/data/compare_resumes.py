@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MEASURED = (
     *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share"),
-    *("passes_share", "optimizer_share", "host_share"),
+    *("passes_share", "optimizer_share", "exchange_share", "host_share"),
 )
 SETTINGS = [
     "lr_scheduler.warmup_steps=0",

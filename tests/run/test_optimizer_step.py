@@ -99,7 +99,7 @@ def test_the_shares_of_a_step_are_what_a_clock_measures(monkeypatch: pytest.Monk
     optimizer = torch.optim.SGD([weight])
     optimizer.register_step_post_hook(lambda *_: advance(0.5))
     step: Any = OptimizerStep(
-        tree_step=cast(Any, SimpleNamespace(device=torch.device("cpu"), run=passes)),
+        tree_step=cast(Any, SimpleNamespace(device=torch.device("cpu"), model=torch.nn.Module(), run=passes)),
         optimizers=[optimizer],
         lr_schedulers=[ConstantLR(optimizer)],
         router_bias=None,

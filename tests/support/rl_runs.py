@@ -14,7 +14,7 @@ from titan_tree.rl.trainer import RLTrainer
 DEMO = Path(__file__).parents[2] / "train_configs" / "rl_demo.toml"
 MEASURED = (
     *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "sampling_s", "scoring_s"),
-    *("passes_share", "optimizer_share", "host_share"),
+    *("passes_share", "optimizer_share", "exchange_share", "host_share"),
 )
 TINY = (
     "model.overrides.hidden_size=32",

@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
 # Columns that differ between equal runs. "idle_share" exists only on several ranks, the last two on a GPU.
 MEASURED = (
     *("step_s", "leaf_tokens_per_s", "executed_tokens_per_s", "idle_share"),
-    *("passes_share", "optimizer_share", "host_share"),
+    *("passes_share", "optimizer_share", "exchange_share", "host_share"),
     *("mfu", "peak_memory_gib"),
 )
 

@@ -128,9 +128,10 @@ def speeds(tree: Metrics, rows: Metrics) -> Row:
         "rows s": round(rows_s, 3),
         "speed-up": round(rows_s / tree_s, 2),
     }
-    for part in ("optimizer", "host"):
-        share = sum(step[f"{part}_share"] * step["step_s"] for step in tree) / tree_s
-        row[f"tree {part} share"] = round(share, 3)
+    for name in ("optimizer_share", "exchange_share", "host_share"):
+        if name in tree[0]:
+            share = sum(step[name] * step["step_s"] for step in tree) / tree_s
+            row[f"tree {name.replace('_', ' ')}"] = round(share, 3)
     if "mfu" in tree[0]:
         operations, rows_operations = (sum(s["mfu"] * s["step_s"] for s in steps) for steps in (tree, rows))
         row["operations x"] = round(rows_operations / operations, 2)

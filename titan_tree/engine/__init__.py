@@ -10,5 +10,6 @@ router_loss.py     losses of routers over several forward passes
 schedule.py        equal schedules for ranks that communicate within passes
 bad_steps.py       the paths that caused a step without a finite loss or gradient
 warm_up.py         inputs with which a compiled model compiles its graphs
+exchange_timer.py  how long FSDP2 keeps kernels waiting
 device_clock.py    the seconds between two moments on a device
 """

@@ -49,6 +49,7 @@ OMITTED = {
     "dummy_forwards",
     "passes_share",
     "optimizer_share",
+    "exchange_share",
     "host_share",
     "replayed_rows",
     "replay_disagreement",

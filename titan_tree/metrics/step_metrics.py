@@ -34,8 +34,11 @@ class StepReport:
     lr: float  # learning rate of the step
     epoch: int  # index of the epoch of the step's last group, from 0
     seconds: float  # wall-clock time of the step
-    passes_seconds: float  # of them, this rank's device spent so many on forward and backward passes
-    optimizer_seconds: float  # and so many on the gradient norm, clipping and the optimizer
+    # The parts of this time on this rank's device: forward and backward passes; waits for FSDP2 within them;
+    # gradient norm, clipping and optimizer.
+    passes_seconds: float
+    exchange_seconds: float
+    optimizer_seconds: float
     world_size: int  # number of ranks
     device: torch.device  # device of this rank
     validation: Mapping[str, float] = field(default_factory=dict)  # loss and accuracy, if the step validated
@@ -110,14 +113,15 @@ def partition_metrics(report: StepReport) -> dict[str, float]:
 def speed_metrics(report: StepReport) -> dict[str, float]:
     """Returns tokens per second, the seconds of the step, and the shares of its parts, whose sum is 1."""
     counts = report.result.counts
-    passes, optimizer = report.passes_seconds / report.seconds, report.optimizer_seconds / report.seconds
+    parts = {"passes": report.passes_seconds, "optimizer": report.optimizer_seconds}
+    if report.world_size > 1:
+        parts["exchange"] = report.exchange_seconds
+    parts["host"] = report.seconds - sum(parts.values())
     return {
         "leaf_tokens_per_s": counts.leaf_tokens / report.seconds,
         "executed_tokens_per_s": counts.executed_tokens / report.seconds,
         "step_s": report.seconds,
-        "passes_share": passes,
-        "optimizer_share": optimizer,
-        "host_share": 1 - passes - optimizer,
+        **{f"{part}_share": seconds / report.seconds for part, seconds in parts.items()},
     }
 
 

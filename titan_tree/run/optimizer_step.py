@@ -24,6 +24,7 @@ from titan_tree.distributed.collectives import rank, world_size
 from titan_tree.distributed.optimizers import clip_and_step
 from titan_tree.engine.bad_steps import BadStepError
 from titan_tree.engine.device_clock import DeviceClock
+from titan_tree.engine.exchange_timer import ExchangeTimer
 from titan_tree.engine.step_io import GlobalSizes, StepInput, StepResult
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import AgreedError
@@ -38,7 +39,9 @@ class Update(NamedTuple):
     result: StepResult
     loss: float
     grad_norm: float  # before clipping
-    passes_seconds: float  # of this rank's device, as are those of the optimizer
+    # Seconds of this rank's device.
+    passes_seconds: float
+    exchange_seconds: float
     optimizer_seconds: float
 
 
@@ -73,6 +76,9 @@ class OptimizerStep:
     bad_steps_in_a_row: int = 0
     is_on_policy: bool = False
     _has_warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._exchange = ExchangeTimer(self.tree_step.model, self.tree_step.device)
 
     def run(
         self, step: int, step_input: StepInput, sizes: GlobalSizes, *, epoch: int, started: float
@@ -127,9 +133,11 @@ class OptimizerStep:
                 optimizer states and router biases are unchanged, and no gradients are left.
         """
         clock = DeviceClock(self.tree_step.device)
+        self._exchange.start()
         started = clock.mark()
         result = self.tree_step.run(step_input, sizes)
         passes_done = clock.mark()
+        self._exchange.stop()
         norm = clip_and_step(self.optimizers, result.loss, self.max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -143,8 +151,15 @@ class OptimizerStep:
             assert result.routing is not None
             assert self.tree_step.model.experts is not None
             self.router_bias.update(self.tree_step.model.experts.router_biases().values(), result.routing)
-        passes_seconds = clock.seconds(started, passes_done)
-        return Update(result, loss, grad_norm, passes_seconds, clock.seconds(passes_done, optimizer_done))
+        exchange = self._exchange.seconds()
+        return Update(
+            result=result,
+            loss=loss,
+            grad_norm=grad_norm,
+            passes_seconds=clock.seconds(started, passes_done) - exchange,
+            exchange_seconds=exchange,
+            optimizer_seconds=clock.seconds(passes_done, optimizer_done),
+        )
 
     def _check_logprobs(self, step: int, report: StepReport) -> None:
         """Warns if the weights before the step cannot have computed the log-probs of the paths."""
