@@ -10,9 +10,10 @@ more than one GPU.
 
 A task has four demonstrations. They share the question and often the first turns, so they form a tree. They
 contain mistakes: a perfect copy of the demonstrator earns their mean reward, the column "demonstrations".
-"all" trains on the four of them, and "longest" on the longest one (data.paths). Both start from the same
-weights, and take the same number of optimizer steps on the same tasks in the same order. "all" therefore
-computes more tokens ("k tokens") in more time ("train s").
+"all" trains on the four of them, and "longest" on the longest one (data.paths). The longest of four is right
+less often than the mean of them, 0.43 instead of 0.54 in "search", because the right ones are alike. Both
+start from the same weights, and take the same number of optimizer steps on the same tasks in the same order.
+"all" therefore computes more tokens ("k tokens") in more time ("train s").
 
 Columns: "reward" is the mean over fresh tasks, each sampled once at temperature 1, and "s.e." its standard
 error. "greedy reward" takes the likeliest tokens instead. "NLL" is the loss per token, in nats, on all

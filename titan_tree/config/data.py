@@ -56,7 +56,7 @@ class DataConfig(Checked, table="data"):
     # are its prefixes; "flat" trains one row per path.
     layout: Literal["tree", "leaf", "flat"] = "tree"
     # Paths of a group that are trained. Baseline: "longest" keeps the path with the most tokens, together
-    # with the paths that are its prefixes.
+    # with the paths that are its prefixes, and one of equal paths.
     paths: Literal["all", "longest"] = "all"
     # Source of the advantages: "given" in the data, or an estimator that computes them from the rewards of
     # each group, such as "group" in GRPO (docs/advantages.md).

@@ -48,7 +48,8 @@ def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
     """Returns the longest path of a group, together with the paths that are its prefixes, in their order.
 
     This is the baseline of the experiment on quality in Tree Training (arXiv:2511.00413, section 4.7). The
-    first of several longest paths counts. Its prefixes hold the loss masks of its earlier turns.
+    first of several longest paths counts. Its prefixes hold the loss masks of its earlier turns. Only the
+    first of equal paths stays, so that a turn that several rollouts share counts once.
 
     Raises:
         UserError: the paths have preferences, so the loss compares several of them.
@@ -59,7 +60,11 @@ def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
             "paths; set data.paths = 'all'"
         )
     longest = max(paths, key=len).tokens
-    return [path for path in paths if np.array_equal(path.tokens, longest[: len(path)])]
+    by_length: dict[int, TokenPath] = {}
+    for path in paths:
+        if np.array_equal(path.tokens, longest[: len(path)]):
+            by_length.setdefault(len(path), path)
+    return list(by_length.values())
 
 
 def leaf_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
