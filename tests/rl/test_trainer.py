@@ -1,12 +1,9 @@
 """The RL loop: trees give what flat training gives, runs resume exactly, and the command works."""
 
-import csv
 import dataclasses
 import logging
 import random
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,9 @@ from tests.support.cases import slow_except
 from tests.support.hf_families import hf_family
 from tests.support.rl_runs import DEMO, TINY, rows, tiny, with_short_turns
 from titan_tree import register_loss, tree_logprobs
+from titan_tree.bench.record import read_csv
+from titan_tree.bench.rl import CheckedRLTrainer
+from titan_tree.cli import main
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import dump_config, load_tables
 from titan_tree.data.packing import flat_trees, pack
@@ -198,20 +198,34 @@ def test_command_runs_the_warm_start_and_then_rl(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_the_script_of_the_measurements_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = [*TINY, "warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0"]
-    file = tmp_path / "rl.csv"
-    arguments = ["--seed", "1", "--csv", str(file), "--folder", str(tmp_path / "run"), "--config", str(DEMO)]
-    overrides = [each for each in overrides if not each.startswith("metrics.")]
-    monkeypatch.setattr(sys, "argv", ["rl.py", *arguments, *overrides, "training.steps=2"])
-    runpy.run_path(str(DEMO.parents[1] / "scripts" / "benchmark" / "rl.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert re.search(r"tree: loss .*\nflat: loss .*\ngradients differ by .* of their norm", printed)
-    assert "step 1: sampler and tree_logprobs differ by at most" in printed
-    with file.open(newline="") as lines:
-        assert [row["phase"] for row in csv.DictReader(lines)] == ["warm_start", "rl", "rl"]
+def test_the_benchmark_compares_the_update_on_trees_with_the_one_on_rows(tmp_path: Path) -> None:
+    trainer = with_short_turns(CheckedRLTrainer(tiny(tmp_path, "rl.environment=letters")))
+    trainer.paths(1)
+    training, scoring = trainer.update
+    assert [row["step"] for row in (training, scoring)] == ["training", "scoring"]
+    assert float(training["tree loss"]) == pytest.approx(float(training["rows loss"]), abs=1e-6)
+    assert 0 < float(training["gradient difference"]) < 1e-5
+    assert training["operations x"] > 1.1
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_has_rows_of_all_phases(tmp_path: Path) -> None:
+    arguments = [
+        "--quick",
+        "--config",
+        str(DEMO),
+        "--folder",
+        str(tmp_path),
+        "--csv",
+        str(tmp_path / "a.csv"),
+    ]
+    warm_start = ["warm_start.steps=2", "warm_start.interval=2", "warm_start.reward=0"]
+    assert main(["bench", "rl", *arguments, *warm_start]) == 0
+    rows = read_csv(tmp_path / "a.csv")
+    phases = [row["phase"] for row in rows]
+    assert phases == ["update", "update", "warm_start", "rl", "rl", "test"]
+    assert float(str(rows[3]["sampler nats"])) < 1e-4
 
 
 def test_a_warm_start_that_misses_its_reward_ends_with_an_error(tmp_path: Path) -> None:

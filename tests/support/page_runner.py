@@ -144,7 +144,5 @@ def _check_command(words: list[str]) -> None:
 def _check_script(script: Path, arguments: list[str]) -> None:
     """Checks that the script exists and mentions every option."""
     source = script.read_text()
-    if script.parent.name == "benchmark":
-        source += (script.parent / "common.py").read_text()
     for argument in arguments:
         assert not argument.startswith("--") or f'"{argument}"' in source, f"{script}: {argument}"

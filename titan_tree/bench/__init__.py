@@ -19,6 +19,8 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "real": "a configuration trained twice, on trees and on rows without trees: losses and speed",
     "quality": "rewards of models that were trained on all paths, and on the longest path of each tree",
     "partition": "executed tokens, ERR and seconds of each strategy on real trees",
+    "memory": "trees that are larger than memory, beside one path and one pass",
+    "rl": "reinforcement learning: rewards, and the update on trees beside rows",
     "step": "whole steps on sequences and trees, beside a compiled transformers model",
     "attention": "TreeAttention's backends beside FlexAttention, cuDNN and FlashAttention-4",
     "gdn": "TreeGDN and its convolution beside flash-linear-attention",

@@ -1,0 +1,17 @@
+"""Tests the sizes of the tensors that `titan-tree bench memory` reports."""
+
+import torch
+
+from titan_tree.bench.memory import tensor_bytes
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.paths import TokenPath
+from titan_tree.tree.token_tree import TokenTree
+
+
+def test_tensors_of_edges_pairs_and_plans_are_counted() -> None:
+    paths = [TokenPath([1, 2, 3, 4]), TokenPath([1, 2, 3, 5, 6]), TokenPath([1, 2, 7])]
+    batch = TreeBatch.from_trees([TokenTree.from_paths(paths)])  # 6 edges, 9 pairs, 3 paths
+    edges = (batch.edge_source, batch.edge_label, batch.edge_token, batch.edge_temperature)
+    assert tensor_bytes(edges) == 6 * 3 * 8
+    assert tensor_bytes(batch.pairs) == 9 * (8 + 8 + 4) + 3 * (8 + 3 * 4)
+    assert tensor_bytes({None: (torch.zeros(3), [torch.zeros(2, dtype=torch.int8)], "plan")}) == 14

@@ -1,0 +1,298 @@
+"""Measures time and memory of trees that are larger than memory, against one pass over a tree that fits.
+
+titan-tree bench memory --steps 1 --run redundancy_free wider greedy recompute     # Qwen3-0.6B, 10 minutes
+
+A generated tree (trees.long_rollouts) of ``--tokens`` distinct tokens, with paths of at most ``--longest``
+tokens, runs forward and backward, without an optimizer, in each of the ways named by --run:
+
+- *redundancy_free*: every token once. Activations of suspended partitions stay on the GPU.
+- *offload*, *recompute*: the same partitions. Those activations move to the host, or are recomputed.
+- *budget*: the same partitions with ``--device-gb`` for activations; what exceeds it moves to the host.
+- *wider*: like redundancy_free, with ``--wider`` tokens per chain, which makes fewer and larger partitions.
+- *greedy*: traversals of ``--fits`` tokens. They repeat the tokens that they cannot share.
+
+Two single passes are the references: a path of ``--longest`` tokens for memory, and the first ``--fits``
+tokens of the tree for speed. Weights and tokens are random, and every token counts in the loss.
+
+"GiB" are activations: the peak of allocated memory beyond what was allocated before the step, which are
+weights and gradients in fp32. "GiB x" is their ratio to those of the one path, and "TFLOP/s x" the ratio of
+speeds to one pass over what fits. "MB" are the tensors that describe the tree on the device, which Tree
+Training (arXiv:2511.00413) reports too: the layout, the plans of its kernels, edges, and pairs of an edge and
+a path. "mallocs" count how often the caching allocator had to call the driver during
+the timed steps; each call delays the step. tok/s count distinct tokens. TFLOP/s count the model's
+operations on distinct tokens, so repeated tokens do not count. "again" are tokens whose forward pass is
+recomputed.
+
+``--train 20`` trains for that many steps with AdamW instead. "GiB" is then the peak of all memory, and "bytes
+after" what is allocated after the step. Before that it shows that a twentieth of the tree fits in one pass
+and a tenth does not. ``--memory-gb`` limits the GPU's memory for this. The picture has speed and memory of
+the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan_tree.bench.record import Row, peak_memory, reset_peak_memory
+from titan_tree.bench.steps import optimizer_update, process_group, training_model, training_step
+from titan_tree.bench.trees import long_rollouts, random_tree
+from titan_tree.components.tree_partitioner import TreePartitioner
+from titan_tree.config import ModelConfig, TrainingConfig
+from titan_tree.engine.activations import Activations, Policy
+from titan_tree.errors import UserError
+from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import MODELS
+from titan_tree.tree.batch import TreeBatch
+from titan_tree.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KEYS = ("model", "flavor", "activation_checkpoint", "run", "distinct")
+RATIOS = ("TFLOP/s x",)
+QUICK = (
+    "--flavor", "debug", "--tokens", "256", "--longest", "64", "--fits", "128", "--max-tokens", "32",
+    "--wider", "80", "--steps", "1", "--no-compile",
+)  # fmt: skip
+RUNS = ["redundancy_free", "wider", "recompute", "greedy", "offload", "budget"]
+
+
+@dataclass
+class Run:
+    """A way to run a tree.
+
+    Attributes:
+        name: its label in the table.
+        tree: the tree to run.
+        partitioner: cuts the tree; None runs it in one pass.
+        policy: how activations of suspended partitions are kept, see ``Activations``.
+        device_bytes: the budget of policy "auto".
+        warm_up: the tree that runs before the measurement; None: ``tree``.
+    """
+
+    name: str
+    tree: TokenTree
+    partitioner: TreePartitioner | None = None
+    policy: Policy = "keep"
+    device_bytes: float | None = None
+    warm_up: TokenTree | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="qwen3", choices=list(MODELS))
+    add("--flavor", default="0.6B", help="size of the model (default: %(default)s)")
+    add("--tokens", type=int, default=1_000_000, help="distinct tokens of the tree (default: %(default)s)")
+    add("--longest", type=int, default=32_768, help="tokens of the longest path (default: %(default)s)")
+    add("--fits", type=int, default=65_536, help="tokens that fit in one pass (default: %(default)s)")
+    add("--max-tokens", type=int, default=16_384, help="tokens of a partition (default: %(default)s)")
+    add("--max-chain-tokens", type=int, help="tokens of a chain (default: of a partition, or --longest)")
+    add("--wider", type=int, default=34_000, help="tokens of a chain in run wider (default: %(default)s)")
+    add("--run", nargs="*", choices=RUNS, default=RUNS)
+    add("--device-gb", type=float, default=20, help="gigabytes for activations in run budget (default: 20)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none")
+    add("--steps", type=int, default=2, help="timed steps (default: %(default)s)")
+    add("--train", type=int, default=0, help="train for so many steps instead (default: %(default)s)")
+    add("--memory-gb", type=float, help="with --train: gigabytes of the GPU to use (default: all)")
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Returns a row per reference and run, or per training step."""
+    with process_group() as (mesh, device):
+        setting: Row = {
+            "model": args.model,
+            "flavor": args.flavor,
+            "activation_checkpoint": args.activation_checkpoint,
+        }
+        training = TrainingConfig(compile=args.compile, activation_checkpoint=args.activation_checkpoint)
+        model = training_model(ModelConfig(name=args.model, flavor=args.flavor), training, mesh)
+        tree = long_rollouts(args.tokens, args.longest, model.config.vocab_size)
+        print(f"{args.model} {args.flavor}, {tree.stats}", flush=True)
+        measure = train if args.train else compare
+        return [setting | row for row in measure(model, tree, args, device)]
+
+
+def compare(
+    model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device
+) -> Iterator[Row]:
+    """Yields a row for each run, those of the references first."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rows: list[Row] = []
+    for run in make_runs(model, tree, args):
+        rows.append(measure(run, model, args, device))
+        path, fits = rows[0], rows[min(1, len(rows) - 1)]  # the references
+        rows[-1] |= {"GiB x": ratio(rows[-1], path, "GiB"), "TFLOP/s x": ratio(rows[-1], fits, "TFLOP/s")}
+        print(rows[-1], flush=True)
+        yield rows[-1]
+
+
+def ratio(row: Mapping[str, Any], reference: Mapping[str, Any], name: str) -> float | None:
+    """Returns the ratio of two numbers. On a CPU, which measures neither, it may be None."""
+    return round(row[name] / reference[name], 3) if reference[name] else None
+
+
+def make_runs(model: TreeModel, tree: TokenTree, args: argparse.Namespace) -> list[Run]:
+    """Returns the references and the runs that the arguments ask for."""
+    vocab_size = model.config.vocab_size
+    fits = long_rollouts(args.fits, args.longest, vocab_size)
+    smaller = long_rollouts(args.tokens // 4, args.longest, vocab_size)
+    partitions = TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
+    wider = TreePartitioner("redundancy_free", args.max_tokens, args.wider)
+    runs = {
+        "redundancy_free": Run("redundancy_free", tree, partitions),
+        "wider": Run(f"chain of {args.wider:,}", tree, wider, warm_up=smaller),
+        "recompute": Run("recompute", tree, partitions, "recompute", warm_up=smaller),
+        "offload": Run("offload", tree, partitions, "offload", warm_up=fits),
+        "budget": Run(f"{args.device_gb:g} GB", tree, partitions, "auto", 1e9 * args.device_gb, warm_up=fits),
+        "greedy": Run("greedy", tree, TreePartitioner("greedy", args.fits), warm_up=fits),
+    }
+    return [
+        Run("one path, one pass", random_tree("chain", args.longest, vocab_size)),
+        Run("what fits, one pass", fits),
+        Run("what fits, partitions", fits, partitions),
+        *(runs[name] for name in args.run),
+    ]
+
+
+def measure(run: Run, model: TreeModel, args: argparse.Namespace, device: torch.device) -> Row:
+    """Returns the row of one run: medians over ``args.steps`` steps after one step to warm up."""
+    activations = Activations(device, run.policy, run.device_bytes)
+    step = training_step(model, device, run.partitioner, activations)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    step.run(step.prepare([[run.warm_up or run.tree]])).loss.item()
+    started = time.perf_counter()
+    prepared = step.prepare([[run.tree]])
+    host_s = time.perf_counter() - started
+    flops = model.costs().training_flops(TreeBatch.from_trees([run.tree], edges="loss"))
+    seconds, peak = [], 0
+    mallocs = device_mallocs(device)
+    for _ in range(args.steps):
+        before = allocated(device)
+        reset_peak_memory(device)
+        started = time.perf_counter()
+        result = step.run(prepared)
+        loss = result.loss.item()  # waits for the device
+        seconds.append(time.perf_counter() - started)
+        peak = max(peak, peak_memory(device) - before)
+    median_s = median(seconds)
+    return {
+        "run": run.name,
+        "distinct": result.counts.distinct_tokens,
+        "executed": result.counts.executed_tokens,
+        "again": int(result.extra_forward_tokens),
+        "forwards": result.counts.forwards,
+        "chain": result.chain_peak,
+        "s": round(median_s, 2),
+        "host s": round(host_s, 2),
+        "tok/s": round(result.counts.distinct_tokens / median_s),
+        "TFLOP/s": round(flops / median_s / 1e12, 1),
+        "GiB": round(peak / 2**30, 2),
+        "mallocs": device_mallocs(device) - mallocs,
+        "gateways GiB": round(result.counts.gateway_bytes / 2**30, 1),
+        **tree_megabytes(prepared.micro_batches[0], model, device),
+        "loss": round(loss, 5),
+    }
+
+
+def tree_megabytes(batches: Sequence[TreeBatch], model: TreeModel, device: torch.device) -> Row:
+    """Returns the megabytes of the tensors that describe a tree, over all of its partitions."""
+    sizes = {"layout": 0, "plan": 0, "edges": 0, "pairs": 0}
+    for batch in batches:
+        layout = model.prepare(batch.layout.to(device))
+        plan = tensor_bytes((layout.attention_plan, layout.conv_index))
+        edges = (batch.edge_source, batch.edge_label, batch.edge_token, batch.edge_temperature)
+        sizes["layout"] += tensor_bytes(batch.layout)
+        sizes["plan"] += plan
+        sizes["edges"] += tensor_bytes(edges)
+        sizes["pairs"] += tensor_bytes(batch.pairs)
+    return {f"{name} MB": round(size / 1e6, 3) for name, size in sizes.items()}
+
+
+def tensor_bytes(value: object) -> int:
+    """Returns the bytes of all tensors in a structure of mappings, sequences and objects with fields."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, Sequence):
+        value = getattr(value, "__dict__", {}).values()
+    return 0 if isinstance(value, str) else sum(map(tensor_bytes, value))
+
+
+def train(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Trains on a tree that is twenty times larger than what fits. Yields a row per step."""
+    update = optimizer_update(model)
+    if args.memory_gb:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1e9 * args.memory_gb / total)
+    for share in (20, 10):
+        part = long_rollouts(args.tokens // share, args.longest, model.config.vocab_size)
+        step = training_step(model, device)
+        row: Row = {"run": "one pass", "distinct": len(part)}
+        try:
+            loss, norm, _ = update(step, step.prepare([[part]]))
+            yield row | {"loss": round(loss, 4), "norm": round(norm, 3)}
+        except UserError as error:
+            yield row | {"note": str(error)}
+    partitioner = TreePartitioner("redundancy_free", args.max_tokens, args.max_chain_tokens)
+    step = training_step(model, device, partitioner)
+    prepared = step.prepare([[tree]])
+    for number in range(1, args.train + 1):
+        reset_peak_memory(device)
+        started = time.perf_counter()
+        loss, norm, _ = update(step, prepared)
+        yield {
+            "run": f"step {number}",
+            "distinct": len(tree),
+            "s": round(time.perf_counter() - started, 2),
+            "GiB": round(peak_memory(device) / 2**30, 2),
+            "bytes after": allocated(device),
+            "loss": round(loss, 4),
+            "norm": round(norm, 3),
+            "note": "",
+        }
+
+
+def allocated(device: torch.device) -> int:
+    """Returns the bytes allocated now; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def device_mallocs(device: torch.device) -> int:
+    """Returns how often the caching allocator has asked the driver for memory or returned some of it."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return sum(stats.get(name, 0) for name in ("num_device_alloc", "num_device_free"))
+
+
+def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
+    """Draws speed and memory of trees that are larger than memory; the newest rows of a file."""
+    if "code" in rows[0]:
+        rows = [row for row in rows if row["code"] == rows[-1]["code"]]
+    rows = [row for row in rows if row.get("TFLOP/s")]  # without those of --train
+    if not rows:
+        return
+    path, fits = float(rows[0]["GiB"]) or 1.0, float(rows[1]["TFLOP/s"]) or 1.0
+    labels = [f"{row['run']}\n{int(row['distinct']):,} tokens" for row in rows]
+    figure.set_size_inches(11, 0.5 * len(rows) + 1.2)
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    ratios = [float(row["TFLOP/s"]) / fits for row in rows]
+    speed.bar_label(speed.barh(labels, ratios, color="C0"), [f"{x:.2f}" for x in ratios], padding=3)
+    one_pass, one_path = (int(row["distinct"]) for row in (rows[1], rows[0]))
+    speed.set(xlabel=f"speed per useful operation, x one pass over {one_pass:,} tokens", xlim=(0, 1.15))
+    ratios = [float(row["GiB"]) / path for row in rows]
+    memory.bar_label(memory.barh(labels, ratios, color="C1"), [f"{x:.2f}" for x in ratios], padding=3)
+    memory.set(xlabel=f"memory of activations, x one path of {one_path:,} tokens", xlim=(0, 2.3))
+    speed.invert_yaxis()
