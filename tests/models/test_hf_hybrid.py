@@ -103,13 +103,16 @@ def test_vision_is_not_loaded_but_copied_to_the_export(tmp_path, caplog, tied):
 @for_each(
     ("changes", "message"),
     [
-        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types: .* every n-th layer"),
+        ({"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, "layer_types: .* every n-th layer"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE of type default only"),
         ({"output_gate_type": "tanh"}, "output_gate_type: .* Qwen3.5 supports swish only, got tanh"),
         ({"num_experts": 4}, "num_experts: .* Qwen3.5 supports dense models only, got 4"),
         ({"linear_num_value_heads": ...}, "missing linear_num_value_heads; expected .* of a Qwen3.5"),
         ({"linear_key_head_dim": 8}, r"conv1d.weight: expected shape \(64, 1, 4\) by config.json, got"),
-        ({"num_hidden_layers": 5, "layer_types": ...}, r"missing tensors: .*layers.4"),
+        (
+            {"num_hidden_layers": 5, "layer_types": ..., "full_attention_interval": 2},
+            "missing tensors: .*layers.3",
+        ),
         ({"rope_parameters": ...}, "missing rope_theta"),
         ({"rope_parameters": "default"}, "rope_parameters: .* a table only, got default"),
         ({"layer_types": 5}, "layer_types: .* a list only, got 5"),
@@ -142,7 +145,7 @@ def test_older_configs_with_an_attention_interval_are_read(tmp_path):
         partial_rotary_factor=0.25,
     )
     ours = model_from_config(tmp_path).config
-    assert ours.layer_types == ["linear_attention", "full_attention"] * 2
+    assert ours.layer_types == ["linear_attention", "full_attention", "linear_attention"]
     assert (ours.rope_theta, ours.rotary_dim) == (5e5, 4)
 
 

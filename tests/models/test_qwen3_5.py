@@ -139,12 +139,12 @@ def test_impossible_sizes_are_refused(sizes, message):
 
 
 def test_flops_count_the_operations_of_each_layer():
-    """The expected mixing of 3 DeltaNet layers and an attention layer is counted by hand."""
+    """The expected mixing of 2 DeltaNet layers and an attention layer is counted by hand."""
     model = tree_model(hybrid_model(tied=True))
     batch = tree_batch([[TokenPath([1, 2, 3]), TokenPath([1, 4])]])
     matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
     pairs = 1 + 2 + 3 + 2
-    mixing = 3 * 18 * 4 * (4 * 8 * 16) + 12 * 4 * 16 * pairs
+    mixing = 2 * 18 * 4 * (4 * 8 * 16) + 12 * 4 * 16 * pairs
     assert model.costs().training_flops(batch) == 6 * (4 * matrices + 3 * 61 * 32) + mixing
 
 
@@ -154,7 +154,7 @@ def test_a_step_counts_the_bytes_of_gateways():
     prepared = step.prepare([[forest_of([[TokenPath([1, 2, 3, 4, 5, 6]), TokenPath([1, 2, 3, 4, 7])]])]])
     state, tail, key = 4 * (4 * 16 * 8), 4 * 3 * (2 * 2 * 16 + 4 * 8), 4 * 2 * (2 * 16)
     assert prepared.counts.forwards == 3  # two of them read the first one's exports
-    assert prepared.counts.gateway_bytes == 2 * (3 * (state + tail) + 4 * key)
+    assert prepared.counts.gateway_bytes == 2 * (2 * (state + tail) + 4 * key)
     assert step.run(prepared).loss.isfinite()
 
 

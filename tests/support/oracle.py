@@ -96,10 +96,11 @@ def hf_model(tied, dtype=torch.float32, device="cpu", seed=0, kind="Qwen3", **si
     return model.to(device, dtype)
 
 
-def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=4, seed=0, **sizes):
+def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_layers=3, seed=0, **sizes):
     """Returns transformers' Qwen3.5, Qwen3.5-MoE ("Qwen3_5Moe") or Qwen3-Next with experts ("Qwen3Next").
 
-    ``kind`` picks one of them. The model is small and random, and every parameter matters.
+    ``kind`` picks one of them. The model is small and random, and every parameter matters. The second of
+    three layers has attention, and the others have DeltaNet.
     """
     assert find_spec("fla") is None, "uninstall flash-linear-attention, which transformers would use"
     config = {
@@ -107,6 +108,7 @@ def hybrid_model(tied, kind="Qwen3_5", dtype=torch.float32, device="cpu", num_la
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": num_layers,
+        "full_attention_interval": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
