@@ -181,7 +181,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", slow_except(("one rank has data", "hybrid"), exhaustive(COVERED, CASES)))
+@pytest.mark.parametrize("name", slow_except(("one rank has data",), exhaustive(COVERED, CASES)))
 def test_sharded_experts_train_as_one_process(tmp_path: Path, name: str) -> None:
     """Compares losses, gradient norms, the weights of the checkpoint and those of the export."""
     many = config(tmp_path / "many", name)  # writes the data before several ranks read it

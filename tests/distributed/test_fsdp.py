@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def config(folder: Path, name: str) -> Config:
     # A large eps: otherwise AdamW turns rounding errors of gradients near 0 into steps of size lr.
-    fixed = {"training__steps": 3, "checkpoint__interval": 3, "optimizer__eps": 1e-3}
+    fixed = {"training__steps": 2, "checkpoint__interval": 2, "optimizer__eps": 1e-3}
     folder = folder / name.replace(" ", "_")
     validation = {"validation__files": folder / "data.jsonl", "validation__interval": 1}
     return tiny_config(folder, **fixed, **validation, **CASES[name])

@@ -65,7 +65,7 @@ CASES |= {
     "whitened tree_po": ({"name": "reinforce", "whiten": True}, "tree_po"),
 }
 CASES |= {f"advantage {name}": ({"name": "ppo"}, name) for name in ADVANTAGES}
-FEW = ["gspo", "kto", "correction by sum of k3", "whitened tree_po", "advantage spo"]
+FEW = ["gspo", "kto", "correction by sum of k3", "whitened tree_po"]
 IN_CI = {"hybrid": FEW, "experts": ["gspo", "whitened tree_po"]}  # a loss does not see the family
 
 

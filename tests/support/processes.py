@@ -78,7 +78,7 @@ def start_ranks(
 
 
 def _preload() -> None:
-    multiprocessing.set_forkserver_preload(["tests.support.tiny_run"])
+    multiprocessing.set_forkserver_preload(["tests.support.tiny_run", "titan_tree.metrics.builtin_loggers"])
 
 
 def _stores(number: int) -> list[dist.TCPStore]:
