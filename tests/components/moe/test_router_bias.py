@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from tests.support.cases import exhaustive
 from tests.support.moe import moe_by_token, small_moe
 from tests.support.tiny_run import SMALL, read_metrics, tiny_config, train
 from titan_tree.components.moe import RouterBias, Routing
@@ -105,7 +106,7 @@ def test_biases_balance_a_router(counts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("model", exhaustive(["qwen3_5_moe"], ["qwen3_moe", "qwen3_5_moe"]))
 def test_trees_and_flat_paths_move_biases_alike_unless_distinct_tokens_count(tmp_path, model):
     """Biases are equal bit for bit, with several micro-batches, partitions, and recomputed forward passes."""
     kinds = {

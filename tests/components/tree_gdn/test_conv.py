@@ -209,7 +209,10 @@ def test_nothing_leaks(way):
         assert ((dx != 0).cpu().numpy() == in_window[token, :, None]).all()
 
 
-@pytest.mark.slow
+# Triton's interpreter runs one program after another.
+@pytest.mark.parametrize(
+    "way", ["reference", "operator", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 def test_results_repeat_bit_for_bit(way):
     before = predecessors(TREES["deep"])
     level = random_levels(before, seed=1)

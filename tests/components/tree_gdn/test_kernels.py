@@ -51,13 +51,6 @@ def test_interpreted_kernels_equal_recurrence(name):
     assert_relative(got, exact_rule(case), 5e-6)
 
 
-@pytest.mark.slow
-@in_interpreter
-def test_interpreted_kernels_repeat_bit_for_bit():
-    case = gdn_case(SMALL_GATEWAY)
-    assert all(map(torch.equal, run_rule(case, "triton"), run_rule(case, "triton")))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("name", CASES)
