@@ -18,7 +18,7 @@ from titan_tree.tree.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[2]
 EXHAUSTIVE = {"memory", "rl", "trl"}  # tests/rl runs rl, too
-MEASUREMENTS = (*BENCHES, "attention --cases gpt-oss DeepSeek-V3")
+MEASUREMENTS = (*BENCHES, "attention --tree bushy --cases gpt-oss DeepSeek-V3")
 NOT_QUICK = {("real", "of operations"), ("input", "workers 1")}  # they need a GPU, or a second core
 PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "attention": ("attention", "attention_sweep"),

@@ -1,7 +1,7 @@
 """Times TreeAttention's backends and their peers on token trees, forward and backward, in useful TFLOP/s.
 
-titan-tree bench attention                                      # on a GPU, all trees, about 10 minutes
-titan-tree bench attention --tree chain agent bushy             # the guard of the kernels, about 5 minutes
+titan-tree bench attention                          # on a GPU, all trees
+titan-tree bench attention --tree chain agent bushy # enough for --against
 titan-tree bench attention --sweep --backends hopper flash flex --rounds 1
 titan-tree bench attention --tree chain agent bushy --backends triton flex --cases gpt-oss DeepSeek-V3
 titan-tree bench attention --tree agent --tokens 65536 --context between --context-tokens 32768
@@ -351,24 +351,27 @@ def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
         columns.insert(0, (lengths, "node_length", "tokens per node", "log"))
     if not prompts:
         columns = [(list(rows), "tree", "tree", "linear")]
-    figure.set_size_inches(5 * len(columns), 7)
+    figure.set_size_inches(max(8, 5 * len(columns)), 7)
     axes = figure.subplots(2, len(columns), sharey="row", squeeze=False)
     for panels, (chosen, x, label, scale) in zip(axes.T, columns, strict=True):
+        is_sweep = x != "tree"
         for panel, direction in zip(panels, ("forward", "backward"), strict=True):
             lines: dict[str, list[tuple[float | str, float]]] = {}
             for row in chosen:
                 name = ", ".join(filter(None, (row["attention"], row.get("case"))))
-                value = row[x] if x == "tree" else float(row[x])
+                value = float(row[x]) if is_sweep else row[x]
                 lines.setdefault(name, []).append((value, float(row[f"{direction}_tflops"])))
             for name, points in lines.items():
-                panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-            panel.set(xscale=scale, xlabel=label, ylabel=f"{direction}, useful TFLOP/s")
+                style = "o-" if is_sweep else "o"
+                panel.plot(*zip(*points, strict=True), style, markersize=3 if is_sweep else 5, label=name)
+            if is_sweep:
+                panel.set_xscale(scale)
+            panel.set(xlabel=label, ylabel=f"{direction}, useful TFLOP/s")
             panel.grid(alpha=0.3)
     for panel in axes[:, 0]:
         panel.set_ylim(bottom=0)
-    axes[0, 0].legend()
+    axes[0, 0].legend(fontsize=8)
     first = rows[0]
-    figure.suptitle(
-        f"Attention on trees of {int(first['tokens']):,} tokens, {first['heads']} heads, "
-        f"head dim {first['head_dim']}, bf16, {first['device']}, torch {first['torch']}"
-    )
+    sizes = f"{int(first['tokens']):,} tokens, {first['heads']} heads, head dim {first['head_dim']}"
+    of = f" of {sizes}" if prompts else ""
+    figure.suptitle(f"Attention on trees{of}, bf16, {first['device']}, torch {first['torch']}")

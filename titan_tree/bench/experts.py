@@ -1,6 +1,6 @@
 """Times a layer of experts beside transformers' and torchtitan's layers, and sharded over all GPUs.
 
-titan-tree bench experts                                                    # on a GPU, about 3 minutes
+titan-tree bench experts                                                    # on a GPU
 torchrun --nproc-per-node 2 -m titan_tree.cli bench experts                 # experts sharded over 2 GPUs
 
 The layer has a router, experts and their weighted sum; by default in the shape of Qwen3-30B-A3B. Every GPU

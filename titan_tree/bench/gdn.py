@@ -1,6 +1,6 @@
 """Times TreeGDN and its convolution on token trees, in milliseconds, beside implementations for sequences.
 
-titan-tree bench gdn                                   # on a GPU, all trees, about 3 minutes
+titan-tree bench gdn                                   # on a GPU, all trees
 titan-tree bench gdn --tree chain agent --heads 16 64  # as in Qwen3.5's larger models
 
 The measured core of a Gated DeltaNet layer has no projections: it goes from q, k, v, the decays and beta to

@@ -1,6 +1,6 @@
 """Measures time and memory of trees that are larger than memory, against one pass over a tree that fits.
 
-titan-tree bench memory --steps 1 --run redundancy_free wider greedy recompute     # Qwen3-0.6B, 10 minutes
+titan-tree bench memory --steps 1 --run redundancy_free wider greedy recompute     # Qwen3-0.6B
 
 A generated tree (trees.long_rollouts) of ``--tokens`` distinct tokens, with paths of at most ``--longest``
 tokens, runs forward and backward, without an optimizer, in each of the ways named by --run:
@@ -18,10 +18,9 @@ tokens of the tree for speed. Weights and tokens are random, and every token cou
 weights and gradients in fp32. "GiB x" is their ratio to those of the one path, and "TFLOP/s x" the ratio of
 speeds to one pass over what fits. "MB" are the tensors that describe the tree on the device, which Tree
 Training (arXiv:2511.00413) reports too: the layout, the plans of its kernels, edges, and pairs of an edge and
-a path. "mallocs" count how often the caching allocator had to call the driver during
-the timed steps; each call delays the step. tok/s count distinct tokens. TFLOP/s count the model's
-operations on distinct tokens, so repeated tokens do not count. "again" are tokens whose forward pass is
-recomputed.
+a path. "mallocs" count how often the caching allocator had to call the driver during the timed steps; each
+call delays the step. tok/s count distinct tokens. TFLOP/s count the model's operations on distinct tokens, so
+repeated tokens do not count. "again" are tokens whose forward pass is recomputed.
 
 ``--train 20`` trains for that many steps with AdamW instead. "GiB" is then the peak of all memory, and "bytes
 after" what is allocated after the step. Before that it shows that a twentieth of the tree fits in one pass

@@ -1,6 +1,6 @@
 """Times optimizers on the weights that one GPU holds of a large model.
 
-titan-tree bench optimizer          # on a GPU with 80 GB, about 2 minutes
+titan-tree bench optimizer          # on a GPU with 80 GB
 
 The models are some layers of Qwen3-30B-A3B over 4 GPUs (30B-A3B) and of Qwen3-8B on one (8B), with fp32
 weights and gradients. All optimizers update the same weights, and take turns in one process. They need 20

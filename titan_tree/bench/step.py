@@ -1,6 +1,6 @@
 """Times a whole training step: titan_tree against a compiled transformers model.
 
-titan-tree bench step --flavor 0.6B --tree chain agent agent-fine                  # about 4 minutes
+titan-tree bench step --flavor 0.6B --tree chain agent agent-fine
 titan-tree bench step --tokens 16384 --tree chain agent agent-fine                 # Qwen3-1.7B
 titan-tree bench step --flavor 8B --layers 8 --activation-checkpoint full
 

@@ -1,6 +1,6 @@
 """Times one optimizer step of GRPO: TRL's own trainer, and the same trainer on token trees.
 
-titan-tree bench trl                                  # on a GPU, a few minutes
+titan-tree bench trl                                  # on a GPU
 titan-tree bench trl --max-tokens 16384               # also in partitions
 
 Rollouts are recorded instead of generated: groups of completions with a common prompt. The completions of a
