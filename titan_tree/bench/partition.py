@@ -35,7 +35,7 @@ from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 KEYS = ("files", "max_tokens", "strategy")
 RATIOS = ("ERR", "of operations")
 QUICK = (
-    "demo", "--trees", "1", "--flavor", "debug", "--layers", "1", "--seconds", "--strategy", "greedy",
+    "demo", "--trees", "1", "--flavor", "debug", "--layers", "1", "--seconds", "--strategy", "redundancy_free",
     *layouts.QUICK,
 )  # fmt: skip
 COLUMNS = (
