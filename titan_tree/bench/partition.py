@@ -35,8 +35,8 @@ from titan_tree.tree.token_tree import TokenTree, reuse_ratio
 KEYS = ("files", "max_tokens", "strategy")
 RATIOS = ("ERR", "of operations")
 QUICK = (
-    "demo", "--trees", "1", "--flavor", "debug", "--layers", "1", "--seconds", "--strategy", "redundancy_free",
-    *layouts.QUICK,
+    "demo", "--trees", "1", "--flavor", "debug", "--layers", "1", "--seconds",
+    "--strategy", "redundancy_free", *layouts.QUICK,
 )  # fmt: skip
 COLUMNS = (
     "max_tokens", "strategy", "trees", "N_leaf", "N_tree", "N_part", "ERR", "forwards", "chain peak",
