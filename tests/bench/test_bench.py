@@ -121,6 +121,11 @@ def test_rows_with_new_columns_are_appended_to_a_file(tmp_path):
     assert path.read_text().splitlines() == ["what,ms,note", "a,1,", "b,2,new"]
 
 
+def test_a_missing_package_is_named():
+    with pytest.raises(UserError, match="no_such_package: expected this package, with which the benchmark"):
+        record.environment(torch.device("cpu"), "no_such_package")
+
+
 def test_a_commit_is_unknown_if_git_does_not_know_the_files(tmp_path):
     copied = tmp_path / "record.py"
     copied.write_text(Path(record.__file__).read_text())

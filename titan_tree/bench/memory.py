@@ -121,19 +121,18 @@ def run(args: argparse.Namespace) -> list[Row]:
         return [setting | row for row in measure(model, tree, args, device)]
 
 
-def compare(
-    model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device
-) -> Iterator[Row]:
-    """Yields a row for each run, those of the references first."""
+def compare(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Returns a row for each run, those of the references first."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rows: list[Row] = []
     for run in make_runs(model, tree, args):
         rows.append(measure(run, model, args, device))
-        path, fits = rows[0], rows[min(1, len(rows) - 1)]  # the references
-        rows[-1] |= {"GiB x": ratio(rows[-1], path, "GiB"), "TFLOP/s x": ratio(rows[-1], fits, "TFLOP/s")}
         print(rows[-1], flush=True)
-        yield rows[-1]
+    path, fits = rows[:2]
+    return [
+        row | {"GiB x": ratio(row, path, "GiB"), "TFLOP/s x": ratio(row, fits, "TFLOP/s")} for row in rows
+    ]
 
 
 def ratio(row: Mapping[str, Any], reference: Mapping[str, Any], name: str) -> float | None:
@@ -261,7 +260,6 @@ def train(model: TreeModel, tree: TokenTree, args: argparse.Namespace, device: t
             "bytes after": allocated(device),
             "loss": round(loss, 4),
             "norm": round(norm, 3),
-            "note": "",
         }
 
 

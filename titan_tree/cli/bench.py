@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         if not rows:  # another rank than the first one
             return 0
         record.append_csv(csv, rows)
-    measured = [name for name in rows[0] if name not in (*record.SETTING, *packages)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    measured = [name for name in names if name not in (*record.SETTING, *packages)]
     record.print_table(rows, getattr(bench, "COLUMNS", measured))
     if not options.rows:
         print(f"rows: {csv}")
