@@ -101,7 +101,10 @@ def test_keys_that_are_not_queries_equal_definition(kind, backend):
 
 @pytest.mark.parametrize(("backend", "dtype"), [("triton", torch.float32), ("reference", torch.float64)])
 def test_context_in_a_gateway_cache_equals_definition(backend, dtype):
-    assert_exact_in_gateway_cache(backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype)
+    nodes = random_nodes(0, 12, 5, 20, roots=0.0)  # keys of two blocks
+    assert_exact_in_gateway_cache(
+        backend, 1e-6 if dtype == torch.float32 else 1e-14, dtype=dtype, nodes=nodes
+    )
 
 
 def test_gathered_columns_are_not_saved():
