@@ -13,4 +13,5 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 cd "$root"
 export OMP_NUM_THREADS=1  # two workers with one thread each
+unset PYTHONDONTWRITEBYTECODE  # every process would compile the package again
 exec "$python" -m pytest -n 2 --dist loadgroup "$@"
