@@ -37,7 +37,7 @@ from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-CUT: dict[str, Any] = {"data__max_tokens": 12}  # no tree fits one forward, and each rank cuts its own
+CUT: dict[str, Any] = {"data__max_tokens": 24}  # one tree fits one forward, and each rank cuts its own
 RECOMPUTE = {"partition__activations": "recompute", "training__activation_checkpoint": "full"}
 WHOLE_PATHS: dict[str, Any] = {"loss__name": "square_of_mean"}
 
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
     # Some micro-batches are cut, others are not, and one rank has none. All ranks score first if one must.
     "four, whole paths": (FOUR, {"data__max_tokens": 40, **EXPERTS, **WHOLE_PATHS}),
 }
-COVERED = ("partitions", "whole paths", "two by two")  # other cases have the same parts
+COVERED = ("partitions", "whole paths", "two by two", "hybrid")  # other cases have the same parts
 
 
 def square_of_mean(logprobs: Tensor, pairs: PathPairs) -> Tensor:

@@ -14,8 +14,8 @@ from titan_tree.engine import activations
 
 # With three groups per step, rank 0 has two groups and rank 1 has one; with one group, rank 1 has none. The
 # trees of a rank do not fit one micro-batch of 70 tokens, so the ranks have different numbers of
-# micro-batches. No tree fits 12 tokens, so their numbers of partitions differ too.
-CUT: dict[str, Any] = {"data__max_tokens": 12}
+# micro-batches. All trees but one exceed 24 tokens, so their numbers of partitions differ too.
+CUT: dict[str, Any] = {"data__max_tokens": 24}
 ONE_GROUP: dict[str, Any] = {"data__global_batch_groups": 1}
 MICRO_BATCHES: dict[str, Any] = {"data__max_tokens": 70}
 CASES: dict[str, dict[str, Any]] = {

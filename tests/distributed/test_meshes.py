@@ -30,7 +30,7 @@ from titan_tree.scoring.score_trees import tree_logprobs
 from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
-CUT: dict[str, Any] = {"data__max_tokens": 12}
+CUT: dict[str, Any] = {"data__max_tokens": 24}  # of a partition; only one tree has fewer
 SEQUENCE, EXPERT, REPLICATE = (
     f"parallel__{key}" for key in ("sequence_parallel", "expert_parallel", "replicate")
 )
