@@ -1,18 +1,23 @@
+"""Fixtures of all tests of reinforcement learning.
+
+If the command line names a file of this folder, pytest loads this one before tests/conftest.py chooses
+Triton's interpreter. What imports triton is therefore imported in fixtures.
+"""
+
 import logging
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 import titan_tree.errors
-from tests.support.rl_runs import Letters
 from titan_tree.registry import ENVIRONMENTS
-from titan_tree.rl.server import client
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that fail are sent again soon."""
+    from titan_tree.rl.server import client
+
     monkeypatch.setattr(client, "PAUSE_S", 0.01)
 
 
@@ -24,6 +29,10 @@ def _own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
+    import torch.distributed as dist
+
+    from tests.support.rl_runs import Letters
+
     ENVIRONMENTS.register("letters", Letters)
     logger = logging.getLogger("titan_tree")
     before = logger.handlers[:], logger.level, logger.propagate
