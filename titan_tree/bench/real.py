@@ -6,7 +6,9 @@ titan-tree bench real train_configs/demo.toml --steps 6       # on a CPU, some m
 Both runs see the same groups in the same order and start from the same weights. The baseline has one row
 per leaf path (data.layout = "leaf"), which also trains the samples that are prefixes of it; with
 --baseline flat, it has one row per sample. Rows are packed into micro-batches of data.max_tokens without
-padding, and use the same kernels. The losses of both runs should agree up to rounding.
+padding, and use the same kernels. The losses of both runs should agree up to rounding. In low precision, its
+effect grows from step to step. --noise trains the rows once more, packed otherwise; the column "noise" is the
+difference between the losses of the two runs of rows.
 
 There is one row per step, and one whose step is "all": sums over the steps after the first --warmup ones.
 Ratios are those of baseline to tree, shares those of docs/metrics.md. "operations x" needs a GPU, where the
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 KEYS = ("case", "baseline", "step")
 RATIOS = ("of operations",)
 COLUMNS = (
-    "case", "baseline", "step", "tree loss", "rows loss", "loss difference", "tokens x", "operations x",
-    "tree s", "rows s", "speed-up", "of operations",
+    "case", "baseline", "step", "tree loss", "rows loss", "loss difference", "noise", "tokens x",
+    "operations x", "tree s", "rows s", "speed-up", "of operations",
 )  # fmt: skip
 QUICK = (
     "train_configs/demo.toml", "--steps", "3", "--warmup", "1", "data.max_tokens=2048",
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--case", help="a name for the rows (default: the name of CONFIG)")
     add("--steps", type=int, default=20)
     add("--warmup", type=int, default=3, help="first steps, which are not timed (default: %(default)s)")
+    add("--noise", metavar="key=value", help="train the rows again with it: data.max_tokens=16384")
     add("--nproc-per-node", type=int, default=1, help="number of GPUs, as for torchrun (default: 1)")
     add("--folder", type=Path, default=Path("outputs/bench/real"), help="folder of both runs")
 
@@ -64,18 +67,23 @@ def run(args: argparse.Namespace) -> list[Row]:
     tree, rows = (train(layout, args) for layout in ("tree", args.baseline))
     name: Row = {"case": args.case or args.config.stem, "baseline": args.baseline}
     steps = [name | row for row in compared(tree, rows)]
+    if args.noise:
+        again = train(args.baseline, args, args.noise)
+        for step, a, b in zip(steps, again, rows, strict=True):
+            step["noise"] = difference(a, b)
     return [*steps, name | total(tree[args.warmup :], rows[args.warmup :])]
 
 
-def train(layout: str, args: argparse.Namespace) -> Metrics:
+def train(layout: str, args: argparse.Namespace, *overrides: str) -> Metrics:
     """Trains with ``layout`` in a process of its own and returns the rows of the run's metrics.csv."""
-    folder = args.folder / layout
+    folder = args.folder / (f"{layout} again" if overrides else layout)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc_per_node)]
     command = [
         sys.executable,
         *(launcher if args.nproc_per_node > 1 else []),
         *("-m", "titan_tree.train", "--config", str(args.config)),
         *args.overrides,
+        *overrides,
         f"data.layout={layout}",
         f"folder={folder}",
         f"training.steps={args.steps}",
@@ -95,22 +103,27 @@ def compared(tree: Metrics, rows: Metrics) -> list[Row]:
             "step": int(ours["step"]),
             "tree loss": round(ours["loss"], 6),
             "rows loss": round(theirs["loss"], 6),
-            "loss difference": f"{abs(ours['loss'] - theirs['loss']) / abs(theirs['loss']):.1e}",
+            "loss difference": difference(ours, theirs),
         }
         | speeds([ours], [theirs])
         for ours, theirs in zip(tree, rows, strict=True)
     ]
 
 
+def difference(step: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """Returns the relative difference of the losses of two steps, with two digits."""
+    return f"{abs(step['loss'] - other['loss']) / abs(other['loss']):.1e}"
+
+
 def total(tree: Metrics, rows: Metrics) -> Row:
     """Returns the comparison of all given steps together, with the largest difference of their losses."""
-    largest = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(tree, rows, strict=True))
+    largest = max(map(difference, tree, rows), key=float)
     memory = {
         f"{name} GiB": round(max(step["peak_memory_gib"] for step in steps), 1)
         for name, steps in (("tree", tree), ("rows", rows))
         if "peak_memory_gib" in steps[0]
     }
-    return {"step": "all", "loss difference": f"{largest:.1e}"} | speeds(tree, rows) | memory
+    return {"step": "all", "loss difference": largest} | speeds(tree, rows) | memory
 
 
 def speeds(tree: Metrics, rows: Metrics) -> Row:
@@ -145,7 +158,7 @@ def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     figure.set_size_inches(4.2 * len(cases), 7)
     panels = figure.subplots(3, len(cases), squeeze=False, sharex="col")
-    for (speed, loss, difference), case in zip(panels.T, cases, strict=True):
+    for (speed, loss, apart), case in zip(panels.T, cases, strict=True):
         steps = [row for row in rows if row["case"] == case and row["step"] != "all"]
         numbers = [int(row["step"]) for row in steps]
 
@@ -158,10 +171,12 @@ def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
         speed.set_title(case, fontsize=10)
         loss.plot(numbers, line("rows loss"), color="C1", label="rows")
         loss.plot(numbers, line("tree loss"), "--", color="C0", label="tree")
-        difference.plot(numbers, line("loss difference"), color="C3")
-        difference.axhline(0.01, color="0.7", linestyle=":", label="1 %, Tree Training's bound")
-        difference.set(xlabel="step", yscale="log")
-        for panel in (speed, loss, difference):
+        if steps[0].get("noise"):
+            apart.plot(numbers, line("noise"), color="0.6", label="rows packed otherwise, and rows")
+        apart.plot(numbers, line("loss difference"), color="C3", label="tree and rows")
+        apart.axhline(0.01, color="0.7", linestyle=":", label="1 %, Tree Training's bound")
+        apart.set(xlabel="step", yscale="log")
+        for panel in (speed, loss, apart):
             panel.grid(alpha=0.3)
             panel.legend(fontsize=8)
     for panel, label in zip(panels[:, 0], ("speed-up of a step", "loss", "relative difference"), strict=True):
