@@ -66,8 +66,8 @@ QUICK = (
 )  # fmt: skip
 PACKAGES = ("transformers",)
 COLUMNS = (
-    "step of", "nodes", "executed tokens", "logical tokens", "ms", "ms p10-p90", "executed tok/s",
-    "TFLOP/s", "MFU", "peak GiB", "executed x peer", "logical x peer",
+    "step of", "nodes", "executed tokens", "leaf tokens", "ms", "ms p10-p90", "executed tok/s", "leaf tok/s",
+    "TFLOP/s", "MFU", "peak GiB", "executed x peer",
 )  # fmt: skip
 Step = Callable[[], object]
 
@@ -270,18 +270,18 @@ def measure(
 
 
 def table_row(entry: Entry, peer: Entry | None, device: torch.device) -> Row:
-    """Returns a row of the table. Executed tokens are the tree's distinct tokens, logical ones its paths'."""
+    """Returns a row of the table. Executed tokens are the tree's distinct tokens."""
     contender, stats = entry.contender, entry.tree.stats
     seconds = contender.median("seconds")
     row: Row = {
         "step of": contender.name,
         "nodes": stats.n_nodes,
         "executed tokens": stats.n_tree,
-        "logical tokens": stats.n_flat,
+        "leaf tokens": stats.n_leaf,
         "ms": round(1e3 * seconds, 1),
         "ms p10-p90": "-".join(f"{1e3 * q:.1f}" for q in quantiles(contender.samples["seconds"])),
         "executed tok/s": round(stats.n_tree / seconds),
-        "logical tok/s": round(stats.n_flat / seconds),
+        "leaf tok/s": round(stats.n_leaf / seconds),
         "TFLOP/s": round(entry.flops / seconds / 1e12, 2),
     }
     if device.type == "cuda":
@@ -290,7 +290,6 @@ def table_row(entry: Entry, peer: Entry | None, device: torch.device) -> Row:
     if peer:
         speed = peer.contender.median("seconds") / seconds
         row["executed x peer"] = round(speed * stats.n_tree / peer.tree.stats.n_tree, 3)
-        row["logical x peer"] = round(speed * stats.n_flat / peer.tree.stats.n_flat, 2)
     return row
 
 
