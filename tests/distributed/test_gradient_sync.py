@@ -84,6 +84,28 @@ def test_copies_are_kept_and_follow_the_weights():
             assert (copy is first[name]) == (name not in (frozen, replaced))
 
 
+def test_copies_that_inference_mode_made_are_trained():
+    model = bf16_model()
+    want = gradients(bf16_model(), micro_batches(1))
+    with torch.inference_mode(), cast_weights(model):
+        pass
+    for name, gradient in gradients(model, micro_batches(1)).items():
+        assert torch.equal(gradient, want[name]), name
+
+
+def test_a_step_after_one_that_ran_out_of_memory_has_its_own_gradients():
+    model, batches = bf16_model(), micro_batches(1)
+    want = gradients(model, batches)
+    own = model.norm.weight
+    with cast_weights(model):
+        copy = model.norm.weight
+        own.grad = torch.zeros(1)  # the addition fails, as without memory
+        with pytest.raises(RuntimeError, match="size"):
+            copy.sum().backward()
+    for name, gradient in gradients(model, batches).items():
+        assert torch.equal(gradient, want[name]), name
+
+
 def test_frozen_weights_have_no_gradients():
     model = bf16_model()
     frozen = ["layers.0.mlp.up_proj.weight", "norm.weight"]

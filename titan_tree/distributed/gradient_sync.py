@@ -158,14 +158,15 @@ def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Returns an uninitialized copy in ``dtype`` whose gradients are added to ``weight.grad``."""
 
     def add_gradient(copy: Tensor) -> None:
-        assert copy.grad is not None
+        gradient, copy.grad = copy.grad, None  # first: without memory for the rest, the copy still stays
+        assert gradient is not None
         if weight.grad is None:
-            weight.grad = copy.grad.to(weight.dtype)
+            weight.grad = gradient.to(weight.dtype)
         else:
-            weight.grad += copy.grad
-        copy.grad = None
+            weight.grad += gradient
 
-    copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
+    with torch.inference_mode(False):  # a later step trains with a copy that validation has made
+        copy = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
     if copy.requires_grad:
         copy.register_post_accumulate_grad_hook(add_gradient)
     return copy
