@@ -71,7 +71,8 @@ def test_ranks_that_reduce_every_gradient_warm_up_without_partitions(monkeypatch
 
 
 def test_the_warm_up_has_all_fields_that_a_loss_may_read() -> None:
-    step = TreeStep(tree_model(hf_model(tied=True)), TreeLoss("sft"), "cpu", TreePartitioner("auto", 34))
+    loss = TreeLoss("grpo", reduction="distinct_token_mean")  # reads what siblings share, too
+    step = TreeStep(tree_model(hf_model(tied=True)), loss, "cpu", TreePartitioner("auto", 34))
     for inputs in warm_up_inputs(step.preparer(), 150, 99):
         batches = inputs.micro_batches[0]
         for batch in batches:
