@@ -101,6 +101,9 @@ def test_against_fails_if_a_ratio_fell(tmp_path, capsys):
     assert "of operations fell from 0.95 to 0.9, by 5.3%" in capsys.readouterr().err
     assert main([*arguments, str(tmp_path / "none.csv")]) == 2
     assert "none.csv: expected a CSV file of titan-tree bench por, found none" in capsys.readouterr().err
+    (tmp_path / "other.csv").write_text("what,ms\na,1\n")
+    assert main(["bench", "por", "--rows", str(tmp_path / "other.csv")]) == 2
+    assert "rows that titan-tree bench por wrote, but they cannot be drawn" in capsys.readouterr().err
     assert main(["bench", "pro"]) == 2
     assert "unknown benchmark 'pro'" in capsys.readouterr().err
 

@@ -58,7 +58,15 @@ def run(args: argparse.Namespace) -> int:
     if not options.rows:
         print(f"rows: {csv}")
     if hasattr(bench, "draw"):
-        draw(bench, rows, options.picture or (options.rows or csv).with_suffix(".png"))
+        try:
+            draw(bench, rows, options.picture or (options.rows or csv).with_suffix(".png"))
+        except (KeyError, IndexError, ValueError) as error:
+            if not options.rows:
+                raise
+            raise UserError(
+                f"{options.rows}: expected rows that titan-tree bench {args.name} wrote, but they cannot be "
+                f"drawn ({type(error).__name__}: {error}); check that the file belongs to this benchmark"
+            ) from error
     fallen = record.slower(rows, before, bench.KEYS, bench.RATIOS) if options.against else []
     for line in fallen:
         print(f"slower: {line}", file=sys.stderr)
