@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 import titan_tree.registry
 from tests.support.markdown import Block, blocks
+from titan_tree.cli import bench
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
@@ -39,8 +41,8 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs all blocks of a page and yields each with what it printed.
 
     - python: runs as a script with the argument ``--help``. All blocks share one namespace.
-    - bash: ``titan-tree`` runs. Other commands do not run, but their files, configuration keys and options
-      are checked.
+    - bash: ``titan-tree`` runs, but not its benchmarks. Other commands do not run either, but their files,
+      configuration keys and options are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
     - json: must be records that the reader accepts.
     """
@@ -120,7 +122,11 @@ def _commands(code: str) -> Iterator[list[str]]:
 
 def _check_command(words: list[str]) -> None:
     program, *arguments = words
-    if program == "titan-tree":
+    if program == "titan-tree" and arguments[0] == "bench" and len(arguments) > 1:
+        name, *options = arguments[1:]
+        if not name.startswith("-"):
+            bench.parse(import_module(f"titan_tree.bench.{name}"), name, options)
+    elif program == "titan-tree":
         assert titan_tree_command(arguments) == 0, words
     elif "titan_tree.train" in words:
         option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
