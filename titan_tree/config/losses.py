@@ -11,6 +11,15 @@ from typing import Any, Literal
 from titan_tree.config.checks import Checked, at_least, finite, non_negative, one_of, require, setting
 from titan_tree.registry import LOSSES
 
+Reduction = Literal[
+    "path_mean",
+    "token_mean",
+    "path_token_mean",
+    "rollout_token_mean",
+    "distinct_token_mean",
+    "first_path_token_mean",
+]
+
 
 @dataclass(frozen=True)
 class KLConfig(Checked, table="loss.kl"):
@@ -73,14 +82,7 @@ class LossConfig(Checked, table="loss"):
     # weight, that is, all samples of a conversation, or of the records with one rollout_id, together.
     # "distinct_token_mean" averages over distinct tokens: the paths that share a token divide its weight.
     # "first_path_token_mean" is a mean over tokens in which only the first path counts a shared token.
-    reduction: Literal[
-        "path_mean",
-        "token_mean",
-        "path_token_mean",
-        "rollout_token_mean",
-        "distinct_token_mean",
-        "first_path_token_mean",
-    ] = "path_mean"
+    reduction: Reduction = "path_mean"
     entropy: float = setting(0.0, finite)  # Coefficient of an entropy bonus.
     whiten: bool = False  # Normalize advantages over the tokens of the global batch (TreePO, REINFORCE++).
     options: dict[str, Any] = setting({})  # Numbers that the loss function takes, such as a clip range.

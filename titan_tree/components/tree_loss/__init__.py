@@ -14,7 +14,8 @@ A loss is a function of the log-probs of one sequence's tokens. A new loss takes
 
 from titan_tree.components.tree_loss.corrections import KLPenalty, RolloutCorrection
 from titan_tree.components.tree_loss.loss import GlobalStatistics, TreeLoss, normalizer, register_loss
-from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossFunction, LossSpec, Reduction
+from titan_tree.components.tree_loss.spec import COUNT_ONCE, LossFunction, LossSpec
+from titan_tree.config.losses import Reduction
 
 __all__ = [
     "COUNT_ONCE",

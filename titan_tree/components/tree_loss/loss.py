@@ -50,9 +50,9 @@ from titan_tree.components.tree_loss.spec import (
     LossFunction,
     LossSpec,
     Measurement,
-    Reduction,
     call_loss,
 )
+from titan_tree.config.losses import Reduction
 from titan_tree.errors import UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs, TreeBatch

@@ -5,23 +5,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Literal
 
 from torch import Tensor
 
+from titan_tree.config.losses import Reduction
 from titan_tree.errors import AgreedError, UserError
 from titan_tree.registry import LOSSES
 from titan_tree.tree.batch import PathPairs
 from titan_tree.tree.paths import TokenPath
 
-Reduction = Literal[
-    "path_mean",
-    "token_mean",
-    "path_token_mean",
-    "rollout_token_mean",
-    "distinct_token_mean",
-    "first_path_token_mean",
-]
 COUNT_ONCE = ("distinct_token_mean", "first_path_token_mean")  # need ``TokenTree.weigh_edges``
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
