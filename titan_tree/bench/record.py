@@ -242,8 +242,8 @@ def slower(
     compared = [(new, old, r) for new, old in pairs for r in ratios if new.get(r) and old.get(r)]
     if not compared:
         raise UserError(
-            f"--against: expected rows with the {', '.join(keys)} and the {' or '.join(ratios) or 'ratios'} "
-            "of this measurement, got none; measure with the same arguments on the same device"
+            f"--against: expected a row with the same {', '.join(keys)} and a value in the columns of ratios "
+            f"({', '.join(ratios) or 'none'}); measure with the same arguments on the same device"
         )
     return [
         f"{', '.join(filter(None, name(new)))}: {r} fell from {old[r]} to {new[r]}, "
