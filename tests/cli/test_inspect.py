@@ -86,7 +86,7 @@ def test_json_has_every_tree_and_their_sums(capsys, file):
 
 
 def test_the_bound_by_operations_is_that_of_the_rows_of_leaf_paths(capsys, tmp_path):
-    """Group b is one path. Group a is three, of which the second is a prefix of the first."""
+    """Group b has one path. Group a has three; the second is a prefix of the first."""
     samples = [
         ("a", [1, 2, 3, 4, 5], [0, 0, 0, 1, 1]),
         ("a", [1, 2, 3], [0, 0, 1]),
