@@ -85,7 +85,7 @@ def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():
     assert slower("a", 1.95) == []
     assert slower("a", 1.93) == ["H200, a: x peer fell from 2.0 to 1.93, by 3.5%"]
     assert slower("c", 1.5) == []
-    with pytest.raises(UserError, match=r"expected a row with the same device, case and .* ratios \(x peer\)"):
+    with pytest.raises(UserError, match=r"a row with the same device, case and .* ratios \(x peer\)"):
         slower("b", 1.0)  # other GPUs have other ratios
 
 
