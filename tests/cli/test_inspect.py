@@ -337,7 +337,7 @@ def test_terminals_that_are_not_unicode(monkeypatch, file):
 
 
 def test_trained_tokens_of_the_template_are_counted(capsys, tmp_path):
-    """An answer holds control tokens, plain text under chatml only. Another has an empty thought."""
+    """An answer holds control tokens, plain text under chatml only. Another has an empty think block."""
     turns = [("user", "?"), ("assistant", "<|im_end|><|im_start|>"), ("user", "<think>\n\n</think>")]
     turns += [("assistant", "<think>\n\n</think>fine")]
     messages = [{"role": role, "content": content} for role, content in turns]

@@ -13,7 +13,7 @@ from tests.support.datasets import REAL_DATA, sample_reader
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.data.divergence import (
     DROPPED_THOUGHT,
-    EMPTY_THOUGHT,
+    EMPTY_BLOCK,
     ENDS,
     OTHER_TEXT,
     OTHER_TOKENS,
@@ -111,10 +111,10 @@ THOUGHTS = {
     # The second sample has the first one's turn in its history, without the thought.
     "dropped": (["<s>=<think>| the|</think>| cat", "<s>| cat= sat| on"], DROPPED_THOUGHT),
     "dropped, heavier": (["<s>=<think>| the| dog| on|</think>| cat", "<s>| cat= sat"], DROPPED_THOUGHT),
-    "empty": (["<s>=<think>|</think>| cat", "<s>| cat= sat| on| dog"], EMPTY_THOUGHT),
-    "empty, in the prompt": (["<s>|<think>|</think>= cat", "<s>| cat= sat| on| dog"], EMPTY_THOUGHT),
+    "empty": (["<s>=<think>|</think>| cat", "<s>| cat= sat| on| dog"], EMPTY_BLOCK),
+    "empty, in the prompt": (["<s>|<think>|</think>= cat", "<s>| cat= sat| on| dog"], EMPTY_BLOCK),
     "only the end kept": (["<s>=<think>| the|</think>| cat", "<s>|</think>| cat= sat| on"], DROPPED_THOUGHT),
-    "written without an empty block": (
+    "written without an empty think block": (
         ["<s>=<think>|</think>| cat", "<s>= cat", "<s>| cat= sat| on"],
         OTHER_TEXT,
     ),
@@ -151,7 +151,7 @@ def test_dropped_thoughts(texts, reason):
     assert [point.reasons for point in reversed_points] == [point.reasons for point in points]
 
 
-def test_a_dropped_thought_counts_more_than_an_empty_block():
+def test_a_dropped_thought_counts_more_than_an_empty_think_block():
     tree = tree_of_turns("<s>=<think>|</think>| cat", "<s>=<think>| the|</think>| cat", "<s>| cat= sat| on")
     assert [(p.depth, p.reasons) for p in branch_points(tree, decode)] == [
         (1, [DROPPED_THOUGHT]),
@@ -219,15 +219,15 @@ def test_dropped_thoughts_of_real_rollouts():
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="needs the real rollouts")
 def test_empty_thought_blocks_of_real_rollouts():
-    """ToolBench has no thoughts. Qwen3's template shows an empty block in the last turn only."""
+    """ToolBench has no thoughts. Qwen3's template shows an empty think block in the last turn only."""
     tokenizer = TreeTokenizer.byte_level("qwen3")
     reader = sample_reader(REAL_DATA / "toolbench_dfsdt.jsonl.gz", tokenizer)
     counts = Counter()
     for group in islice(reader.groups(), 5):
         tree = TokenTree.from_paths(reader.paths(group))
-        assert reported(tree, tokenizer.decode, EMPTY_THOUGHT) == dropped_thoughts(tree)
+        assert reported(tree, tokenizer.decode, EMPTY_BLOCK) == dropped_thoughts(tree)
         counts.update(r for point in branch_points(tree, tokenizer.decode) for r in point.reasons)
-    assert counts == {EMPTY_THOUGHT: 22, OTHER_TEXT: 17}
+    assert counts == {EMPTY_BLOCK: 22, OTHER_TEXT: 17}
 
 
 def rendered(what):

@@ -6,7 +6,7 @@ Two samples diverge for one of five reasons:
 - Their texts differ.
 - The chat template dropped a thought: one sample has the reasoning of a turn, and the other one continues
   without it. Qwen3's template does so once the user speaks again.
-- The chat template added an empty thought block: as above, but the thought has no text. Qwen3's template
+- The chat template added an empty think block: as above, but the thought has no text. Qwen3's template
   writes such a block for the last turn only.
 - The same text became other tokens. This is called retokenization. It happens when text is decoded and
   encoded again, or when a prompt is cut inside a word. It reduces sharing without need, so it is worth
@@ -35,7 +35,7 @@ Decode = Callable[[list[int]], str]
 ENDS = "path ends here"
 RETOKENIZED = "same text, other tokens"
 DROPPED_THOUGHT = "the template dropped a thought"
-EMPTY_THOUGHT = "the template added an empty thought block"
+EMPTY_BLOCK = "the template added an empty think block"
 OTHER_TEXT = "other text"
 OTHER_TOKENS = "other tokens"  # the reason if the text is unknown
 CONTEXT = 24  # tokens that are compared and shown around a branch point
@@ -124,7 +124,7 @@ def _children(tree: TokenTree, nodes: list[int], before: list[int], decode: Deco
         else:
             pairs = [(node, other) for other, _ in siblings]
             thoughts = set[str]().union(*(_thoughts_left_out(tree, pair, before, decode) for pair in pairs))
-            reason = DROPPED_THOUGHT if any(thoughts) else EMPTY_THOUGHT if thoughts else OTHER_TEXT
+            reason = DROPPED_THOUGHT if any(thoughts) else EMPTY_BLOCK if thoughts else OTHER_TEXT
         siblings.append((node, ahead))
         yield Child(node, ahead[0], _text(ahead, decode), int(tree.node_paths[node]), end - start, reason)
 
@@ -162,7 +162,7 @@ def _thoughts_left_out(
 ) -> set[str]:
     """Returns the thoughts of turns that paths through the other sibling repeat without the thought.
 
-    The thought of an empty block is "".
+    The thought of an empty think block is "".
 
     Args:
         siblings: two nodes with the same parent.
