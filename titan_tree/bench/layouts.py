@@ -53,15 +53,16 @@ class Case:
 def add_arguments(parser: argparse.ArgumentParser, max_tokens: int | list[int] = 32_768) -> None:
     """Declares the arguments that ``compare`` reads. With a list as ``max_tokens``, several are allowed."""
     add = parser.add_argument
-    add("--model", default="qwen3", choices=list(MODELS))
-    add("--flavor", default="0.6B", help="size of the model (default: %(default)s)")
-    add("--layers", type=int, help="number of layers of the model (default: all)")
-    add("--attention", default="auto", help="backend of TreeAttention (default: auto)")
+    add("--model", default="qwen3", choices=list(MODELS), help="model family (default: %(default)s)")
+    add("--flavor", default="0.6B", help="size of the model, as in model.flavor (default: %(default)s)")
+    add("--layers", type=int, help="keep only the first layers (default: all)")
+    add("--attention", default="auto", help="backend, as in model.attention (default: auto)")
     several = "+" if isinstance(max_tokens, list) else None
-    help = "tokens of a forward pass (default: %(default)s)"
+    help = "most tokens of a forward pass; trees and rows are packed up to it (default: %(default)s)"
     add("--max-tokens", type=int, nargs=several, default=max_tokens, help=help)
-    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none")
-    add("--no-compile", action="store_true", help="run the layers in eager mode")
+    help = "which activations the backward pass recomputes (default: %(default)s)"
+    add("--activation-checkpoint", choices=["none", "selective", "full"], default="none", help=help)
+    add("--no-compile", action="store_true", help="run the layers without torch.compile")
     add("--rounds", type=int, default=3, help="timed steps of each layout, in turn (default: %(default)s)")
 
 

@@ -1,11 +1,26 @@
-"""Speed of a whole step by overlap, beside one row per leaf path: figure 8 of Tree Training
-(arXiv:2511.00413).
+"""Times training steps on token trees of growing overlap, beside steps on rows without trees.
 
-The trees are binary and have 16 leaves. All paths of all trees have the same length, so the rows of the
-baseline cost the same everywhere; only the lengths of the nodes change with the POR. A step has eight
-trees. The picture has the paper's end points at a POR of 0.92, 5.7x (version 2) and 8.7x (version 4), and
-its band for trees that exceed memory, 4.5x to 5.3x. With --max-tokens below the size of a tree, --strategy
-partitions it.
+A tree computes every distinct token once; the baseline computes every path from the root to a leaf as a row
+of its own. N_tree counts the distinct tokens, and N_leaf the tokens of these rows. The overlap is the POR
+(potential overlap ratio), 1 - N_tree / N_leaf: the share of the rows' tokens that trees save.
+
+All trees are binary and have 16 leaves. All rows have --length tokens, so the baseline costs the same at
+every POR. A step has forward and backward passes, clipping and AdamW; both layouts use the same model,
+kernels and optimizer, in one process, in turn.
+
+| column          | meaning                                                                            |
+|-----------------|------------------------------------------------------------------------------------|
+| tokens x        | N_leaf / N_tree                                                                    |
+| operations x    | operations of the rows / operations of the trees: the speed-up to expect           |
+| tree s, rows s  | median seconds of a step on trees, and on rows                                     |
+| speed-up        | rows s / tree s                                                                    |
+| of operations   | speed-up / operations x: 1 if trees run as many operations per second as rows      |
+| loss difference | relative difference of the losses of both layouts, which rounding causes           |
+
+The CSV file also has memory, MFU (model FLOPs utilization), and the share of clipping and AdamW in a step on
+trees. The picture has the end points of Tree Training (arXiv:2511.00413, figure 8) at a POR of 0.92, which
+are 5.7x (version 2) and 8.7x (version 4), and its range for trees that exceed memory, 4.5x to 5.3x. To
+measure such trees, choose a --strategy and a --max-tokens that is smaller than a tree.
 """
 
 from __future__ import annotations
@@ -36,10 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layouts.add_arguments(parser)
     parser.set_defaults(max_tokens=66_000)  # of 16 paths of 4,096 tokens, or two trees at a POR of 0.5
     add = parser.add_argument
-    add("--por", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.887, 0.92])
-    add("--length", type=int, default=4096, help="tokens of every path (default: %(default)s)")
-    add("--trees", type=int, default=8, help="trees of a step (default: %(default)s)")
-    add("--strategy", choices=list(PARTITION_STRATEGIES), help="partitions trees (default: one pass each)")
+    pors = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.887, 0.92]
+    add("--por", type=float, nargs="+", default=pors, help=f"overlaps (default: {' '.join(map(str, pors))})")
+    add("--length", type=int, default=4096, help="tokens of every row (default: %(default)s)")
+    add("--trees", type=int, default=8, help="trees per step (default: %(default)s)")
+    help = "how to partition trees (default: a tree is not partitioned)"
+    add("--strategy", choices=list(PARTITION_STRATEGIES), help=help)
 
 
 def run(args: argparse.Namespace) -> list[Row]:

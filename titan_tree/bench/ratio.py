@@ -1,9 +1,12 @@
-"""Speed of a whole step by the ratio of all tokens to distinct tokens, beside one row per leaf path.
+"""Times training steps on token trees, beside steps on rows without trees, for ratios of tokens up to 150.
 
-The trees are conversations: a prompt with 1 to 200 answers. Prompt Trees (Scaled Cognition, 2025) reports
-such a curve: more than 70x at a ratio of about 100, and 0.97x where nothing is shared. At a ratio of 1, the
+The ratio is N_leaf / N_tree, the tokens of one row per leaf path over distinct tokens. The trees are
+conversations: a prompt with 2 to 300 answers. The columns are those of bench por. At a ratio of 1, the
 baseline is the same trainer with plain causal attention (cuDNN's, through scaled_dot_product_attention), so
-the row shows what trees cost. The picture has the end points of both papers.
+the row shows what trees cost.
+
+Prompt Trees (Scaled Cognition, 2025) reports such a curve: more than 70x at a ratio of about 100, and 0.97x
+where nothing is shared. The picture has these end points and those of Tree Training, as bench por.
 """
 
 from __future__ import annotations
@@ -47,9 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layouts.add_arguments(parser)
     add = parser.add_argument
     add("--chain", type=int, default=32_768, help="tokens of the sequence at a ratio of 1; 0: leave it out")
-    add("--shapes", type=int, default=len(SHAPES), help="how many of the conversations (default: all)")
+    add(
+        "--shapes",
+        type=int,
+        default=len(SHAPES),
+        help="measure the first ones of the six conversations (default: all)",
+    )
     add("--scale", type=float, default=1.0, help="factor of all lengths (default: 1)")
-    add("--trees", type=int, default=1, help="trees of a step (default: %(default)s)")
+    add("--trees", type=int, default=1, help="trees per step (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> list[Row]:
