@@ -212,6 +212,10 @@ def test_errors_are_one_line_with_status_2(capsys, file, tmp_path):
         assert err.startswith("titan-tree: error: ")
         assert message in err
         assert err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        inspect(capsys, "demo", "--report")
+    message = "argument --report: expected one argument; titan-tree inspect --help lists the arguments"
+    assert capsys.readouterr().err == f"titan-tree inspect: error: {message}\n"
 
 
 def test_sample_values_are_json_or_text(capsys):

@@ -252,7 +252,7 @@ def test_a_router_without_balance_needs_more(capsys):
         ([DEMO, "--gpus", "two"], "--gpus: expected an integer from 1 to 1,000,000, got 'two'"),
         ([DEMO, "--gpus", "1", "--groups", "-1"], "--groups: expected an integer"),
         ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
-        (["missing.toml", "--gpus", "1"], "--config missing.toml: cannot be read"),
+        (["missing.toml", "--gpus", "1"], "missing.toml: cannot be read: No such file"),
         ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
         ([DEMO, "model.flavor=9B", "--gpus", "1"], "unknown flavor of qwen3 '9B'"),
         ([DEMO, "parallel.expert_parallel=2", "--gpus", "2"], "expected 1, because the model has no experts"),

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from titan_tree.errors import UserError, printable
 from titan_tree.registry import unknown_name
@@ -33,6 +34,14 @@ EXAMPLES = """examples:
   titan-tree plan train_configs/qwen3_8b.toml --gpus 8
   titan-tree bench ratio --quick
   titan-tree doctor --config train_configs/demo.toml"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong arguments in one line, as all other errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the arguments\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,9 +84,7 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
     """Returns a parser that knows the names of all verbs, and the arguments of ``verb``."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "Tools of titan_tree."
-    parser = argparse.ArgumentParser(
-        "titan-tree", description=description, epilog=EXAMPLES, formatter_class=raw
-    )
+    parser = Parser("titan-tree", description=description, epilog=EXAMPLES, formatter_class=raw)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, summary in VERBS.items():
         verb_parser = verbs.add_parser(name, help=summary, formatter_class=raw)

@@ -116,7 +116,7 @@ def _read_file(path: str | Path) -> Table:
         with open(path, encoding="utf-8-sig", opener=regular) as file:
             return tomllib.loads(file.read())
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid TOML: brackets are nested too deeply") from None
     except ValueError as error:  # wrong TOML, not UTF-8, or a number of thousands of digits
