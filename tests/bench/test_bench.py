@@ -46,14 +46,16 @@ def test_a_quick_benchmark_writes_its_rows_and_picture(measurement, tmp_path, mo
     assert main(["bench", name, "--quick", *arguments, "--csv", str(csv)]) == 0
     rows = record.read_csv(csv)
     assert rows
-    assert {row["device"] for row in rows} == {"cpu"}
+    assert {(row["bench"], row["device"]) for row in rows} == {(name, "cpu")}
     assert all(row["commit"] for row in rows)
     keys = [tuple(row[key] for key in bench.KEYS) for row in rows]
     assert len(set(keys)) == len(keys)  # KEYS name a row
     assert all((ratio in rows[-1]) != ((name, ratio) in NOT_QUICK) for ratio in bench.RATIOS)
     if name in ("por", "ratio", "real"):
         assert all(0 < float(row["tree optimizer share"]) < 1 for row in rows)
-    assert str(csv) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(csv) in out
+    assert "--quick shows that the benchmark runs; its sizes are too small for speeds to mean" in out
     if hasattr(bench, "draw") and pytest.importorskip("matplotlib"):
         assert csv.with_suffix(".png").stat().st_size > 5000
 
@@ -78,34 +80,80 @@ def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():
         {"device": "H200", "case": "c", "x peer": "1.0"},
     ]
 
-    def slower(case: str, ratio: float) -> list[str]:
+    def slower(case: str, ratio: float) -> tuple[int, list[str]]:
         row: record.Row = {"device": "H200", "case": case, "x peer": ratio}
         return record.slower([row], before, ["case"], ["x peer"])
 
-    assert slower("a", 1.95) == []
-    assert slower("a", 1.93) == ["H200, a: x peer fell from 2.0 to 1.93, by 3.5%"]
-    assert slower("c", 1.5) == []
+    assert slower("a", 1.95) == (1, [])
+    assert slower("a", 1.93) == (1, ["H200, a: x peer fell from 2.0 to 1.93, by 3.5%"])
+    assert slower("c", 1.5) == (1, [])
     with pytest.raises(UserError, match=r"a row with the same device, case and .* ratios \(x peer\)"):
         slower("b", 1.0)  # other GPUs have other ratios
 
 
 def test_against_fails_if_a_ratio_fell(tmp_path, capsys):
-    columns, start = "model,case,trees,N_leaf,N_tree,POR,device", "qwen3 0.6B,POR 0.5,8,64,32,0.5,H200"
+    columns, start = (
+        "bench,model,case,trees,N_leaf,N_tree,POR,device",
+        "por,qwen3 0.6B,POR 0.5,8,64,32,0.5,H200",
+    )
     new, old = tmp_path / "new.csv", tmp_path / "old.csv"
     columns += ",speed-up,operations x,of operations\n"
     new.write_text(f"{columns}{start},1.8,2.0,0.9\n")
     old.write_text(f"{columns}{start},1.9,2.0,0.95\n")
     arguments = ["bench", "por", "--rows", str(new), "--picture", str(tmp_path / "a.png"), "--against"]
     assert main([*arguments, str(new)]) == 0
+    assert f"ratios compared with {new}: 1; none fell by more than 3%\n" in capsys.readouterr().out
     assert main([*arguments, str(old)]) == 1
     assert "of operations fell from 0.95 to 0.9, by 5.3%" in capsys.readouterr().err
-    assert main([*arguments, str(tmp_path / "none.csv")]) == 2
-    assert "none.csv: expected a CSV file of titan-tree bench por, found none" in capsys.readouterr().err
-    (tmp_path / "other.csv").write_text("what,ms\na,1\n")
-    assert main(["bench", "por", "--rows", str(tmp_path / "other.csv")]) == 2
-    assert "rows that titan-tree bench por wrote, but they cannot be drawn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bench", "rows", "message"),
+    [
+        ("por", None, "expected a CSV file of titan-tree bench por, found none"),
+        ("por", "bench,ms\n", "column bench says so, found rows of none; choose a file of this benchmark"),
+        ("por", "bench,device\nratio,cpu\n,cpu\n", "found rows of ratio, unknown; choose"),
+        (
+            "por",
+            "bench,device,model,case\npor,cpu,,\n",
+            "but the file lacks trees, N_leaf, N_tree; measure again",
+        ),
+        (
+            "checkpoint",
+            "bench,device,GB\ncheckpoint,cpu,1\n",
+            "--against: titan-tree bench checkpoint has no ratios to compare; remove the argument",
+        ),
+        (
+            "memory",
+            "bench,device,model,flavor,activation_checkpoint,run,distinct,TFLOP/s x\n"
+            "memory,A100,,,,,,1.0\nmemory,cpu,,,,,,\n",
+            "rows of cpu with a value in the columns of ratios (TFLOP/s x), found rows of A100, cpu; measure",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_compared_are_refused_before_a_measurement(
+    bench, rows, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(record, "default_device", lambda: torch.device("cpu"))
+    path = tmp_path / "rows.csv"
+    if rows is not None:
+        path.write_text(rows)
+    assert main(["bench", bench, "--quick", "--against", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_wrong_arguments_are_one_line(capsys):
+    assert main(["bench", "por", "--rows", str(ROOT / "docs" / "data" / "ratio.csv")]) == 2
+    assert "ratio.csv: expected rows of titan-tree bench por, whose column" in capsys.readouterr().err
     assert main(["bench", "pro"]) == 2
     assert "unknown benchmark 'pro'" in capsys.readouterr().err
+    assert main(["bench", "live", "no.toml"]) == 2  # --config, which other commands have, is not named
+    assert (
+        capsys.readouterr().err == "titan-tree: error: no.toml: cannot be read: No such file or directory\n"
+    )
 
 
 @pytest.mark.parametrize("por", [0.2, 0.5, 0.6, 0.62, 0.8, 0.92])

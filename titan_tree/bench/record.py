@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-SETTING = ("date", "commit", "device", "torch", "triton")  # columns of every row
+SETTING = ("bench", "date", "commit", "device", "torch", "triton")  # columns of every row
 
 
 def environment(device: torch.device, *packages: str) -> Row:
@@ -202,6 +202,23 @@ def read_csv(path: Path) -> list[Row]:
         return [dict(row) for row in csv.DictReader(file)]
 
 
+def read_rows(path: Path, bench: str) -> list[Row]:
+    """Returns the rows that the benchmark ``bench`` wrote to a CSV file.
+
+    Raises:
+        UserError: the file is missing or empty, or another benchmark wrote rows of it.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: expected a CSV file of titan-tree bench {bench}, found none")
+    rows = read_csv(path)
+    if (found := {str(row.get("bench") or "unknown") for row in rows}) != {bench}:
+        raise UserError(
+            f"{path}: expected rows of titan-tree bench {bench}, whose column bench says so, found rows of "
+            f"{', '.join(sorted(found)) or 'none'}; choose a file of this benchmark"
+        )
+    return rows
+
+
 def append_csv(path: Path, rows: Sequence[Row]) -> None:
     """Appends rows to a CSV file and adds missing columns to it. Creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,10 +235,39 @@ def append_csv(path: Path, rows: Sequence[Row]) -> None:
 TOLERANCE = 0.03  # a ratio may be smaller than before by this share
 
 
+def check_comparable(
+    path: Path, before: Sequence[Row], devices: set[str], keys: Sequence[str], ratios: Sequence[str]
+) -> None:
+    """Checks that new rows can be compared with the rows ``before``, as far as that shows without new rows.
+
+    Args:
+        path: the file of the rows ``before``.
+        before: rows of an earlier measurement.
+        devices: the devices of the new measurement.
+        keys: the columns that name a row, besides the device.
+        ratios: the columns to compare.
+
+    Raises:
+        UserError: the rows lack a key, or none has a ratio of one of these devices.
+    """
+    if missing := [key for key in keys if key not in before[0]]:
+        raise UserError(
+            f"--against {path}: expected the columns {', '.join(keys)}, which name a row, but the file lacks "
+            f"{', '.join(missing)}; measure again with --csv FILE, and compare with that file"
+        )
+    if not any(row["device"] in devices and row.get(ratio) for row in before for ratio in ratios):
+        found = ", ".join(sorted({str(row["device"]) for row in before}))
+        raise UserError(
+            f"--against {path}: expected rows of {', '.join(sorted(devices))} with a value in the columns of "
+            f"ratios ({', '.join(ratios)}), found rows of {found}; measure on this device with --csv FILE, "
+            "and compare with that file"
+        )
+
+
 def slower(
-    rows: Sequence[Row], before: Sequence[Mapping[str, object]], keys: Sequence[str], ratios: Sequence[str]
-) -> list[str]:
-    """Returns a line for each ratio that is smaller than before by more than ``TOLERANCE``.
+    rows: Sequence[Row], before: Sequence[Row], keys: Sequence[str], ratios: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Returns how many ratios were compared, and a line for each that fell by more than ``TOLERANCE``.
 
     Args:
         rows: the new measurement.
@@ -234,7 +280,7 @@ def slower(
     """
     keys = ["device", *keys]
 
-    def name(row: Mapping[str, object]) -> tuple[str, ...]:
+    def name(row: Row) -> tuple[str, ...]:
         return tuple(str(row.get(key, "")) for key in keys)
 
     known = {name(row): row for row in before}
@@ -243,11 +289,12 @@ def slower(
     if not compared:
         raise UserError(
             f"--against: expected a row with the same {', '.join(keys)} and a value in the columns of ratios "
-            f"({', '.join(ratios) or 'none'}); measure with the same arguments on the same device"
+            f"({', '.join(ratios)}); measure with the same arguments on the same device"
         )
-    return [
+    fallen = [
         f"{', '.join(filter(None, name(new)))}: {r} fell from {old[r]} to {new[r]}, "
         f"by {1 - float(str(new[r])) / float(str(old[r])):.1%}"
         for new, old, r in compared
         if float(str(new[r])) < (1 - TOLERANCE) * float(str(old[r]))
     ]
+    return len(compared), fallen

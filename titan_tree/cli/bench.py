@@ -6,8 +6,8 @@ titan-tree bench ratio --against docs/data/ratio.csv      # fails if a ratio fel
 titan-tree bench ratio --rows docs/data/ratio.csv         # draws rows that were measured before
 titan-tree bench ratio --help                             # what is measured, and its arguments
 
-All contenders of a benchmark run in one process, in turn. Rows name the date, the commit, the device and
-the versions; they are appended to outputs/bench/NAME.csv, or to the file of --csv.
+All contenders of a benchmark run in one process, in turn. Rows name the benchmark, the date, the commit, the
+device and the versions; they are appended to outputs/bench/NAME.csv, or to the file of --csv.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from titan_tree.bench import BENCHES
+from titan_tree.cli import Parser
 from titan_tree.errors import UserError
 from titan_tree.registry import unknown_name
 
@@ -41,13 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
     bench = import_module(f"titan_tree.bench.{args.name}")
     options = parse(bench, args.name, args.arguments)
-    before = record.read_csv(options.against) if options.against else []  # --csv may be the same file
+    device = record.default_device()
+    rows = record.read_rows(options.rows, args.name) if options.rows else []
+    before = record.read_rows(options.against, args.name) if options.against else []
+    if before:  # now, because the file may be that of --csv
+        devices = {str(row["device"]) for row in rows} or {record.device_name(device)}
+        record.check_comparable(options.against, before, devices, bench.KEYS, bench.RATIOS)
     packages = getattr(bench, "PACKAGES", ())
     csv = options.csv or Path("outputs/bench") / f"{args.name}.csv"
-    if options.rows:
-        rows = record.read_csv(options.rows)
-    else:
-        setting = record.environment(record.default_device(), *packages)
+    if not rows:
+        setting = {"bench": args.name} | record.environment(device, *packages)
         rows = [setting | row for row in bench.run(options)]
         if not rows:  # another rank than the first one
             return 0
@@ -57,17 +61,16 @@ def run(args: argparse.Namespace) -> int:
     record.print_table(rows, getattr(bench, "COLUMNS", measured))
     if not options.rows:
         print(f"rows: {csv}")
+    if options.quick:
+        print("--quick shows that the benchmark runs; its sizes are too small for speeds to mean anything")
     if hasattr(bench, "draw"):
-        try:
-            draw(bench, rows, options.picture or (options.rows or csv).with_suffix(".png"))
-        except (KeyError, IndexError, ValueError) as error:
-            if not options.rows:
-                raise
-            raise UserError(
-                f"{options.rows}: expected rows that titan-tree bench {args.name} wrote, but they cannot be "
-                f"drawn ({type(error).__name__}: {error}); check that the file belongs to this benchmark"
-            ) from error
-    fallen = record.slower(rows, before, bench.KEYS, bench.RATIOS) if options.against else []
+        draw(bench, rows, options.picture or (options.rows or csv).with_suffix(".png"))
+    if not before:
+        return 0
+    compared, fallen = record.slower(rows, before, bench.KEYS, bench.RATIOS)
+    if not fallen:
+        at_most = f"{record.TOLERANCE:.0%}"
+        print(f"ratios compared with {options.against}: {compared}; none fell by more than {at_most}")
     for line in fallen:
         print(f"slower: {line}", file=sys.stderr)
     return int(bool(fallen))
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the parsed arguments of a benchmark, with those that all of them have."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         f"titan-tree bench {name}",
         description=bench.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,9 +93,8 @@ def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Na
     # The arguments that a measurement needs are not needed to read its rows.
     quick = bench.QUICK if {"--quick", "--rows"} & set(arguments) else ()
     options = parser.parse_intermixed_args([*quick, *arguments])
-    for path in filter(None, (options.against, options.rows)):
-        if not path.is_file():
-            raise UserError(f"{path}: expected a CSV file of titan-tree bench {name}, found none")
+    if options.against and not bench.RATIOS:
+        raise UserError(f"--against: titan-tree bench {name} has no ratios to compare; remove the argument")
     return options
 
 
