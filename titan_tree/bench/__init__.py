@@ -15,7 +15,7 @@ of a given shape; layouts.py steps on trees beside steps on rows without trees.
 
 BENCHES = {  # name -> summary; a module is imported only when it runs
     "por": "whole steps by overlap: trees of one size, from POR 0.2 to 0.92 (Tree Training, figure 8)",
-    "ratio": "whole steps by the ratio of repeated tokens, from 1 to 150 (Prompt Trees)",
+    "ratio": "whole steps by the ratio of tokens to distinct tokens, from 1 to 150 (Prompt Trees)",
     "real": "a configuration trained twice, on trees and on rows without trees: losses and speed",
     "quality": "rewards of models that were trained on all paths, and on the longest path of each tree",
     "partition": "executed tokens, ERR and seconds of each strategy on real trees",
