@@ -1,7 +1,8 @@
 """Which tests run, how much time they may take, and what every test starts from.
 
 Without ``--all``, tests marked ``slow`` are left out, except those of files that the command line names. An
-expression for ``-m`` decides instead. Tests marked ``exhaustive`` run only if such an expression names them.
+expression for ``-m`` decides instead. Tests marked ``exhaustive`` or ``speed`` run only if such an expression
+names the mark.
 """
 
 import os
@@ -16,6 +17,7 @@ import pytest
 from tests.support import budget
 from tests.support.isolation import restore_registries
 
+BY_HAND = ("exhaustive", "speed")  # marks of tests that run only if -m names them
 # A file whose tests are all slow. The everyday suite does not even import it.
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
@@ -45,8 +47,8 @@ def is_named(config: pytest.Config, path: Path) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if is_named(config, collection_path) or not re.fullmatch(r"test_\w+\.py", collection_path.name):
         return None
-    if config.option.markexpr == "slow":  # collecting every test takes seconds
-        return True if "slow" not in collection_path.read_text().lower() else None
+    if (mark := config.option.markexpr) in ("slow", "speed"):  # collecting every test takes seconds
+        return True if mark not in collection_path.read_text().lower() else None
     if not is_everyday(config):
         return None
     without_gpu = collection_path.parent.name == "gpu" and "TRITON_INTERPRET" in os.environ
@@ -62,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
         slow = item.get_closest_marker("slow") and is_everyday(config) and not is_named(config, item.path)
-        by_hand = item.get_closest_marker("exhaustive") and "exhaustive" not in config.option.markexpr
+        asked = config.option.markexpr
+        by_hand = any(item.get_closest_marker(mark) and mark not in asked for mark in BY_HAND)
         (left_out if slow or by_hand else run).append(item)
     items[:] = run
     config.hook.pytest_deselected(items=left_out)

@@ -62,13 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Returns a row per shape."""
-    rows = []
-    if length := round(args.chain * args.scale):
-        chain = layouts.Case("one sequence", [random_paths([(-1, length)], layouts.vocab_size(args))])
-        kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-        with ATTENTION_BACKENDS.registered("causal", Causal()), sdpa_kernel(kernels, set_priority=True):
-            rows += layouts.compare([chain], args, rows_attention="causal")
+    rows = one_sequence(args) if args.chain else []
     return rows + layouts.compare(cases(args), args)
+
+
+def one_sequence(args: argparse.Namespace) -> list[Row]:
+    """Returns the row of a sequence without branches, beside plain causal attention."""
+    length = max(2, round(args.chain * args.scale))
+    chain = layouts.Case("one sequence", [random_paths([(-1, length)], layouts.vocab_size(args))])
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with ATTENTION_BACKENDS.registered("causal", Causal()), sdpa_kernel(kernels, set_priority=True):
+        return layouts.compare([chain], args, rows_attention="causal")
 
 
 def cases(args: argparse.Namespace) -> Iterator[layouts.Case]:
