@@ -53,7 +53,7 @@ def test_fp32_partitions_equal_one_pass(share):
 
 
 def test_compiled_blocks_equal_eager_ones():
-    model = tree_model(hybrid_model(True, **MODEL), "triton")
+    model = tree_model(hybrid_model(True, num_layers=2, **MODEL), "triton")  # one layer of each kind
     compiled = copy.deepcopy(model)
     for block in compiled.layers:
         block.compile(fullgraph=True, dynamic=True)

