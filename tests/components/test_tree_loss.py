@@ -312,6 +312,15 @@ def test_merged_pairs_give_the_loss_of_all_pairs(reduction):
             torch.testing.assert_close(merged_gradient, gradient, rtol=1e-6, atol=1e-9)
 
 
+def test_merged_pairs_of_weights_of_very_different_sizes_have_a_finite_loss():
+    paths = [TokenPath([1, 2, 3], weight=1e-30), TokenPath([1, 2, 4], weight=1e12)]
+    (batch,) = TreeBatch.from_plan(one_pass(TokenTree.from_paths(paths)), "loss", merges_pairs=True)
+    logprobs = torch.tensor([-2.0, -8.0, -1.0])  # of the tokens 2, 3 and 4
+    loss, sums = TreeLoss("sft", "token_mean")(logprobs, batch, 2e12)
+    assert loss.item() == pytest.approx((2 + 1) / 2)
+    assert sums["token_weight"].item() == pytest.approx(2e12)
+
+
 def test_only_losses_that_weigh_all_paths_alike_merge_pairs():
     merged = {r: TreeLoss("sft", r).merges_pairs for r in get_args(Reduction)}
     assert [r for r in merged if merged[r]] == ["path_mean", "token_mean", "distinct_token_mean"]

@@ -59,24 +59,25 @@ def tree_pairs(tree: TokenTree, edges: Edges) -> TreePairs:
 
 
 def merged_pairs(pairs: TreePairs) -> TreePairs:
-    """Returns one pair per counted edge: that of the first path that counts it, with the mask of all paths.
+    """Returns one pair per counted edge: that of the first path that counts it.
 
-    Its weight * loss_mask is the sum over all paths through the edge. Pairs with fields in which paths may
+    Its loss mask is the sum of weight * loss_mask over all paths through the edge, and all weights are 1. The
+    sum divided by the weight of one path could be too large for float32. Pairs with fields in which paths may
     differ, such as ``advantage``, stay as they are.
     """
     if pairs.fields.keys() - {"loss_mask", "edge_weight", "is_first"}:
         return pairs
-    path_weight = pairs.path_fields["weight"].astype(np.float64)
-    weight = path_weight[pairs.path] * pairs.fields["loss_mask"]
+    weight = pairs.path_fields["weight"].astype(np.float64)[pairs.path] * pairs.fields["loss_mask"]
     (counted,) = weight.nonzero()
     total = np.bincount(pairs.label, weight)
     first = np.full(len(total), -1)  # the first pair that counts the edge to each token
     first[pairs.label[counted[::-1]]] = counted[::-1]  # the last assignment wins
     kept = np.sort(first[first >= 0])
-    label, path = pairs.label[kept], pairs.path[kept]
+    label = pairs.label[kept]
     fields = {name: values[kept] for name, values in pairs.fields.items()}
-    fields["loss_mask"] = (total[label] / path_weight[path]).astype(np.float32)
-    return pairs._replace(label=label, path=path, fields=fields)
+    fields["loss_mask"] = total[label].astype(np.float32)
+    path_fields = pairs.path_fields | {"weight": np.ones_like(pairs.path_fields["weight"])}
+    return TreePairs(label, pairs.path[kept], fields, path_fields)
 
 
 def _rollout_gaps(
