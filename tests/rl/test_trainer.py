@@ -1,5 +1,6 @@
 """The RL loop: trees give what flat training gives, runs resume exactly, and the command works."""
 
+import copy
 import dataclasses
 import logging
 import random
@@ -30,6 +31,7 @@ from titan_tree.rl.run import WarmStart, run, warm_start_config
 from titan_tree.rl.sampler import Completion
 from titan_tree.rl.trainer import RLTrainer
 from titan_tree.tree.batch import PathPairs
+from titan_tree.tree.paths import TokenPath
 from titan_tree.tree.token_tree import TokenTree
 
 
@@ -59,12 +61,20 @@ def test_trees_train_as_flat_paths(tmp_path: Path, loss: str, advantage: str, ma
     trainer.close()
 
 
-def test_the_layout_of_the_configuration_is_used(tmp_path: Path) -> None:
+def test_the_layout_of_the_configuration_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tasks have the same rollouts, but rows of different tasks share nothing."""
+
+    def paths_twice(step: int) -> list[list[TokenPath]]:
+        (paths,) = RLTrainer.paths(trainer, step)
+        return [paths, copy.deepcopy(paths)]
+
     found = {}
     for layout in ("tree", "leaf", "flat"):
         options = ["rl.environment=letters", f"data.layout={layout}", "training.steps=1"]
+        options += ["data.global_batch_groups=1"]  # the other task is a copy
         options += ["loss.reduction=distinct_token_mean"]  # a weight depends on the other paths of the tree
         trainer = with_short_turns(RLTrainer(tiny(tmp_path / layout, *options)))
+        monkeypatch.setattr(trainer, "paths", paths_twice)
         trainer.train()
         trainer.close()
         (found[layout],) = rows(tmp_path / layout)

@@ -23,7 +23,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +31,7 @@ import torch
 from titan_tree.bench.record import Row
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_tables
-from titan_tree.data.packing import BASELINES, pack
+from titan_tree.data.packing import leaf_trees, pack
 from titan_tree.metrics import Logger
 from titan_tree.registry import LOGGERS
 from titan_tree.rl.run import after_warm_start
@@ -158,7 +157,7 @@ class CheckedRLTrainer(RLTrainer):
         data, costs = self.config.data, self.model.costs()
         layouts = {
             "tree": [TokenTree.from_paths(paths, data.replay) for paths in by_task],
-            "rows": BASELINES["leaf"](list(chain.from_iterable(by_task)), data.replay),
+            "rows": [row for paths in by_task for row in leaf_trees(paths, data.replay)],
         }
         packed = {name: pack(trees, data.max_tokens) for name, trees in layouts.items()}
         steps = {name: self.tree_step.prepare(batches) for name, batches in packed.items()}

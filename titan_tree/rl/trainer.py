@@ -138,7 +138,7 @@ class EpisodeTrainer(Trainer, ABC):
                 for paths in by_task:
                     TokenTree.from_paths(paths, data.replay).weigh_edges()
             if data.layout in BASELINES:
-                trees = BASELINES[data.layout](list(chain.from_iterable(by_task)), data.replay)
+                trees = [tree for paths in by_task for tree in BASELINES[data.layout](paths, data.replay)]
             else:
                 trees = [TokenTree.from_paths(paths, data.replay) for paths in by_task]
             position = {"epoch": 0, "group": step * data.global_batch_groups}
