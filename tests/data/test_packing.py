@@ -43,7 +43,20 @@ def test_merged_trees_start_a_new_tree_when_the_next_path_does_not_fit():
         assert [path for run in found for path in run] == sorted(paths)
         assert [len(tree) for tree in trees] == [naive_trie_size(run) for run in found]
         for run, following in pairwise(found):
-            assert naive_trie_size(run) <= limit < naive_trie_size([*run, following[0]])
+            # Prefixes go to the tree of a path that continues them.
+            path = next(a for a, b in pairwise([*following, [-1]]) if b[: len(a)] != a)
+            assert naive_trie_size(run) <= limit < naive_trie_size([*run, path])
+
+
+def test_merged_trees_make_no_leaf_of_a_prefix():
+    r = random.Random(0)
+    for _ in range(200):
+        paths = [TokenPath([r.randrange(2) for _ in range(r.randint(1, 9))]) for _ in range(12)]
+        max_tokens = r.randint(1, 20)
+        trees = merged_trees(paths, max_tokens)
+        assert sorted(map(id, paths)) == sorted(id(path) for tree in trees for path in tree.paths)
+        assert all(len(tree) <= max(max_tokens, *map(len, tree.paths)) for tree in trees)
+        assert sum(tree.leaf_tokens for tree in trees) == TokenTree.from_paths(paths).leaf_tokens
 
 
 def test_longest_path_keeps_the_first_longest_one_with_its_prefixes_once():

@@ -93,7 +93,7 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "
 
     In lexicographic order, a path adds to the trie only what it does not share with the path before it.
     The sorted paths are therefore cut greedily into runs whose tries fit. A path that is longer than
-    ``max_tokens`` becomes a tree of its own.
+    ``max_tokens`` becomes a tree of its own, together with its prefixes: no cut makes a leaf of a prefix.
     """
     runs: list[list[int]] = []
     splits = replay == "split" and any(map(has_experts, paths))
@@ -105,11 +105,18 @@ def merged_trees(paths: Sequence[TokenPath], max_tokens: int, replay: Replay = "
             runs[-1].append(p)
             size += added
         else:
-            runs.append([p])
+            prefixes = []
+            while runs and runs[-1] and _is_prefix(keys[runs[-1][-1]], keys[p]):
+                prefixes.append(runs[-1].pop())
+            runs.append([*prefixes, p])
             size = len(keys[p])
         previous = keys[p]
     # Restore the given order within each run: it decides whose routed experts replay = "first" uses.
-    return [TokenTree.from_paths([paths[p] for p in sorted(run)], replay) for run in runs]
+    return [TokenTree.from_paths([paths[p] for p in sorted(run)], replay) for run in runs if run]
+
+
+def _is_prefix(prefix: np.ndarray, path: np.ndarray) -> bool:
+    return common_prefix(prefix, path) == len(prefix)
 
 
 def balanced(trees: Sequence[TokenTree], num_parts: int) -> list[list[TokenTree]]:
