@@ -67,6 +67,12 @@ def test_longest_path_keeps_the_first_longest_one_with_its_prefixes_once():
     assert longest_path(paths[4:5]) == paths[4:5]
 
 
+def test_longest_path_has_the_turns_of_its_own_rollout():
+    rollouts = {"a": [[1], [1, 5]], "b": [[1], [1, 2], [1, 2, 3]], "c": [[1], [1, 2], [1, 2, 4]]}
+    paths = [TokenPath(tokens, id=name) for name, turns in rollouts.items() for tokens in turns]
+    assert [(path.id, len(path)) for path in longest_path(paths)] == [("b", 1), ("b", 2), ("b", 3)]
+
+
 def test_flat_trees_share_nothing():
     trees = flat_trees([TokenPath([1, 2, 3]), TokenPath([1, 2])])
     assert [tree.tokens.tolist() for tree in trees] == [[1, 2, 3], [1, 2]]

@@ -48,8 +48,9 @@ def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
     """Returns the longest path of a group, together with the paths that are its prefixes, in their order.
 
     This is the baseline of the experiment on quality in Tree Training (arXiv:2511.00413, section 4.7). The
-    first of several longest paths counts. Its prefixes hold the loss masks of its earlier turns. Only the
-    first of equal paths stays, so that a turn that several rollouts share counts once.
+    first of several longest paths counts. Its prefixes hold the loss masks of its earlier turns. Of equal
+    paths, only the last one before the longest path stays, or else the first one after it. So a turn that
+    several rollouts share counts once, with the weight and the advantage of the longest path's rollout.
 
     Raises:
         UserError: the paths have preferences, so the loss compares several of them.
@@ -59,12 +60,13 @@ def longest_path(paths: Sequence[TokenPath]) -> list[TokenPath]:
             "preference: expected none with data.paths = 'longest', because a loss of preferences needs all "
             "paths; set data.paths = 'all'"
         )
-    longest = max(paths, key=len).tokens
-    by_length: dict[int, TokenPath] = {}
-    for path in paths:
-        if np.array_equal(path.tokens, longest[: len(path)]):
-            by_length.setdefault(len(path), path)
-    return list(by_length.values())
+    longest = max(range(len(paths)), key=lambda i: len(paths[i]))
+    tokens = paths[longest].tokens
+    by_length: dict[int, int] = {}
+    for i in [*reversed(range(longest + 1)), *range(longest + 1, len(paths))]:
+        if np.array_equal(paths[i].tokens, tokens[: len(paths[i])]):
+            by_length.setdefault(len(paths[i]), i)
+    return [paths[i] for i in sorted(by_length.values())]
 
 
 def leaf_trees(paths: Sequence[TokenPath], replay: Replay = "off") -> list[TokenTree]:
