@@ -198,3 +198,26 @@ def test_a_commit_is_unknown_if_git_does_not_know_the_files(tmp_path):
     assert commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
     (tmp_path / ".git" / "index").unlink()
     assert commit() == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--rows={}"],
+            "{}: expected a CSV file of titan-tree bench, but 'utf-8' codec can't decode byte",
+        ),
+        (["--quick", "--csv", "{}"], "{}: expected a CSV file of titan-tree bench, but 'utf-8' codec"),
+        (
+            ["--quick", "--picture", "{}"],
+            "--picture {}: expected a file whose name ends in .png, .pdf, .svg",
+        ),
+    ],
+)
+def test_files_are_refused_before_anything_is_measured(arguments, message, tmp_path, capsys):
+    file = tmp_path / "bytes"
+    file.write_bytes(b"\x80")
+    assert main(["bench", "por", *(argument.format(file) for argument in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"titan-tree: error: {message.format(file)}")

@@ -197,9 +197,12 @@ def _cell(value: object) -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Returns the rows of a CSV file."""
-    with path.open(newline="") as file:
-        return [dict(row) for row in csv.DictReader(file)]
+    """Returns the rows of a CSV file. Raises UserError if it is something else."""
+    try:
+        with path.open(newline="") as file:
+            return [dict(row) for row in csv.DictReader(file)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: expected a CSV file of titan-tree bench, but {error}") from None
 
 
 def read_rows(path: Path, bench: str) -> list[Row]:

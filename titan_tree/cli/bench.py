@@ -24,6 +24,8 @@ from titan_tree.cli import Parser
 from titan_tree.errors import UserError
 from titan_tree.registry import unknown_name
 
+PICTURES = (".png", ".pdf", ".svg")  # endings of files that matplotlib draws
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command line of ``titan-tree bench``."""
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     packages = getattr(bench, "PACKAGES", ())
     csv = options.csv or Path("outputs/bench") / f"{args.name}.csv"
     if not rows:
+        if csv.exists():
+            record.read_csv(csv)  # now, because rows that cannot be appended would be lost
         setting = {"bench": args.name} | record.environment(device, *packages)
         rows = [setting | row for row in bench.run(options)]
         if not rows:  # another rank than the first one
@@ -91,10 +95,14 @@ def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Na
     add("--rows", type=Path, metavar="FILE", help="measure nothing, read the rows of this CSV file")
     add("--picture", type=Path, metavar="FILE", help="where the picture goes (default: beside the CSV file)")
     # The arguments that a measurement needs are not needed to read its rows.
-    quick = bench.QUICK if {"--quick", "--rows"} & set(arguments) else ()
+    quick = bench.QUICK if any(text.startswith(("--quick", "--rows")) for text in arguments) else ()
     options = parser.parse_intermixed_args([*quick, *arguments])
     if options.against and not bench.RATIOS:
         raise UserError(f"--against: titan-tree bench {name} has no ratios to compare; remove the argument")
+    if options.picture and options.picture.suffix not in PICTURES:
+        raise UserError(
+            f"--picture {options.picture}: expected a file whose name ends in {', '.join(PICTURES)}"
+        )
     return options
 
 
