@@ -2,6 +2,8 @@
 
 import runpy
 import subprocess
+from argparse import Namespace
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_tree.bench import BENCHES, record
+from titan_tree.bench import BENCHES, por, record
 from titan_tree.bench.por import binary_nodes
 from titan_tree.bench.trees import random_paths
 from titan_tree.cli import main
@@ -25,6 +27,10 @@ PICTURES = {  # of docs/img: the benchmark and its rows in docs/data
     "gdn": ("gdn", "gdn"),
     "step": ("step", "step"),
     "partitions": ("memory", "partitions"),
+    "por": ("por", "por"),
+    "ratio": ("ratio", "ratio"),
+    "curves": ("real", "curves"),
+    "quality": ("quality", "quality"),
     "rl": ("rl", "rl"),
     "rl_search": ("rl", "rl_search"),
 }
@@ -70,6 +76,19 @@ def test_the_pictures_of_the_docs_are_drawn_from_committed_rows(picture, tmp_pat
     assert main(["bench", name, *arguments]) == 0
     assert drawn.stat().st_size > 5000
     assert (ROOT / "docs" / "img" / drawn.name).exists()
+
+
+def test_a_failure_keeps_the_rows_before_it(tmp_path, monkeypatch):
+    csv = tmp_path / "rows.csv"
+
+    def run(args: Namespace) -> Iterator[record.Row]:
+        yield {"case": "first"}
+        assert record.read_csv(csv)[0]["case"] == "first"
+        raise UserError("the GPU is out of memory")
+
+    monkeypatch.setattr(por, "run", run)
+    assert main(["bench", "por", "--quick", "--csv", str(csv)]) == 2
+    assert [row["case"] for row in record.read_csv(csv)] == ["first"]
 
 
 def test_the_guard_names_ratios_that_fell_by_more_than_3_percent():

@@ -26,7 +26,7 @@ def test_demonstrations_are_written_with_all_their_turns(tmp_path):
 @pytest.mark.slow
 def test_both_choices_take_equal_steps_on_the_same_tasks(tmp_path):
     """Every task is trained once: all its distinct tokens, or those of its longest path."""
-    rows = quality.run(parse(quality, "quality", ["--quick", "--seeds", "1"]))
+    rows = list(quality.run(parse(quality, "quality", ["--quick", "--seeds", "1"])))
     assert [(row["paths"], row["seed"]) for row in rows] == [
         *(("all", 0), ("longest", 0), ("all", "mean"), ("longest", "mean")),
     ]

@@ -4,7 +4,7 @@ Such a module measures one thing and has
 
     its docstring             what is measured and how, and the columns; the text of --help
     add_arguments(parser)     its command line
-    run(args) -> rows         the measurement; the front prints the rows, writes the CSV file and the picture
+    run(args) -> rows         the measurement: an iterable of rows, which the front writes as they come
     KEYS, RATIOS              the columns that name a row, and those of --against, where larger is better
     QUICK                     the arguments of --quick, with which it runs on a CPU in seconds
     PACKAGES, COLUMNS, draw   optional: packages whose versions matter, the columns of the table, the picture

@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser, max_tokens: int | list[int] =
     add("--rounds", type=int, default=3, help="timed steps of each layout, in turn (default: %(default)s)")
 
 
-def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str = "") -> list[Row]:
-    """Times the steps of all cases in both layouts. Returns one row per case, and prints it.
+def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str = "") -> Iterator[Row]:
+    """Times the steps of all cases in both layouts. Prints and yields one row per case.
 
     Args:
         args: see ``add_arguments``.
@@ -79,11 +79,10 @@ def compare(cases: Iterable[Case], args: argparse.Namespace, rows_attention: str
         updates = {layout: optimizer_update(each, OptimizerConfig(lr=0.0)) for layout, each in models.items()}
         for each in set(models.values()):
             training_step(each, device).warm_up(args.max_tokens)
-        rows = []
         for case in cases:
-            rows.append({"model": model_name(args)} | measure(case, models, updates, args, device))
-            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    return rows
+            row = {"model": model_name(args)} | measure(case, models, updates, args, device)
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            yield row
 
 
 def model_name(args: argparse.Namespace) -> str:

@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", choices=list(PARTITION_STRATEGIES), help=help)
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """Returns a row per POR."""
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields a row per POR."""
     return layouts.compare(cases(args), args)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -90,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=1e-3, help="learning rate (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """Returns a row per seed and choice of paths, and the mean over seeds of each choice."""
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields a row per seed and choice of paths, and the mean over seeds of each choice."""
     environment, rows = ENVIRONMENTS[args.environment](), []
     assert isinstance(environment, Demonstrator)
     tasks = [f"fresh/{task}" for task in range(args.tasks)]
@@ -111,7 +111,9 @@ def run(args: argparse.Namespace) -> list[Row]:
             rows.append(row | {"paths": paths, "seed": seed} | measure(trainer, environment, tasks))
             trainer.close()
             print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    return [*rows, *(mean([row for row in rows if row["paths"] == paths]) for paths in PATHS)]
+            yield rows[-1]
+    for paths in PATHS:
+        yield mean([row for row in rows if row["paths"] == paths])
 
 
 def write_demonstrations(environment: Demonstrator, file: Path, tasks: Sequence[str]) -> None:

@@ -60,19 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trees", type=int, default=1, help="trees per step (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    """Returns a row per shape."""
-    rows = one_sequence(args) if args.chain else []
-    return rows + layouts.compare(cases(args), args)
+def run(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields a row per shape."""
+    if args.chain:
+        yield from one_sequence(args)
+    yield from layouts.compare(cases(args), args)
 
 
-def one_sequence(args: argparse.Namespace) -> list[Row]:
-    """Returns the row of a sequence without branches, beside plain causal attention."""
+def one_sequence(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields the row of a sequence without branches, beside plain causal attention."""
     length = max(2, round(args.chain * args.scale))
     chain = layouts.Case("one sequence", [random_paths([(-1, length)], layouts.vocab_size(args))])
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with ATTENTION_BACKENDS.registered("causal", Causal()), sdpa_kernel(kernels, set_priority=True):
-        return layouts.compare([chain], args, rows_attention="causal")
+        yield from layouts.compare([chain], args, rows_attention="causal")
 
 
 def cases(args: argparse.Namespace) -> Iterator[layouts.Case]:

@@ -154,30 +154,37 @@ def speeds(tree: Metrics, rows: Metrics) -> Row:
 
 
 def draw(rows: Sequence[Mapping[str, str]], figure: Figure) -> None:
-    """Draws the speed-up of each step with its bound, and both losses with their difference, per case."""
+    """Draws the speed-up of each step with its bound, and both losses with their difference, per case.
+
+    Speeds are left out if the rows have none, as those of runs that shared a GPU.
+    """
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    figure.set_size_inches(4.2 * len(cases), 7)
-    panels = figure.subplots(3, len(cases), squeeze=False, sharex="col")
-    for (speed, loss, apart), case in zip(panels.T, cases, strict=True):
+    has_speeds = any(row.get("speed-up") for row in rows)
+    labels = [*["speed-up of a step"] * has_speeds, "loss", "relative difference"]
+    figure.set_size_inches(4.2 * len(cases), 2.4 * len(labels))
+    panels = figure.subplots(len(labels), len(cases), squeeze=False, sharex="col")
+    for column, case in zip(panels.T, cases, strict=True):
         steps = [row for row in rows if row["case"] == case and row["step"] != "all"]
         numbers = [int(row["step"]) for row in steps]
 
         def line(name: str, steps: Sequence[Mapping[str, str]] = steps) -> list[float]:
             return [float(row[name] or "nan") for row in steps]
 
-        bound = "operations x" if steps[0].get("operations x") else "tokens x"
-        speed.plot(numbers, line(bound), color="0.7", label=f"bound: {bound[:-2]}")
-        speed.plot(numbers, line("speed-up"), color="C0", label="speed-up")
-        speed.set_title(case, fontsize=10)
+        column[0].set_title(case, fontsize=10)
+        if has_speeds:
+            bound = "operations x" if steps[0].get("operations x") else "tokens x"
+            column[0].plot(numbers, line(bound), color="0.7", label=f"bound: {bound[:-2]}")
+            column[0].plot(numbers, line("speed-up"), color="C0", label="speed-up")
+        *_, loss, apart = column
         loss.plot(numbers, line("rows loss"), color="C1", label="rows")
         loss.plot(numbers, line("tree loss"), "--", color="C0", label="tree")
         if steps[0].get("noise"):
             apart.plot(numbers, line("noise"), color="0.6", label="rows packed otherwise, and rows")
         apart.plot(numbers, line("loss difference"), color="C3", label="tree and rows")
         apart.axhline(0.01, color="0.7", linestyle=":", label="1 %, Tree Training's bound")
-        apart.set(xlabel="step", yscale="log")
-        for panel in (speed, loss, apart):
+        apart.set(xlabel="step", yscale="log", ylim=(1e-6, 1))
+        for panel in column:
             panel.grid(alpha=0.3)
             panel.legend(fontsize=8)
-    for panel, label in zip(panels[:, 0], ("speed-up of a step", "loss", "relative difference"), strict=True):
+    for panel, label in zip(panels[:, 0], labels, strict=True):
         panel.set_ylabel(label)

@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
         if csv.exists():
             record.read_csv(csv)  # now, because rows that cannot be appended would be lost
         setting = {"bench": args.name} | record.environment(device, *packages)
-        rows = [setting | row for row in bench.run(options)]
+        for row in bench.run(options):
+            rows.append(setting | row)
+            record.append_csv(csv, rows[-1:])  # at once, because the next row may fail
         if not rows:  # another rank than the first one
             return 0
-        record.append_csv(csv, rows)
     names = dict.fromkeys(name for row in rows for name in row)
     measured = [name for name in names if name not in (*record.SETTING, *packages)]
     record.print_table(rows, getattr(bench, "COLUMNS", measured))
