@@ -240,3 +240,17 @@ def test_files_are_refused_before_anything_is_measured(arguments, message, tmp_p
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"titan-tree: error: {message.format(file)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("ratio --quick --rounds 0", "--rounds: expected a number > 0, got 0"),
+        ("ratio --quick --scale nan", "--scale: expected a number > 0, got nan"),
+        ("partition --quick --max-tokens 64 -1", "--max-tokens: expected a number > 0, got -1"),
+        ("input --quick --workers -1", "--workers: expected a number of at least 0, got -1"),
+    ],
+)
+def test_numbers_are_checked_before_anything_is_measured(arguments, message, capsys):
+    assert main(["bench", *arguments.split()]) == 2
+    assert capsys.readouterr() == ("", f"titan-tree: error: {message}\n")

@@ -92,8 +92,22 @@ def train(layout: str, args: argparse.Namespace, *overrides: str) -> Metrics:
     ]
     if status := subprocess.run(command, check=False).returncode:
         sys.exit(status)
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return read_metrics(folder / "metrics.csv")
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Returns the values of each step. Steps without validation lack its values.
+
+    Raises:
+        UserError: a step was skipped.
+    """
+    with path.open(newline="") as file:
+        steps = list(csv.DictReader(file))
+    if skipped := [step["step"] for step in steps if not step["loss"]]:
+        raise UserError(
+            f"{path}: expected the loss of every step, but step {skipped[0]} was skipped; see the log"
+        )
+    return [{name: float(value) for name, value in step.items() if value} for step in steps]
 
 
 def compared(tree: Metrics, rows: Metrics) -> list[Row]:

@@ -24,6 +24,7 @@ from titan_tree.cli import Parser
 from titan_tree.errors import UserError
 from titan_tree.registry import unknown_name
 
+MAY_BE_ZERO = ("beta", "chain", "lora", "por", "seed", "train", "warmup", "workers")  # arguments
 PICTURES = (".png", ".pdf", ".svg")  # endings of files that matplotlib draws
 
 
@@ -104,7 +105,19 @@ def parse(bench: ModuleType, name: str, arguments: Sequence[str]) -> argparse.Na
         raise UserError(
             f"--picture {options.picture}: expected a file whose name ends in {', '.join(PICTURES)}"
         )
+    for option, value in vars(options).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_number(option, number)
     return options
+
+
+def _check_number(option: str, number: float) -> None:
+    """Raises UserError if an argument is not a number with which something can be measured."""
+    if number > 0 or (number == 0 and option in MAY_BE_ZERO):
+        return
+    least = "a number of at least 0" if option in MAY_BE_ZERO else "a number > 0"
+    raise UserError(f"--{option.replace('_', '-')}: expected {least}, got {number}")
 
 
 def draw(bench: ModuleType, rows: Sequence[dict[str, object]], path: Path) -> None:
