@@ -246,6 +246,7 @@ def test_files_are_refused_before_anything_is_measured(arguments, message, tmp_p
     ("arguments", "message"),
     [
         ("ratio --quick --rounds 0", "--rounds: expected a number > 0, got 0"),
+        ("por --quick --por 0", "--por: expected a number > 0, got 0.0"),
         ("ratio --quick --scale nan", "--scale: expected a number > 0, got nan"),
         ("partition --quick --max-tokens 64 -1", "--max-tokens: expected a number > 0, got -1"),
         ("input --quick --workers -1", "--workers: expected a number of at least 0, got -1"),
@@ -254,3 +255,9 @@ def test_files_are_refused_before_anything_is_measured(arguments, message, tmp_p
 def test_numbers_are_checked_before_anything_is_measured(arguments, message, capsys):
     assert main(["bench", *arguments.split()]) == 2
     assert capsys.readouterr() == ("", f"titan-tree: error: {message}\n")
+
+
+def test_an_overlap_that_16_leaves_cannot_have_is_refused(capsys):
+    assert main(["bench", "por", "--quick", "--por", "0.5", "0.95"]) == 2
+    message = "--por: expected less than 0.9375, as trees have 16 leaves, got 0.95"
+    assert capsys.readouterr().err == f"titan-tree: error: {message}\n"

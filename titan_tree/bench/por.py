@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from titan_tree.bench import layouts
 from titan_tree.bench.record import Row
 from titan_tree.bench.trees import Nodes, random_paths
+from titan_tree.errors import UserError
 from titan_tree.registry import PARTITION_STRATEGIES
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row per POR."""
+    """Yields a row per POR. Raises UserError for one that no tree of ``LEAVES`` leaves has."""
+    if (largest := max(args.por)) >= 1 - 1 / LEAVES:
+        raise UserError(
+            f"--por: expected less than {1 - 1 / LEAVES:g}, as trees have {LEAVES} leaves, got {largest:g}"
+        )
     return layouts.compare(cases(args), args)
 
 

@@ -24,7 +24,7 @@ from titan_tree.cli import Parser
 from titan_tree.errors import UserError
 from titan_tree.registry import unknown_name
 
-MAY_BE_ZERO = ("beta", "chain", "lora", "por", "seed", "train", "warmup", "workers")  # arguments
+MAY_BE_ZERO = ("beta", "chain", "lora", "seed", "train", "warmup", "workers")  # arguments
 PICTURES = (".png", ".pdf", ".svg")  # endings of files that matplotlib draws
 
 
