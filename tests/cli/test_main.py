@@ -31,6 +31,21 @@ def test_a_new_verb_is_one_module_and_one_line(capsys, monkeypatch):
     assert "Counts letters." in capsys.readouterr().out
 
 
+def test_overrides_may_follow_options(capsys, monkeypatch):
+    def add_arguments(parser):
+        parser.add_argument("config")
+        parser.add_argument("overrides", nargs="*")
+        parser.add_argument("--gpus")
+
+    module = types.SimpleNamespace(add_arguments=add_arguments, run=lambda args: print(args.overrides))
+    monkeypatch.setitem(sys.modules, "titan_tree.cli.plan", module)
+    assert cli.main(["plan", "c.toml", "a=1", "--gpus", "8", "b=2", "c=3"]) == 0
+    assert capsys.readouterr().out == "['a=1', 'b=2', 'c=3']\n"
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "c.toml", "--gpu-s", "8", "b=2"])
+    assert "titan-tree: error: unrecognized arguments: --gpu-s; " in capsys.readouterr().err
+
+
 def test_ctrl_c_is_not_a_traceback(monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt

@@ -254,7 +254,7 @@ def test_a_router_without_balance_needs_more(capsys):
         ([DEMO, "--gpus", "1", "--gpu", "b300"], "--gpu: expected h200, h100 or a number of GiB"),
         (["missing.toml", "--gpus", "1"], "missing.toml: cannot be read: No such file"),
         ([DEMO, "data.files=missing.jsonl", "--gpus", "1"], "missing.jsonl"),
-        ([DEMO, "model.flavor=9B", "--gpus", "1"], "unknown flavor of qwen3 '9B'"),
+        ([DEMO, "--gpus", "1", "model.flavor=9B"], "unknown flavor of qwen3 '9B'"),
         ([DEMO, "parallel.expert_parallel=2", "--gpus", "2"], "expected 1, because the model has no experts"),
         (
             [DEMO_MOE, "parallel.expert_parallel=3", "--gpus", "4"],

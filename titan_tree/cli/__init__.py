@@ -57,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if verb not in VERBS and not verb.startswith("-"):
         parser.error(str(unknown_name("verb", verb, VERBS)))
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if hasattr(args, "overrides"):  # key=value, of which argparse takes no more after an option
+        args.overrides += [text for text in rest if not text.startswith("-")]
+        rest = [text for text in rest if text.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if isinstance(sys.stdout, io.TextIOWrapper):  # escape what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
