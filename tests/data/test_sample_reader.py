@@ -305,6 +305,16 @@ def test_log_probs_that_are_all_zero_are_named_once(tmp_path, caplog):
     )
 
 
+def test_only_the_longest_path_and_its_prefixes_are_the_rollout_that_is_trained(tmp_path):
+    samples = [{"tokens": tokens, "rollout_id": "r"} for tokens in ([1, 2], [1, 3, 4], [1, 2, 5, 6])]
+    file = write(tmp_path / "f", {"trajectories": samples})
+    for chosen, lengths, loss_tokens in (("all", [2, 3, 4], 1 + 2 + 3), ("longest", [2, 4], 1 + 3)):
+        ((_, paths),) = read(file, paths=chosen)
+        assert [len(path) for path in paths] == lengths
+        assert [path.rollout_tokens for path in paths] == [loss_tokens] * len(paths)
+        assert sum(path.rollout_share for path in paths) == pytest.approx(1)
+
+
 def test_only_all_paths_of_preference_data_are_read(tmp_path):
     pair = [{"tokens": [1, 2], "preference": "chosen"}, {"tokens": [1, 3, 4], "preference": "rejected"}]
     file = write(tmp_path / "pairs.jsonl", {"tokens": [1, 2]}, {"trajectories": pair})

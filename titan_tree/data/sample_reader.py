@@ -164,7 +164,9 @@ class SampleReader(DataFiles):
         if self.config.paths == "all":
             return list(paths)
         with errors_at(group.records[0][0]):
-            return longest_path(paths)
+            chosen = longest_path(paths)
+        TokenPath.join_rollout(chosen)  # other samples of the rollout are not trained
+        return chosen
 
     def paths_by_trajectory(self, group: Group) -> list[tuple[Trajectory, list[TokenPath]]]:
         """Returns the trajectories of a group in file order, each with the paths of all its samples.
