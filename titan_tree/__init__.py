@@ -99,7 +99,6 @@ _MOVED = {  # modules that the documentation of version 0.1.0 named -> their suc
     "integrations.skyrl": "integrations.frameworks",
     "integrations.slime": "integrations.frameworks",
     "leaving": "run.stopping",
-    "lightning": "integrations.lightning",
     "model_setup": "run.model_setup",
     "models.attention": "models.block",
     "models.peft": "models.lora.peft",

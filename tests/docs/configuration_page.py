@@ -18,8 +18,9 @@ from types import ModuleType, NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from titan_tree import config
-from titan_tree.config import data, losses, model, outputs, rl, training
+from titan_tree.config import data, lightning, losses, model, outputs, rl, training
 from titan_tree.config.checks import MISSING, checks_of
+from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.config.rl import RLRunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -29,6 +30,7 @@ TITLES = {
     losses: "Losses",
     training: "Training",
     outputs: "Checkpoints and metrics",
+    lightning: "Lightning",
     rl: "Reinforcement learning",
 }
 TYPES = {bool: "true or false", int: "integer", float: "number", str: "string", list: "list", dict: "table"}
@@ -76,7 +78,7 @@ def _file(module: ModuleType, title: str, named: list[tuple[str, type]]) -> Iter
 
 def _tables(module: ModuleType) -> Iterator[tuple[str, type]]:
     """Yields the names and dataclasses of the tables of a file, in the order of a configuration."""
-    root = RLRunConfig if module is rl else config.Config
+    root = {rl: RLRunConfig, lightning: LightningRunConfig}.get(module, config.Config)
 
     def walk(table: Any, prefix: str) -> Iterator[tuple[str, type]]:
         for name, kind in get_type_hints(table).items():

@@ -23,6 +23,7 @@ from titan_tree.cli import bench
 from titan_tree.cli import main as titan_tree_command
 from titan_tree.components.tree_tokenizer import TreeTokenizer
 from titan_tree.config import DataConfig
+from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.config.rl import RLRunConfig
 from titan_tree.config.toml import load_config, load_tables
 from titan_tree.data.sample_reader import SampleReader
@@ -99,6 +100,8 @@ def _check_config(text: str) -> None:
         overrides.append("model.flavor=debug")
     if "rl" in table:
         load_tables(RLRunConfig, file)
+    elif "lightning" in table:
+        load_tables(LightningRunConfig, file, overrides)
     else:
         load_config(file, overrides)
 
@@ -132,10 +135,11 @@ def _check_command(words: list[str]) -> None:
         option, config, *overrides = words[words.index("titan_tree.train") + 1 :]
         assert option == "--config", words
         load_config(config, overrides)
-    elif "titan_tree.rl" in words:
-        option, config, *overrides = words[words.index("titan_tree.rl") + 1 :]
+    elif tables := {"titan_tree.rl", "titan_tree.lightning"} & set(words):
+        (name,) = tables
+        option, config, *overrides = words[words.index(name) + 1 :]
         assert option == "--config", words
-        load_tables(RLRunConfig, config, overrides)
+        load_tables(RLRunConfig if name == "titan_tree.rl" else LightningRunConfig, config, overrides)
     elif program.endswith("scripts/train.sh") and arguments:
         load_config(arguments[0], arguments[1:])
     elif program.endswith("scripts/test.sh"):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,7 +42,7 @@ from titan_tree.checkpoint.storage import (
     unreadable,
 )
 from titan_tree.config import CheckpointConfig
-from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0
+from titan_tree.distributed.collectives import call_on_all_ranks_keep_rank0, call_on_rank_0, rank, world_size
 from titan_tree.distributed.faults import is_lost_rank
 from titan_tree.distributed.titan import LRSchedulersContainer, OptimizersContainer
 from titan_tree.errors import UserError
@@ -210,9 +209,7 @@ class Checkpoints:
         """
         path = self._path(step)
         with _damaged(path):
-            content = call_on_all_ranks_keep_rank0(
-                partial(read_verified, path, step, dist.get_rank(), dist.get_world_size())
-            )
+            content = call_on_all_ranks_keep_rank0(partial(read_verified, path, step, rank(), world_size()))
             architecture, config, data = content["architecture"], content["config"], content["data"]
             data |= {name: int(data[name]) for name in ("epoch", "group")}
             reader = CheckpointReader(path, content["files"])
@@ -242,7 +239,7 @@ class Checkpoints:
         """Notes that a checkpoint is complete, and deletes those that are no longer kept."""
         assert self.writing
         self.last_saved, self.writing = self.writing[0], None
-        if dist.get_rank() == 0 and self.config.keep:
+        if rank() == 0 and self.config.keep:
             for step in own_steps(self.folder, self.lock.run)[: -self.config.keep]:
                 self._delete(step)
 
@@ -262,7 +259,7 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
             assert self.writing
             (step, unfinished), self.writing = self.writing, None
-            if dist.get_rank() == 0:
+            if rank() == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             if (cause := _failed_write(error)) is None:
                 raise

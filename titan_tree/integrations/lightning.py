@@ -2,39 +2,52 @@
 
     TreeDataModule -> (StepInput, position) -> TreeLightningModule.training_step -> logs, checkpoints
 
-Lightning runs the loop, the loggers, the callbacks and the checkpoints, and starts the processes. A step is
-the one of ``Trainer``. No other file imports lightning.
+Lightning runs the loop, the loggers and the callbacks. A step is the one of ``Trainer``. ``TreeCheckpoints``
+writes and resumes the checkpoints of ``Trainer``, and ``run`` is the command titan_tree.lightning. No other
+file imports lightning.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from runpy import run_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_tree.balance.balancing import Balancing
-from titan_tree.checkpoint import export_results
+from titan_tree.checkpoint import Checkpoints, Progress, export_results
 from titan_tree.checkpoint.changes import check_architecture
 from titan_tree.components.moe import RouterBias
 from titan_tree.config import Config
+from titan_tree.config.lightning import LightningRunConfig
 from titan_tree.data.dataset import TreeDataset
 from titan_tree.data.loader import Position, refuse_in_worker
-from titan_tree.distributed.mesh import all_ranks
-from titan_tree.distributed.optimizers import build_lr_schedulers, build_optimizers
+from titan_tree.distributed.collectives import rank
+from titan_tree.distributed.faults import failures_named
+from titan_tree.distributed.launch import Launch
+from titan_tree.distributed.mesh import all_ranks, init_distributed
+from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, build_optimizers
+from titan_tree.distributed.titan import LRSchedulersContainer
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.errors import UserError
 from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
+from titan_tree.registry import Registry, unknown_name
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,
@@ -48,30 +61,51 @@ from titan_tree.run.build import (
     num_steps,
     warm_up,
 )
+from titan_tree.run.folder import RunFolder
 from titan_tree.run.model_setup import build_parallel_model, describe_architecture
 from titan_tree.run.optimizer_step import OptimizerStep
 from titan_tree.run.rank_facts import check_ranks
-from titan_tree.run.trainer import restore_position, score_validation
+from titan_tree.run.trainer import in_background, restore_position, score_validation
 
 try:
     import lightning.pytorch as L
+    from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ImportError as error:
     raise UserError(
         f"titan_tree.integrations.lightning needs the package lightning ({error}); "
         "run pip install 'titan_tree[lightning]'"
     ) from None
 
+logger = logging.getLogger(__name__)
+
 STATE = "titan_tree"  # key of Lightning's checkpoints
+UNUSED = (  # keys without an effect on ``run``
+    *("metrics.loggers", "checkpoint.minutes", "parallel.check_interval"),
+    *("profiler.enable", "profiler.memory_snapshot"),
+)
+DECIDED = {  # arguments of lightning.Trainer that ``run`` sets -> what decides them
+    "accelerator": "whether the machine has GPUs",
+    "devices": "--nproc-per-node of torchrun",
+    "num_nodes": "--nnodes of torchrun",
+    "strategy": "the table [parallel]",
+    "max_epochs": "training.steps or training.epochs",
+    "logger": "the table [lightning.loggers]",
+    "callbacks": "the table [lightning.callbacks]",
+    "log_every_n_steps": "metrics.log_interval",
+    "default_root_dir": "folder",
+    "deterministic": "training.deterministic",
+}
 
 
 class TreeLightningModule(L.LightningModule):
     """Trains the model that ``config`` describes, on the data of a ``TreeDataModule``.
 
     The steps equal those of ``Trainer``. Training ends after ``training.steps`` or ``training.epochs``, or
-    earlier, if Lightning's Trainer says so. The tables [checkpoint], except ``allow_changes`` and
-    ``export_hf``, [metrics] and [profiler] have no effect, because Lightning does this work. With LoRA,
-    checkpoints hold only the adapter, and a finished run exports it.
+    earlier, if Lightning's Trainer says so. The tables [metrics] and [profiler], and without
+    ``TreeCheckpoints`` also [checkpoint] except ``allow_changes`` and ``export_hf``, have no effect, because
+    Lightning does this work. With LoRA, checkpoints hold only the adapter, and a finished run exports it.
 
     Attributes:
         model: the TreeModel, as soon as Lightning has called ``configure_model``.
@@ -84,6 +118,7 @@ class TreeLightningModule(L.LightningModule):
     tree_step: TreeStep
     router_bias: RouterBias | None
     balancing: Balancing | None
+    containers: tuple[Optimizers, LRSchedulersContainer]
     num_steps: int  # number of steps of the whole run
     position: dict[str, Any] | None  # the dataset's after the last step that was trained
 
@@ -131,8 +166,9 @@ class TreeLightningModule(L.LightningModule):
         self.num_steps = num_steps(config, dataset, sizes)
         self._optimizer_step = None  # an earlier fit had other optimizers
         optimizers = build_optimizers(config.optimizer, self.model)
-        (optimizer,) = optimizers
-        (scheduler,) = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps).schedulers
+        lr_schedulers = build_lr_schedulers(config.lr_scheduler, optimizers, self.num_steps)
+        self.containers = optimizers, lr_schedulers
+        (optimizer,), (scheduler,) = optimizers, lr_schedulers.schedulers
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_train_start(self) -> None:
@@ -188,17 +224,17 @@ class TreeLightningModule(L.LightningModule):
             dataset = _data_of(self.trainer).dataset
             data = self.position if dataset is None else dataset.state_dict() | self.position
             balance = self.balancing.state_dict() if self.balancing else None
-            checkpoint[STATE] = {"data": data, "balance": balance, "architecture": self._architecture()}
+            checkpoint[STATE] = {"data": data, "balance": balance, "architecture": self.architecture()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get(STATE, {})
         if before := state.get("architecture"):
-            check_architecture(Path(str(self.trainer.ckpt_path)), before, self._architecture())
+            check_architecture(Path(str(self.trainer.ckpt_path)), before, self.architecture())
         self.position = state.get("data")
         if self.balancing and state.get("balance"):
             self.balancing.load_state_dict(state["balance"])
 
-    def _architecture(self) -> dict[str, Any]:
+    def architecture(self) -> dict[str, Any]:
         """Returns what a run must share with the checkpoints that it resumes from, as JSON values."""
         assert self.model is not None
         return json.loads(json.dumps(describe_architecture(self.config, self.model, self.mesh)))
@@ -267,6 +303,64 @@ class TreeDataModule(L.LightningDataModule):
             )
         left = max(module.num_steps - done, 0)
         yield from build_step_loader(config, module.tree_step, self.dataset, left, module.balancing, done)
+
+
+class TreeCheckpoints(Checkpoint):
+    """Writes and resumes the checkpoints of the table [checkpoint]. They are those of ``Trainer``.
+
+    A fit starts from the newest checkpoint, which either trainer may have written.
+
+    Raises:
+        UserError: see ``Checkpoints``.
+    """
+
+    checkpoints: Checkpoints
+
+    def on_fit_start(self, trainer: L.Trainer, *args: Any) -> None:
+        module, self.progress = _module_of(trainer), Progress()
+        config, (optimizers, lr_schedulers) = module.config, module.containers
+        self.checkpoints = Checkpoints(
+            config.checkpoint,
+            Path(config.folder) / config.checkpoint.folder,
+            model=module.model,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            progress=self.progress,
+            architecture=module.architecture(),
+            run_config=dataclasses.asdict(config),
+        )
+        self.checkpoints.resume()
+        if self.progress.step:
+            _set_step(trainer, self.progress.step)
+            module.position = self.progress.data
+            if module.balancing and (balance := self.progress.data.pop("balance", None)):
+                module.balancing.load_state_dict(balance)
+
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        dataset = _data_of(trainer).dataset
+        assert dataset is not None
+        self._data_state = in_background(dataset.state_dict)  # reads the files for their checksums
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        module = _module_of(trainer)
+        self.progress.step, self.progress.data = module.global_step, self._data_state() | module.position
+        if module.balancing:
+            self.progress.data["balance"] = module.balancing.state_dict()
+        self.checkpoints.save()
+
+    def on_train_end(self, *args: Any) -> None:
+        """Writes the last checkpoint of a run, which may have ended early."""
+        if self.progress.step:
+            self.checkpoints.save(due=True)
+        self.checkpoints.close()
+
+
+def _set_step(trainer: L.Trainer, step: int) -> None:
+    """Sets the number of steps that Lightning's loops have done."""
+    loop = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = step  # numbers the values of loggers
+    for progress in (loop.manual_optimization.optim_step_progress.total, loop.batch_progress.total):
+        vars(progress).update(dict.fromkeys(vars(progress), step))
 
 
 @dataclass
@@ -338,3 +432,87 @@ def _check_backend(num_ranks: int) -> None:
             "ModelParallelStrategy: process_group_backend: expected 'cpu:gloo,cuda:nccl', got "
             f"{backends!r}; ranks exchange counts through gloo"
         )
+
+
+def run(config: LightningRunConfig) -> None:
+    """Trains by Lightning's loop, starting from the newest checkpoint if there is one. Collective.
+
+    Raises:
+        UserError: the configuration, the data and the checkpoints do not fit together.
+    """
+    with failures_named(lambda: "training with Lightning", lambda: "run the same command again"):
+        trainer = build_trainer(config)
+        init_distributed(config.parallel.timeout_s)  # Lightning uses this process group
+        folder = RunFolder(config)
+        unused = [key for key in UNUSED if _is_set(config, key)]
+        if unused and rank() == 0:
+            logger.warning("keys without effect in titan_tree.lightning: %s", ", ".join(unused))
+        trainer.fit(TreeLightningModule(config), TreeDataModule(config))
+        folder.close()
+        dist.destroy_process_group()
+
+
+def _is_set(config: Config, key: str) -> bool:
+    """Returns whether a key has another value than its default."""
+    name, field = key.split(".")
+    table = getattr(config, name)
+    return getattr(table, field) != getattr(type(table)(), field)
+
+
+def build_trainer(config: LightningRunConfig) -> L.Trainer:
+    """Returns Lightning's Trainer for the ranks that torchrun describes, with ``TreeCheckpoints``.
+
+    Raises:
+        UserError: [lightning] has a wrong class or argument.
+    """
+    table, launch = config.lightning, Launch.of()
+    known = list(inspect.signature(L.Trainer.__init__).parameters)[1:]
+    for name in table.trainer:
+        if name in DECIDED:
+            raise UserError(
+                f"lightning.trainer.{name}: expected no value, because {DECIDED[name]} decides it; remove it"
+            )
+        if name not in known:
+            raise unknown_name("argument of lightning.Trainer, in [lightning.trainer],", name, known)
+    ranks = launch.num_ranks if launch else 1
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    arguments = {
+        "accelerator": "cuda" if torch.cuda.is_available() else "cpu",
+        "devices": devices,
+        "num_nodes": ranks // devices,
+        "strategy": ModelParallelStrategy() if ranks > 1 else "auto",
+        "max_epochs": -1,
+        "logger": _made("loggers", table.loggers) or None,
+        "callbacks": [*_made("callbacks", table.callbacks), TreeCheckpoints()],
+        "log_every_n_steps": config.metrics.log_interval,
+        "default_root_dir": config.folder,
+        "deterministic": config.training.deterministic or None,
+    }
+    return _make("trainer", L.Trainer, arguments | table.trainer)
+
+
+def _made(key: str, table: dict[str, Any]) -> list[Any]:
+    """Returns the objects that [lightning.callbacks] or [lightning.loggers] describe."""
+    package = f"lightning.pytorch.{key}"
+    own = {name: f"{package}:{name}" for name in import_module(package).__all__}
+    classes: Registry[Any] = Registry(f"class in [lightning.{key}],", own | {n: n for n in table if ":" in n})
+    made = []
+    for name, options in table.items():
+        try:
+            kind = classes[name]
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"lightning.{key}: {name!r} cannot be imported: {error}") from None
+        made.append(_make(f"{key}.{name}", kind, options))
+    return made
+
+
+def _make(key: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Calls a class with the options of a table, and names the table if it refuses them."""
+    try:
+        return kind(**options)
+    except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
+        raise UserError(f"lightning.{key}: {' '.join(str(error).split())}") from None
+
+
+if __name__ == "__main__":
+    run_module("titan_tree.lightning", run_name="__main__", alter_sys=True)
