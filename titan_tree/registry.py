@@ -262,6 +262,8 @@ READERS: Registry[type[Reader]] = Registry(
         "alpaca": "titan_tree.data.readers.llama_factory:AlpacaReader",
         "token_rows": "titan_tree.data.readers.token_rows:TokenRowReader",
         "tree": "titan_tree.data.readers.explicit_trees:ExplicitTreeReader",
+        "verifiers": "titan_tree.data.readers.traces:VerifiersReader",
+        "nemo_gym": "titan_tree.data.readers.traces:NemoGymReader",
         "tau_bench": "titan_tree.data.readers.benchmarks:TauBenchReader",
         "tau2_bench": "titan_tree.data.readers.benchmarks:Tau2BenchReader",
         "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",

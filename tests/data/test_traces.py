@@ -1,0 +1,196 @@
+"""Traces of verifiers and NeMo Gym: the paths of their branches and calls, and the trees that they form."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from tests.support.cases import for_each
+from tests.support.datasets import sample_reader
+from tests.support.traces import GYM, TRACE, node
+from titan_tree import TreeBatch, TreeLoss
+from titan_tree.errors import UserError
+from titan_tree.tree.token_tree import TokenTree
+
+NO = None
+BRANCHES = [  # tokens, loss mask, rollout log-probs, advantages: written by hand
+    (
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        [0, 0, 0, 0, 1, 1, 0, 0, 1],
+        [NO, NO, NO, NO, -0.5, -0.25, NO, NO, -0.125],
+        [0, 0, 0, 0, 1, 2, 0, 0, 3],
+    ),
+    (
+        [1, 2, 3, 4, 5, 6, 10, 12],  # turn 2 is trained in the first branch
+        [0, 0, 0, 0, 0, 0, 0, 1],
+        [NO, NO, NO, NO, -0.5, -0.25, NO, -1.0],
+        [0, 0, 0, 0, 1, 2, 0, 4],
+    ),
+    ([1, 2, 3, 13, 14], [0, 0, 0, 0, 1], [NO, NO, NO, NO, -1.5], [0, 0, 0, 0, 5]),
+    ([20, 21, 22], [0, 0, 1], [NO, NO, -2.0], [0, 0, 6]),
+]
+
+
+CALLS = [
+    ([1, 2, 3, 4], [0, 0, 1, 1], [NO, NO, -0.5, -0.25]),
+    ([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1], [NO, NO, NO, NO, NO, -0.125]),
+    ([1, 7, 8], [0, 0, 1], [NO, NO, -1.0]),
+]
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(file, **options):
+    reader = sample_reader(file, **options)
+    return [(group.id, reader.paths(group)) for group in reader.groups()]
+
+
+def listed(values):
+    return [None if value != value else value for value in values.tolist()]
+
+
+def test_the_branches_of_a_verifiers_trace_are_paths_of_one_rollout(tmp_path):
+    ((name, paths),) = read(write(tmp_path / "traces.jsonl", TRACE))
+    assert name == "search-1"
+    contents = [
+        (p.tokens.tolist(), p.loss_mask.tolist(), listed(p.rollout_logprobs), p.advantage.tolist())
+        for p in paths
+    ]
+    assert contents == BRANCHES
+    assert [path.temperature for path in paths] == [0.5] * 4
+    assert [path.rollout_tokens for path in paths] == [6] * 4
+    stats = TokenTree.from_paths(paths).stats
+    # 9 tokens of the first branch, then 10 and 12, 13 and 14, and the sub-agent's 20, 21 and 22
+    assert (stats.n_flat, stats.n_tree) == (25, 9 + 2 + 2 + 3)
+
+
+def test_traces_of_a_task_form_one_group_in_any_order_and_share_their_reward(tmp_path):
+    def trace(name, key, score, **fields):
+        nodes = [{k: v for k, v in node.items() if k != "advantages"} for node in TRACE["nodes"]]
+        task = {**TRACE["task"], "key": key}
+        return TRACE | {"id": name, "task": task, "nodes": nodes, "rewards": {"r": {"score": score}}} | fields
+
+    rows = [
+        trace("t1", "a", 1.0),
+        trace("t2", "b", 0.0),
+        trace("t3", "a", 0.0),
+        trace("t4", "b", 1.0, ok=False),
+        trace("t5", "b", 1.0, agent={"trainable": False}),
+    ]
+    groups = dict(read(write(tmp_path / "traces.jsonl", *rows), advantage="loo"))
+    assert {name: len(paths) for name, paths in groups.items()} == {"a": 8, "b": 4}
+    assert [path.advantage[-1] for path in groups["a"]] == [1.0] * 4 + [-1.0] * 4
+    # Both rollouts have the same tokens.
+    assert TokenTree.from_paths(groups["a"]).stats.n_tree == 16
+
+
+def test_token_mean_of_a_trace_is_the_mean_over_each_sampled_token_once(tmp_path):
+    """As prime-rl trains the branches: the loss of its samples, with its masks, on each branch alone."""
+    ((_, paths),) = read(write(tmp_path / "traces.jsonl", TRACE))
+    tree = TokenTree.from_paths(paths)
+    batch = TreeBatch.from_trees([tree])
+    logprobs = torch.linspace(-2, -1, len(batch.edge_label))
+    loss_function = TreeLoss("reinforce", "token_mean")
+    loss, _ = loss_function(logprobs, batch, loss_function.normalizer(paths))
+    by_label = dict(zip(batch.edge_label.tolist(), logprobs.tolist(), strict=True))
+    credits = {5: 1, 6: 2, 9: 3, 12: 4, 14: 5, 22: 6}
+    expected = -sum(credit * by_label[token] for token, credit in credits.items()) / 6
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_calls_of_a_nemo_gym_rollout_are_paths_of_one_rollout(tmp_path):
+    other = copy.deepcopy(GYM) | {"_ng_rollout_index": 0}
+    elsewhere = copy.deepcopy(GYM) | {"_ng_task_index": 1}
+    groups = dict(read(write(tmp_path / "rollouts.jsonl", GYM, elsewhere, other)))
+    assert {name: len(paths) for name, paths in groups.items()} == {"0": 6, "1": 3}
+    paths = groups["1"]
+    contents = [(p.tokens.tolist(), p.loss_mask.tolist(), listed(p.rollout_logprobs)) for p in paths]
+    assert contents == CALLS
+    assert [path.temperature for path in paths] == [0.5] * 3
+    assert [path.rollout_tokens for path in paths] == [4] * 3
+    stats = TokenTree.from_paths(paths).stats
+    assert (stats.n_flat, stats.n_leaf, stats.n_tree) == (13, 9, 8)
+
+
+def changed(row, *keys, to):
+    """Returns a copy of a row in which the member that the keys lead to has another value."""
+    row = copy.deepcopy(row)
+    member = row
+    for key in keys[:-1]:
+        member = member[key]
+    member[keys[-1]] = to
+    return row
+
+
+UNKNOWN = "unknown field, which might change the loss; remove it"
+ENTRIES = "expected 2 entries, one per sampled token, got 1"
+KEYS = "task: expected key or hash, which names the group; add a group_id to the row"
+SECOND = ("response", "output", 2)
+
+
+@for_each(
+    ("row", "message"),
+    [
+        (changed(TRACE, "nodes", 2, "kept", to=1), f"nodes[2].kept: {UNKNOWN}"),
+        (changed(TRACE, "nodes", 2, "logprobs", to=[-1.0]), f"nodes[2].logprobs: {ENTRIES}"),
+        (changed(TRACE, "nodes", 2, "mask", to=[True]), "nodes[2].mask: expected 3 entries, got 1"),
+        (changed(TRACE, "nodes", 2, "parent", to=2), "nodes[2].parent: expected an earlier node, got 2"),
+        (
+            changed(TRACE, "nodes", 1, "message", to={"content": [{"type": "image_url"}]}),
+            "nodes[1].message: expected text only",
+        ),
+        (
+            changed(TRACE, "nodes", 2, "loss_weights", to={"ce": [1.0, 1.0, 1.0]}),
+            "nodes[2].loss_weights: losses chosen per token are not supported; remove it",
+        ),
+        (
+            changed(TRACE, "calls", 1, "sampling", to={"temperature": 1.0}),
+            "calls: expected one temperature for the trained nodes of a branch, got 2",
+        ),
+        (changed(TRACE, "task", to={"data": {}}), KEYS),
+        (
+            changed(TRACE, "nodes", to=[node(None, []) | {"mask": []}]),
+            "nodes: no token ids; record the rollouts with a client that returns them",
+        ),
+        (
+            changed(TRACE, "rewards", "correct", "score", to="high"),
+            "rewards.correct.score: expected a number, got 'high'",
+        ),
+        (
+            changed(GYM, *SECOND, "generation_log_probs", to=[]),
+            "response.output[2].generation_log_probs: expected 1 entries, got 0",
+        ),
+        (
+            changed(GYM, *SECOND, "prompt_token_ids", to=None),
+            "response.output[2].prompt_token_ids: expected a list, got None",
+        ),
+        (
+            changed(GYM, *SECOND, "routed_experts", to="nrlre1:"),
+            "response.output[2].routed_experts: not supported; remove it",
+        ),
+        (
+            changed(GYM, "_ng_task_index", to=None),
+            "_ng_task_index: missing; it names the group and the rollout",
+        ),
+        (
+            changed(GYM, "response", "output", to=[]),
+            "response.output: no token ids; record the rollouts with a client that returns them",
+        ),
+    ],
+)
+def test_malformed_traces_are_refused(tmp_path, row, message):
+    file = write(tmp_path / "traces.jsonl", row)
+    with pytest.raises(UserError) as error:
+        read(file)
+    assert str(error.value) == f"{file}:1: {message}"
+
+
+def test_fields_that_an_environment_adds_must_be_ignored_by_name(tmp_path):
+    file = write(tmp_path / "rollouts.jsonl", GYM | {"expected_answer": "4"})
+    with pytest.raises(UserError, match="expected_answer: unknown field of a task"):
+        read(file)
+    assert len(read(file, ignore_fields=["expected_answer"])) == 1
