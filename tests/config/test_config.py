@@ -213,6 +213,12 @@ def test_context_parallel_is_another_name_of_sequence_parallel(file: Path) -> No
     assert_says(lambda: load_config(file, ["parallel.context_parallel=x"]), wrong)
 
 
+def test_a_table_of_another_command_is_named(file: Path) -> None:
+    file.write_text("[lightning.trainer]\nmax_steps = 3")
+    wrong = ["x.toml", "unknown key 'lightning'; this table is for python -m titan_tree.lightning; remove"]
+    assert_says(lambda: load_config(file), wrong)
+
+
 def test_required_keys_and_missing_files_are_named(file: Path) -> None:
     file.write_text('[model]\nflavor = "debug"')
     assert_says(lambda: load_config(file), ["x.toml", "data.files", "missing"])

@@ -272,7 +272,9 @@ class StopAfter(L.Callback):
         trainer.should_stop |= trainer.global_step == self.steps
 
 
-def test_either_trainer_continues_a_run_of_the_other(tmp_path: Path) -> None:
+def test_either_trainer_continues_a_run_of_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command trains steps 1 to 3, the trainer step 4, and Lightning in Python steps 5 to 7."""
     validation = {"validation__files": write_groups(tmp_path / "v.jsonl", 3, 1), "validation__interval": 3}
     options = {"training__steps": 7, "optimizer__lr": 4e-3} | validation
@@ -282,7 +284,9 @@ def test_either_trainer_continues_a_run_of_the_other(tmp_path: Path) -> None:
     path = tmp_path / "lightning.toml"
     path.write_text(write_config(tmp_path).read_text() + TOML.format(tmp_path, __name__))
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in saved.items()]
-    assert lightning_command(["--config", str(path), *overrides]) == 0
+    assert lightning_command(["--config", str(path), *overrides, "profiler.enable=true"]) == 0
+    warning = "keys without effect in titan_tree.lightning: metrics.loggers, profiler.enable\n"
+    assert warning in capsys.readouterr().out
     values = logged(tmp_path)
     config = tiny_config(tmp_path, **saved)
     trainer = Trainer(config)
