@@ -26,7 +26,7 @@ from tests.support.framework_rows import (
 )
 from titan_tree.components.tree_loss import TreeLoss, register_loss
 from titan_tree.errors import UserError
-from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime
+from titan_tree.integrations.frameworks import AReaL, PrimeRL, SkyRL, Slime, make_trees
 from titan_tree.tree.batch import PathPairs
 
 
@@ -254,6 +254,22 @@ def test_skyrl_has_the_same_losses() -> None:
     paths = SkyRL.to_paths(generator_output(), TEMPERATURE)
     check_step(paths, TreeLoss("ppo", "token_mean"), lambda x: formula(x, False))
     check_step(paths, TreeLoss("ppo", "path_token_mean"), lambda x: formula(x, True))
+
+
+def test_steps_of_a_skyrl_trajectory_are_one_rollout() -> None:
+    """Three steps of one trajectory, the third after a compaction, and one step of another trajectory."""
+    output = {
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 4, 5], [1, 7], [1, 2]],
+        "response_ids": [[3, 4], [6], [8], [3, 9]],
+        "loss_masks": [[1, 1], [1], [1], [1, 1]],
+        "trajectory_ids": [SimpleNamespace(instance_id="a", repetition_id=i) for i in (0, 0, 0, 1)],
+        "is_last_step": [False, False, True, True],
+    }
+    paths = SkyRL.to_paths(output)
+    assert [path.rollout_tokens for path in paths] == [4, 4, 4, 2]
+    stats = make_trees(paths)[0].stats
+    assert (stats.n_flat, stats.n_tree) == (17, 6 + 2 + 1)  # 1 to 6, then 7 and 8, then 9
+    assert {path.rollout_tokens for path in SkyRL.to_paths(output | {"trajectory_ids": None})} == {1, 2}
 
 
 def test_skyrl_gets_values_of_responses() -> None:

@@ -96,8 +96,9 @@ PRIME_RL = Fields(  # the names of a TrainingSample, and then those of a MicroBa
     "token_ids=tokens position_ids mask=loss_mask advantages=advantage rl_weights ref_logprobs "
     "logprobs=rollout_logprobs routed_experts temperatures=temperature "
     "input_ids=tokens loss_mask inference_logprobs=rollout_logprobs",
-    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards",
+    "env_name env_names sequence_lengths seq_lens lora_num_tokens rewards trace_id branch_index",
     {
+        "sampling_mask": "log-probs under nucleus sampling are not supported; sample with top_p = 1",
         "mm_refs mm_kwargs mm_token_type_ids": IMAGES,
         "ce_weights ref_kl_weights sdpo_weights": "only the component rl of the loss is supported; train the "
         "others in a step of their own",
@@ -107,9 +108,10 @@ SKYRL = Fields(
     "prompt_token_ids=prompt response_ids=response loss_masks=loss_mask stop_reasons=mark "
     "advantages=advantage "
     "action_log_probs=old_logprobs base_action_log_probs=ref_logprobs rollout_logprobs "
-    "rollout_expert_indices=routed_experts",
-    "rewards rollout_metrics trajectory_ids is_last_step",
+    "rollout_expert_indices=routed_experts trajectory_ids=rollout_id",
+    "rewards rollout_metrics is_last_step trajectory_generation_times trajectory_time_splits",
     {
+        "rollout_sample_support": "log-probs under nucleus sampling are not supported; sample with top_p = 1",
         "pixel_values image_grid_thw": IMAGES,
         "is_hinted": "samples with hints are not supported; remove them, or the field",
     },
@@ -253,7 +255,8 @@ class SkyRL:
 
     @staticmethod
     def to_paths(output: Mapping[str, object], temperature: float = 1.0) -> list[TokenPath]:
-        """Returns one path per row.
+        """Returns one path per row. Rows with the same ``trajectory_ids``, the steps of step-wise training
+        (``train/generators/utils.py``, 0d25e27), are one rollout.
 
         The reduction "token_mean" averages as SkyRL's ``loss_reduction = "token_mean"``, and
         "path_token_mean" as "sequence_mean".
@@ -267,7 +270,17 @@ class SkyRL:
         Raises:
             UserError: a field is unknown, not supported or of the wrong length.
         """
-        return [_response_path(row, temperature) for row in _skyrl_rows(output)]
+        rows = _skyrl_rows(output)
+        paths = [_response_path(row, temperature) for row in rows]
+        rollouts: dict[object, list[TokenPath]] = {}
+        for row, path in zip(rows, paths, strict=True):
+            name = row.get("rollout_id")  # a TrajectoryID
+            if name is not None and not isinstance(name, int | str):
+                name = str(dict(items_of(name, f"{row.where}: trajectory_ids")))
+            rollouts.setdefault((row.where,) if name is None else name, []).append(path)
+        for members in rollouts.values():
+            TokenPath.join_rollout(members)
+        return paths
 
     @staticmethod
     def to_rows(output: Mapping[str, object], values: Sequence[Tensor]) -> list[Tensor]:
