@@ -1,5 +1,6 @@
 """A run with Lightning on two ranks equals one of the trainer, and resumes exactly."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.support.lightning_run import expected, fit, lightning_trainer, logged
 from tests.support.processes import as_rank, run_ranks
 from tests.support.tiny_run import tiny_config, train, write_groups
 from titan_tree.config import Config
+from titan_tree.integrations.lightning import TreeCheckpoints
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,6 +34,7 @@ def config(folder: Path, name: str) -> Config:
         "data__max_tokens": 24,
         "validation__files": held_out,
         "validation__interval": 6,
+        "checkpoint__interval": 15,
     }
     if name == "experts":
         options = {"model__name": "qwen3_moe", "router_bias__rate": 0.01, "parallel__expert_parallel": 2}
@@ -44,16 +47,25 @@ CHECKPOINT = {"partitions": "step=15.ckpt", "experts": "step=3.ckpt", "lora": "s
 
 
 def train_both(rank: int, ports: list[int], folder: Path) -> None:
-    """Trains each run with the trainer, with Lightning, and with Lightning from one of its checkpoints."""
+    """Trains each run with the trainer, with Lightning, and with Lightning from one of its checkpoints.
+
+    If the trainer has written checkpoints, Lightning also trains from the first of them.
+    """
     free = iter(ports)
     for name in CHECKPOINT:
         made = config(folder, name)
         with as_rank(rank, 2, next(free)):
             weights = [weights_of(train(made).model)]
         with as_rank(rank, 2, next(free)):
-            for part in ("whole", "resumed"):
+            parts = ["whole", "resumed"]
+            if made.checkpoint.interval:
+                parts.append("continued")
+                if rank == 0:
+                    shutil.rmtree(Path(made.folder) / "checkpoints" / "step-20")
+            for part in parts:
                 path = folder / part / name
-                trainer = lightning_trainer(path, devices=2, strategy=ModelParallelStrategy())
+                callbacks = [TreeCheckpoints()] if part == "continued" else []
+                trainer = lightning_trainer(path, *callbacks, devices=2, strategy=ModelParallelStrategy())
                 start = folder / "whole" / name / "checkpoints" / CHECKPOINT[name]
                 module = fit(made, trainer, start if part == "resumed" else None)
                 assert module.model is not None
@@ -69,6 +81,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config(folder, name)  # writes data before two processes read it
     run_ranks(train_both, 2, folder, num_groups=2 * len(CHECKPOINT))
     return folder
+
+
+def test_two_ranks_continue_a_run_of_the_trainer(runs: Path) -> None:
+    """The weights are compared below."""
+    assert list(logged(runs / "continued" / "partitions")) == [16, 17, 18, 19, 20]
+    assert {path.name for path in (runs / "partitions" / "run" / "checkpoints").glob("step-*")} == {
+        "step-15",
+        "step-20",
+    }
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
