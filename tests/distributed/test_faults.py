@@ -74,9 +74,9 @@ def inject(trainer: Trainer, fault: Callable[[], None]) -> None:
 
 
 def wait_and_kill(ranks: mp.ProcessContext, file: Path) -> None:
-    """Kills all ranks as soon as one has written a file."""
+    """Kills all ranks as soon as one has written a line to a file."""
     deadline = time.monotonic() + 100
-    while not file.exists() and time.monotonic() < deadline:
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in ranks.processes:
         process.kill()
