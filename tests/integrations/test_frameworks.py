@@ -554,6 +554,14 @@ def test_rows_of_other_types_are_refused_in_one_line(make: Callable[[], Any], me
             "row 4: loss_masks: missing; give it for every row",
         ),
         (
+            lambda: PrimeRL.to_paths(training_samples(trace_id="t", branch_index=0, sampling_mask=b"x")),
+            "row 0: sampling_mask: log-probs under nucleus sampling are not supported",
+        ),
+        (
+            lambda: SkyRL.to_paths(generator_output() | {"rollout_sample_support": [[1]] * 5}),
+            "output: rollout_sample_support: log-probs under nucleus sampling are not supported",
+        ),
+        (
             lambda: SkyRL.to_paths(generator_output() | {"is_hinted": [True] * 5}),
             "output: is_hinted: samples with",
         ),
