@@ -91,8 +91,9 @@ class VerifiersReader(TraceReader):
     and traces of agents that are not trained.
 
     Sources, PrimeIntellect-ai/verifiers: ``verifiers/v1/trace.py`` (``Trace``, ``Branch``; 00eee6c),
-    ``verifiers/v1/graph.py`` (``MessageNode``; 0184474 and later), ``verifiers/v1/cli/output.py`` (041e0a3).
-    PrimeIntellect-ai/prime-rl: ``orchestrator/trajectories.py`` (``iter_trainable_branches``; after 004274e).
+    ``verifiers/v1/graph.py`` (``MessageNode``; 0184474, newer fields from an unknown commit),
+    ``verifiers/v1/cli/output.py`` (041e0a3). PrimeIntellect-ai/prime-rl: ``iter_trainable_branches`` of
+    ``orchestrator/trajectories.py`` (unknown commit). No file that these projects wrote was tried.
     """
 
     def recognizes_row(self, row: Record) -> bool:
@@ -260,8 +261,9 @@ class NemoGymReader(TraceReader):
     A call whose prompt begins with the tokens of an earlier one continues its path in the tree. The fields
     that an environment adds to a row are unknown; list them in ``data.ignore_fields``.
 
-    Sources, NVIDIA-NeMo/Gym: ``nemo_gym/openai_utils.py`` (``TokenIDLogProbMixin``; 009d2fe), and
-    ``_ng_task_index`` and ``_ng_rollout_index`` as the tests of ``nemo_gym/rollout_collection.py`` use them.
+    Sources, NVIDIA-NeMo/Gym: ``nemo_gym/openai_utils.py`` (``TokenIDLogProbMixin``; 009d2fe), and its tests
+    for ``_ng_task_index`` and ``_ng_rollout_index`` (unknown commit). The place of the temperature is that of
+    OpenAI's schema. No file that NeMo Gym wrote was tried.
     """
 
     def recognizes_row(self, row: Record) -> bool:
