@@ -25,11 +25,31 @@ def test_an_import_string_is_imported_on_first_use() -> None:
     assert colours["join"] is join
 
 
-def test_register_adds_an_entry_or_replaces_one() -> None:
+def test_register_adds_an_entry_and_replaces_those_of_others_only_on_request() -> None:
     numbers: Registry[int] = Registry("number", {"one": 1})
     numbers.register("two", 2)
-    numbers.register("one", 11)
-    assert {name: numbers[name] for name in numbers} == {"one": 11, "two": 2}
+    numbers.register("two", 22)
+    with pytest.raises(UserError) as error:
+        numbers.register("one", 11)
+    assert str(error.value) == (
+        "number 'one' is registered by titan_tree already; choose another name, "
+        "or pass replace=True to register"
+    )
+    assert numbers["one"] == 1
+    numbers.register("one", 11, replace=True)
+    assert {name: numbers[name] for name in numbers} == {"one": 11, "two": 22}
+
+
+def test_module_and_attribute_select_code_that_nobody_registered() -> None:
+    colours: Registry[object] = Registry("colour", {"zen": "this"})
+    from os.path import join
+
+    assert "os.path:join" in colours
+    assert colours["os.path:join"] is join
+    assert list(colours) == ["zen"]
+    assert colours.name_of(Registry) is None
+    assert colours["titan_tree.registry:Registry"] is Registry
+    assert colours.name_of(Registry) == "titan_tree.registry:Registry"
 
 
 def test_an_unknown_name_is_an_error_that_suggests_the_closest_one() -> None:

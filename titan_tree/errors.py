@@ -1,9 +1,10 @@
 """UserError, the exception for wrong input, and helpers that check arguments, quote data and hide secrets."""
 
 import base64
+import difflib
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
@@ -91,6 +92,14 @@ def shorten(value: object) -> str:
         return f"a value of type {type(value).__name__}"
     text = hide(text)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """Returns the error for a name that does not exist. It suggests the closest known name."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
 
 
 def require_unicode(text: str, where: str) -> str:

@@ -1,18 +1,18 @@
 """The extension points of titan_tree: names that a configuration can use, and their implementations.
 
-To extend titan_tree, write one file and add one line below. A script of your own can call ``register``
-instead, before it reads the configuration. docs/extending.md shows examples.
+A configuration can also name code of its own, as "module:attribute" (plugins.py). To extend titan_tree, write
+one file and add one line below. docs/extending.md shows examples.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, unknown_name
+from titan_tree.plugins import import_attribute, importing, is_import_string
 
 # At run time, nothing is imported before it is used. These types are the classes that extensions subclass,
 # documented where they are; a protocol here would state each of them twice.
@@ -40,7 +40,8 @@ class Registry(Generic[T]):
 
     An entry is the implementation itself or an import string: "package.module" or "package.module:attribute".
     The registry imports it on first use. Iterating over the names imports nothing, so reading a configuration
-    does not import torch.
+    does not import torch. Everywhere a name is accepted, "module:attribute" selects an implementation that
+    nobody registered; it is imported when the name is checked.
 
     Args:
         kind: the word for an entry in error messages, such as "loss".
@@ -50,24 +51,41 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
         self.kind = kind
         self._entries: dict[str, T | str] = dict(entries)
+        self._owners: dict[str, str | None] = dict.fromkeys(entries, "titan_tree")
+        self._selected: dict[str, T] = {}  # by "module:attribute"
 
-    def register(self, name: str, entry: T | str) -> None:
-        """Adds an entry, or replaces the entry with this name."""
+    def register(self, name: str, entry: T | str, replace: bool = False) -> None:
+        """Adds an entry. Code may register its own name again, as a cell of a notebook does.
+
+        Raises:
+            UserError: the name belongs to titan_tree or to another plugin, and ``replace`` is false.
+        """
+        owner = self._owners.setdefault(name, importing())
+        if owner != importing() and not replace:
+            raise UserError(
+                f"{self.kind} {name!r} is registered by {owner or 'the script'} already; choose another "
+                "name, or pass replace=True to register"
+            )
+        self._owners[name] = importing()
         self._entries[name] = entry
 
     @contextmanager
     def registered(self, name: str, entry: T | str) -> Iterator[None]:
         """Registers an entry within a ``with`` statement. After it, the registry is as before."""
-        before = dict(self._entries)
-        self.register(name, entry)
+        before = dict(self._entries), dict(self._owners)
+        self.register(name, entry, replace=True)
         try:
             yield
         finally:
-            self._entries = before
+            self._entries, self._owners = before
 
     def __getitem__(self, name: str) -> T:
         """Returns the implementation with this name. Raises UserError for an unknown name."""
+        if name in self._selected:
+            return self._selected[name]
         if name not in self._entries:
+            if name in self:
+                return self._selected[name]
             raise unknown_name(self.kind, name, self._entries)
         entry = self._entries[name]
         if isinstance(entry, str):
@@ -79,7 +97,7 @@ class Registry(Generic[T]):
     def name_of(self, implementation: type) -> str | None:
         """Returns the last name with which a class is registered, or None. Imports nothing."""
         imported_as = f"{implementation.__module__}:{implementation.__qualname__}"
-        for name, entry in reversed(self._entries.items()):
+        for name, entry in reversed((self._selected | self._entries).items()):
             if entry is implementation or entry == imported_as:
                 return name
         return None
@@ -89,7 +107,12 @@ class Registry(Generic[T]):
         return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        """Returns whether a name exists. Imports "module:attribute"; UserError says why it cannot be."""
+        if not isinstance(name, str):
+            return False
+        if is_import_string(name) and name not in self._entries:
+            self._selected[name] = import_attribute(name)
+        return name in self._entries or name in self._selected
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -153,14 +176,6 @@ class BackendRegistry(Registry[B]):
                 return candidate
             reasons.append(f"backend {candidate!r} {reason}")
         raise UserError(f"{self.component}: {'; '.join(reasons) or f'no automatic backend for {device}'}")
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """Returns the error for a name that does not exist. It suggests the closest known name."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return UserError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")
 
 
 MODELS: Registry[type[Decoder]] = Registry(

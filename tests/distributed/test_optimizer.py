@@ -234,10 +234,10 @@ def test_a_checkpoint_of_torchao_is_resumed(tmp_path: Path) -> None:
     spec, runs = OPTIMIZERS["adamw8bit"], []
     for before in (OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit), spec):
         folder = tmp_path / before.import_class().__module__
-        OPTIMIZERS.register("adamw8bit", before)
+        OPTIMIZERS.register("adamw8bit", before, replace=True)
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
             old = train(tiny_config(folder, training__steps=2, **options))
-        OPTIMIZERS.register("adamw8bit", spec)
+        OPTIMIZERS.register("adamw8bit", spec, replace=True)
         resumed = Trainer(tiny_config(folder, training__steps=4, **options))
         states = [list(plain_state(trainer.optimizers)) for trainer in (resumed, old)]
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*states, strict=True))  # torchao's steps

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from titan_tree.errors import UserError, printable
-from titan_tree.registry import unknown_name
+from titan_tree.errors import UserError, printable, unknown_name
 from titan_tree.signals import keyboard_interrupts
 
 VERBS = {  # name -> summary; a verb's module is imported only when the verb runs

@@ -21,8 +21,7 @@ from types import ModuleType
 
 from titan_tree.bench import BENCHES
 from titan_tree.cli import Parser
-from titan_tree.errors import UserError
-from titan_tree.registry import unknown_name
+from titan_tree.errors import UserError, unknown_name
 
 MAY_BE_ZERO = ("beta", "chain", "lora", "seed", "train", "warmup", "workers")  # arguments
 PICTURES = (".png", ".pdf", ".svg")  # endings of files that matplotlib draws

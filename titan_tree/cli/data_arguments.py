@@ -23,7 +23,11 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the files, their format, and how conversations become samples."""
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help='a file, a glob pattern, or "demo" for the bundled sample')
-    add("--format", choices=(AUTO, *READERS), default=AUTO, help="data format (default: recognize each file)")
+    add(
+        "--format",
+        default=AUTO,
+        help=f"{', '.join(READERS)}, or a reader of your own as module:name (default: recognize each file)",
+    )
     add(
         "--tokenizer",
         help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the store to write, a new file")
     parser.add_argument(
         "--advantage",
-        choices=("given", *ADVANTAGES),
         default="given",
-        help="compute the advantages from the rewards of each group, as data.advantage does",
+        help="compute the advantages from the rewards of each group, as data.advantage does: "
+        f"{', '.join(ADVANTAGES)}, or an estimator of your own as module:name",
     )
     add_settings(parser, "--advantage-options", "options of the estimator, as in [data.advantage_options]")
 

@@ -57,6 +57,9 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
 class Config:
     """All tables of a configuration. Rules that involve several tables are checked here."""
 
+    # Modules of your own that are imported before the tables are checked, such as ["my_package.parts"]
+    # (docs/extending.md).
+    plugins: list[str] = field(default_factory=list)
     folder: str = "outputs/run"  # Folder that receives everything that the run writes.
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, errors_at, shorten
 
 T = TypeVar("T")
 
@@ -63,9 +63,10 @@ class Checked:
             value = getattr(self, field.name)
             if value == MISSING or (value is None and field.default is None):
                 continue
-            for condition in checks_of(type(self))[field.name]:
-                if (expected := condition(value)) is not None:
-                    raise UserError(f"{self._prefix}{field.name}: expected {expected}, got {shorten(value)}")
+            with errors_at(f"{self._prefix}{field.name}"):
+                for condition in checks_of(type(self))[field.name]:
+                    if (expected := condition(value)) is not None:
+                        raise UserError(f"expected {expected}, got {shorten(value)}")
 
 
 def checks_of(table: type) -> dict[str, tuple[Check, ...]]:
@@ -118,12 +119,15 @@ def between(low: float, high: float) -> Check:
 
 
 def one_of(*choices: str | Iterable[str]) -> Check:
-    """Accepts the given names and every name in the given registries, including later registrations."""
+    """Accepts the given names, every name in the given registries, and "module:attribute" beside those."""
 
     def names() -> list[str]:
         return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
 
-    return Check(lambda value: value in names(), lambda: f"one of {', '.join(names())}")
+    def accepts(value: Any) -> bool:
+        return any(value == choice if isinstance(choice, str) else value in choice for choice in choices)
+
+    return Check(accepts, lambda: f"one of {', '.join(names())}")
 
 
 def list_of(item: Check) -> Check:

@@ -25,6 +25,7 @@ from titan_tree.config import Config
 from titan_tree.config.checks import MISSING, require
 from titan_tree.config.files import regular
 from titan_tree.errors import UserError, errors_at, keep_secret, require_unicode, shorten
+from titan_tree.plugins import import_plugins
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -79,6 +80,8 @@ def load_tables(tables: type[C], path: str | Path, overrides: Sequence[str] = ()
             for key, value in schema.settings(table):
                 values[key] = _merged(values.get(key), value)
                 sources |= dict.fromkeys(_keys(value, key), source)
+    with errors_at(f"{sources.get('plugins', path)}: plugins"):
+        import_plugins(values.get("plugins") or [])
     _require_all(schema, values, path)
     try:
         return schema.build(tables, values)  # runs the checks of every table

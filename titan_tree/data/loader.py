@@ -41,6 +41,7 @@ from titan_tree.data.dataset import TreeDataset, TreeSharing
 from titan_tree.data.packing import MicroBatches
 from titan_tree.data.tree_bytes import padding
 from titan_tree.errors import UserError
+from titan_tree.plugins import import_plugins, imported_plugins
 from titan_tree.signals import SIGNALS
 
 T = TypeVar("T")
@@ -199,7 +200,9 @@ class _Worker:
         for index in range(number):
             ours, theirs = context.Pipe()
             their_turns, turns = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(index, number, theirs, their_turns), daemon=True)
+            process = context.Process(
+                target=_work, args=(index, number, imported_plugins(), theirs, their_turns), daemon=True
+            )
             process.start()
             theirs.close()
             their_turns.close()
@@ -227,8 +230,9 @@ def _kill(workers: Sequence[_Worker]) -> None:
         worker.process.join(KILL_S)
 
 
-def _work(worker: int, workers: int, connection: Connection, turns: Connection) -> None:
+def _work(worker: int, workers: int, plugins: list[str], connection: Connection, turns: Connection) -> None:
     """Makes every ``workers``-th step, and sends it as bytes, then None. A worker process runs it."""
+    import_plugins(plugins)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     # A thread sends, so that the worker makes a step while the pipe is full.

@@ -43,11 +43,11 @@ from titan_tree.distributed.optimizers import Optimizers, build_lr_schedulers, b
 from titan_tree.distributed.titan import LRSchedulersContainer
 from titan_tree.engine.step_io import StepInput, all_reduce_counts
 from titan_tree.engine.tree_step import TreeStep
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, unknown_name
 from titan_tree.metrics import step_values, validation_values
 from titan_tree.models.lora.adapters import leave_out_frozen
 from titan_tree.models.tree_model import TreeModel
-from titan_tree.registry import Registry, unknown_name
+from titan_tree.registry import Registry
 from titan_tree.run.build import (
     build_balancing,
     build_dataset,

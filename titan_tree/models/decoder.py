@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from titan_tree.components.lora import is_factor
 from titan_tree.components.moe import ExpertInfo, MoE, Routing
 from titan_tree.components.tree_gdn import TreeGDN
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.block import Block
 from titan_tree.models.decoder_config import INIT_STD, DecoderConfig
 from titan_tree.models.layers import Linear, RMSNorm, Rope
 from titan_tree.models.tree_model import LayersOutput, TreeModel, matrix_flops
 from titan_tree.models.weights import ElementDraws, WeightShards, draw_weights, whole_weights
-from titan_tree.registry import MODELS, unknown_name
+from titan_tree.registry import MODELS
 from titan_tree.tree.batch import TreeBatch
 from titan_tree.tree.layout import TreeLayout
 

@@ -14,8 +14,8 @@ partitions, and one line in ``titan_tree.registry.PARTITION_STRATEGIES``.
 from __future__ import annotations
 
 from titan_tree.components.tree_partitioner import greedy, redundancy_free
-from titan_tree.errors import UserError
-from titan_tree.registry import PARTITION_STRATEGIES, unknown_name
+from titan_tree.errors import UserError, unknown_name
+from titan_tree.registry import PARTITION_STRATEGIES
 from titan_tree.tree.costs import QWEN3_1_7B, ModelCosts
 from titan_tree.tree.partition import Partition, PartitionPlan, one_pass
 from titan_tree.tree.token_tree import TokenTree
@@ -55,9 +55,8 @@ class TreePartitioner:
     def __init__(
         self, strategy: str = "auto", max_tokens: int = 32_768, max_chain_tokens: int | None = None
     ) -> None:
-        names = ["auto", *PARTITION_STRATEGIES]
-        if strategy not in names:
-            raise unknown_name("partition strategy", strategy, names)
+        if strategy != "auto" and strategy not in PARTITION_STRATEGIES:
+            raise unknown_name("partition strategy", strategy, ["auto", *PARTITION_STRATEGIES])
         for name, value in (("max_tokens", max_tokens), ("max_chain_tokens", max_chain_tokens)):
             if value is not None and value < 1:
                 raise UserError(f"TreePartitioner: {name}: expected at least 1, got {value}")

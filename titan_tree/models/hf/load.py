@@ -63,7 +63,7 @@ def model_from_config(folder: str | Path, attention: str = "auto", gdn: str = "a
         raise UserError(
             f"{path}: model_type: expected one model family that reads {model_type!r}, got "
             f"{' and '.join(names[model_type])}; remove it from hf_architectures of the others, or register "
-            "yours under the name of the one that it replaces"
+            "yours under the name of the one that it replaces, with replace=True"
         )
     model_class = MODELS[names[model_type][0]]
     expected = [model_class.hf_architectures[model_type]]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from titan_tree.components.lora import FACTOR, LoRA, add_factors, factors, is_factor, is_transposed, merged
 from titan_tree.components.moe import Experts
 from titan_tree.components.moe.experts import ExpertWeight, Gather, Spread, inverse_permutation
-from titan_tree.errors import UserError
+from titan_tree.errors import UserError, unknown_name
 from titan_tree.models.tree_model import TreeModel
 from titan_tree.models.weights import CHECKPOINTED, ElementDraws, WeightShards, draw_weights
-from titan_tree.registry import unknown_name
 
 ROUTERS = ("gate", "shared_expert_gate")  # linears that choose or weigh experts
 EXPERTS = ("gate_up_proj", "down_proj")  # weights of routed experts

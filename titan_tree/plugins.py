@@ -1,0 +1,98 @@
+"""Imports the user's code that a configuration names, as in ``plugins = ["my_package.parts"]``.
+
+Every command and process looks for a module among the installed packages, and then in the current directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titan_tree.errors import UserError, shorten, unknown_name
+
+_imported: list[str] = []
+_importing: list[str] = []  # the plugins that are being imported, the innermost one last
+
+
+def imported_plugins() -> list[str]:
+    """Returns the modules that this process imported, in their order. Its workers import them, too."""
+    return list(_imported)
+
+
+def importing() -> str | None:
+    """Returns the plugin that is being imported, if one is."""
+    return _importing[-1] if _importing else None
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Imports modules, which may register their parts. Raises UserError for one that cannot be imported."""
+    for module in modules:
+        import_plugin(module)
+
+
+def import_plugin(module: str) -> ModuleType:
+    """Imports a module by its dotted name.
+
+    Raises:
+        UserError: there is no such module, or its code raises; the message has the file and line of the code.
+    """
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+        raise UserError(
+            f"expected the dotted name of a module, such as my_package.parts, got {shorten(module)}"
+        )
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.append(directory)  # last, so that it hides no installed package
+    _importing.append(module)
+    try:
+        loaded = import_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(_explain(module, error, directory)) from None
+    finally:
+        _importing.pop()
+    if module not in _imported:
+        _imported.append(module)
+    return loaded
+
+
+def is_import_string(name: object) -> bool:
+    """Returns whether a name has the form "module:attribute"."""
+    return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
+def import_attribute(name: str) -> Any:
+    """Returns what "module:attribute" names. Raises UserError if there is no such module or attribute."""
+    module, _, attribute = name.partition(":")
+    loaded = import_plugin(module)
+    if not hasattr(loaded, attribute):
+        public = [known for known in vars(loaded) if not known.startswith("_")]
+        raise unknown_name(f"attribute of {loaded.__file__ or module}", attribute, public)
+    return getattr(loaded, attribute)
+
+
+def _explain(module: str, error: BaseException, directory: str) -> str:
+    """Returns in one line why a module could not be imported, and where its code failed."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module}.".startswith(f"{missing}."):
+        return (
+            f"there is no module {missing!r} among the installed packages or in the current directory "
+            f"{directory}; install it, or start the command in the folder that contains it"
+        )
+    kind, message = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"cannot import {module}: {error.filename}:{error.lineno}: {kind}: {error.msg}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][
+        1:
+    ]
+    if own:  # the deepest line in the module's own folder, rather than one of a library that it calls
+        folder = Path(own[0].filename).parent
+        frame = [frame for frame in own if Path(frame.filename).is_relative_to(folder)][-1]
+        return f"cannot import {module}: {frame.filename}:{frame.lineno}: {kind}: {message}"
+    return f"cannot import {module}: {kind}: {message}"
