@@ -78,6 +78,7 @@ class Run(NamedTuple):
     trainer: Any
     losses: list[float]  # of each micro-batch
     logs: list[dict[str, float]]  # of each step
+    passes: list[int]  # forests of each step
     rows: list[list[int]]  # token ids of all samples
     weights: dict[str, Tensor]
     start: dict[str, Tensor]
@@ -125,6 +126,7 @@ def arguments(config: type, path: Path, **options: Any) -> Any:
 def run(trainer: Any) -> Run:
     losses: list[float] = []
     logs: list[dict[str, float]] = []
+    passes: list[int] = []
     rows: list[list[int]] = []
     step, log = trainer.training_step, trainer.log
 
@@ -137,6 +139,7 @@ def run(trainer: Any) -> Run:
         metrics = {name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()}
         for name in ("step_time", "rewards/accuracies"):  # rounding decides whether equal rewards are correct
             metrics.pop(name, None)
+        passes.append(len(trainer._metrics["train"].get("tree/row_tokens", [])))
         logs.append(metrics | {"grad_norm": values.get("grad_norm", 0.0)})
         log(values, *args, **kwargs)
 
@@ -158,28 +161,16 @@ def run(trainer: Any) -> Run:
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
-    return Run(trainer, losses, logs[:-1], rows, weights, start)
+    return Run(trainer, losses, logs[:-1], passes[:-1], rows, weights, start)
 
 
-def assert_equal(
-    stock: Run, tree: Run, micro_batches: int = 1, tolerance: float = 2e-5, same_order: bool = False
-) -> None:
-    """Asserts equal samples, losses of steps, metrics, and weights, relative to the way that they moved.
-
-    Args:
-        micro_batches: per step. With several, metrics are compared only if they hold the same rows.
-        same_order: whether micro-batches hold the same rows in both runs.
-    """
+def assert_equal(stock: Run, tree: Run, tolerance: float = 2e-5) -> None:
+    """Asserts equal samples, losses, metrics, and weights, relative to the way that they moved."""
     assert stock.rows == tree.rows
-    sums = [
-        [sum(losses[i : i + micro_batches]) for i in range(0, len(losses), micro_batches)]
-        for losses in (stock.losses, tree.losses)
-    ]
-    assert sums[1] == pytest.approx(sums[0], rel=1e-5, abs=2e-6)
-    if micro_batches == 1 or same_order:
-        for one, other in zip(stock.logs, tree.logs, strict=True):
-            mine = {name: other[name] for name in one}
-            assert mine == pytest.approx(one, rel=1e-4, abs=1e-5, nan_ok=True)
+    assert tree.losses == pytest.approx(stock.losses, rel=1e-5, abs=2e-6)
+    for one, other in zip(stock.logs, tree.logs, strict=True):
+        mine = {name: other[name] for name in one}
+        assert mine == pytest.approx(one, rel=1e-4, abs=1e-5, nan_ok=True)
     assert stock.weights.keys() == tree.weights.keys()
     moved = max(float((p - stock.start[name]).norm()) for name, p in stock.weights.items())
     assert moved > 1e-4

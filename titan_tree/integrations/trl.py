@@ -7,6 +7,16 @@ In TRL 1.16, these trainers score rows by one call, ``model(input_ids, attention
 fused_lm_head=True)``. titan_tree answers this call with a forward pass over the forest of the rows. Losses,
 metrics, generation, PEFT and checkpoints stay TRL's. No other file imports trl.
 
+GRPO scores the rows of an optimizer step in its first micro-batch. TRL then computes the loss of each
+micro-batch on its part of the scores:
+
+    micro-batch 1        forward pass over the forest -> scores; loss on detached scores -> their gradient
+    micro-batches 2 ..   loss on detached scores -> their gradient
+    the last one         loss on scores -> their gradient + the collected one -> backward pass of the forest
+
+The last backward pass is the only one that reaches parameters. Reduction over ranks, scaling and clipping of
+gradients therefore work as in one micro-batch. Rows stay in TRL's order.
+
 B rows of T tokens, padding included.
 """
 
@@ -14,9 +24,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +37,7 @@ from titan_tree.integrations.rows import Rows
 
 try:
     import trl
-    from trl.trainer.utils import FusedCausalLMOutput, split_tensor_dict
+    from trl.trainer.utils import FusedCausalLMOutput
 
     from titan_tree.integrations.tree_view import TreeView, row_scores  # needs transformers
 except ImportError as error:
@@ -53,15 +63,13 @@ REFUSED_SETTINGS = {
 }
 # Arguments of the fused head that do not change what it returns.
 IGNORED = {"use_cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-# Losses that sum over rows. Groups may then be in any micro-batch of an optimizer step.
-SUMS_OVER_ROWS = {"grpo", "sapo", "dr_grpo", "cispo", "dapo", "vespo", "luspo"}
 
 
 class TreeGRPOTrainer(trl.GRPOTrainer):
     """GRPO on token trees: current, old and reference log-probs share prefixes. TRL does everything else.
 
-    TRL spreads the completions of a prompt over the micro-batches of an optimizer step. They are put
-    together again, unless the loss is a mean over each micro-batch: "bnpo", or an entropy bonus or quantile.
+    All rows of an optimizer step are one forest. ``per_device_train_batch_size`` only says over which rows
+    TRL computes a loss. If TRL generates within an optimizer step, each generation is a forest.
 
     Args:
         args, kwargs: those of trl.GRPOTrainer.
@@ -73,38 +81,81 @@ class TreeGRPOTrainer(trl.GRPOTrainer):
     def __init__(self, *args: Any, max_tokens: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         score_on_trees(self, max_tokens)
+        self._scored: list[tuple[Tensor, Tensor]] = []  # log-probs and entropies of the next micro-batches
+        self._left = 0  # micro-batches of this optimizer step that have no scores yet
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        return output | {"row": torch.arange(len(output["completion_ids"]))}
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Returns the rows of the next micro-batch, and puts groups together when TRL has made new ones."""
-        before = self._buffered_inputs  # evaluation leaves them as they are
-        inputs = super()._prepare_inputs(generation_batch)
-        parts = self._buffered_inputs
-        is_mean = self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled
-        if parts is before or self.loss_type not in SUMS_OVER_ROWS or is_mean:
-            return inputs
-        # These numbers of micro-batches always belong to one optimizer step.
-        size = math.gcd(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
-        windows = [parts[start : start + size] for start in range(0, len(parts), size)]
-        self._buffered_inputs = [part for window in windows for part in _in_order(window)]
-        return self._buffered_inputs[self._step % len(parts)]
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as TRL does. What an interrupted call has left of a step is forgotten."""
+        self._scored, self._left = [], 0
+        return super().train(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
-        self, *args: Any, batch_size: int | None = None, **kwargs: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Scores rows as TRL does, but never cuts a group into two forward passes.
+        """Scores all rows at once. Rows to train on get their scores from the forest of their optimizer step.
 
         Args:
-            batch_size: rows of one forward pass; None: all.
+            batch_size: has no effect.
         """
-        if batch_size is not None:
-            model: Any = self.model
-            group: Any = self.num_generations if model.training else self.num_generations_eval
-            batch_size = math.ceil(batch_size / group) * group
-        return super()._get_per_token_logps_and_entropies(*args, batch_size=batch_size, **kwargs)
+        score = super()._get_per_token_logps_and_entropies
+        if not torch.is_grad_enabled():  # old and reference log-probs, evaluation
+            return score(model, input_ids, attention_mask, logits_to_keep, None, compute_entropy, **kwargs)
+        if not self._scored:
+            self._left = self._left or self.current_gradient_accumulation_steps
+            buffered: Any = self._buffered_inputs
+            start = self._step % len(buffered)
+            parts = buffered[start : start + self._left]
+            self._left -= len(parts)
+            ids, mask = (
+                torch.cat(
+                    [
+                        torch.cat([part[f"{of}_{kind}"] for of in ("prompt", "completion")], 1)
+                        for part in parts
+                    ]
+                )
+                for kind in ("ids", "mask")
+            )
+            with _reduced(model) if self._left == 0 else nullcontext():
+                logprobs, entropies, _ = score(model, ids, mask, logits_to_keep, None, True, **kwargs)
+            self._scored = list(zip(*(_parts(x, len(input_ids)) for x in (logprobs, entropies)), strict=True))
+        return *self._scored.pop(0), None
+
+
+def _parts(values: Tensor, rows: int) -> list[Tensor]:
+    """Returns the values of each micro-batch. Backward passes of all but the last one only collect gradients.
+
+    Args:
+        values: [B, T] of all micro-batches. Their backward pass is part of the last micro-batch's, and gets
+            the collected gradients, too.
+        rows: of a micro-batch.
+    """
+    leaf = values.detach().requires_grad_()
+    values.register_hook(lambda gradient: gradient if leaf.grad is None else gradient + leaf.grad)
+    return [*leaf.split(rows)[:-1], values.split(rows)[-1]]
+
+
+@contextmanager
+def _reduced(model: Any) -> Iterator[None]:
+    """Lets the backward pass of what the model computes in here reduce gradients over ranks.
+
+    DistributedDataParallel decides it in the forward pass, which is within ``no_sync`` of the first
+    micro-batch. The backward pass is in the last micro-batch, without ``no_sync``.
+    """
+    before = getattr(model, "require_backward_grad_sync", None)
+    try:
+        if before is not None:
+            model.require_backward_grad_sync = True
+        yield
+    finally:
+        if before is not None:
+            model.require_backward_grad_sync = before
 
 
 def score_on_trees(trainer: Any, max_tokens: int | None = None) -> None:
@@ -254,18 +305,6 @@ def _offsets(positions: Tensor) -> Tensor:
     if not torch.equal(positions, expected.to(positions.dtype)):
         raise UserError("position_ids: expected 0, 1, 2, ... in each row, got other positions")
     return offsets
-
-
-def _in_order(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns micro-batches with the same rows, in the order in which they were generated."""
-    order = torch.cat([part["row"] for part in parts]).argsort()
-    joined = {}
-    for key, value in parts[0].items():
-        is_per_row = isinstance(value, Tensor) and value.ndim > 0
-        joined[key] = (
-            torch.cat([part[key] for part in parts])[order.to(value.device)] if is_per_row else value
-        )
-    return split_tensor_dict(joined, len(parts))
 
 
 def _check_trainer(trainer: Any) -> None:
