@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from titan_tree.errors import UserError, unknown_name
+from titan_tree.errors import UserError, shorten, unknown_name
 from titan_tree.plugins import import_attribute, importing, is_import_string
 
 # At run time, nothing is imported before it is used. These types are the classes that extensions subclass,
@@ -46,10 +46,14 @@ class Registry(Generic[T]):
     Args:
         kind: the word for an entry in error messages, such as "loss".
         entries: implementations or import strings by name. Error messages list the names in this order.
+        interface: attributes by which an implementation that "module:attribute" selects is checked.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, T | str]) -> None:
+    def __init__(
+        self, kind: str, entries: Mapping[str, T | str], interface: tuple[str, ...] = ("__call__",)
+    ) -> None:
         self.kind = kind
+        self.interface = interface
         self._entries: dict[str, T | str] = dict(entries)
         self._owners: dict[str, str | None] = dict.fromkeys(entries, "titan_tree")
         self._selected: dict[str, T] = {}  # by "module:attribute"
@@ -107,11 +111,17 @@ class Registry(Generic[T]):
         return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        """Returns whether a name exists. Imports "module:attribute"; UserError says why it cannot be."""
+        """Returns whether a name exists. Imports and checks "module:attribute", or raises UserError."""
         if not isinstance(name, str):
             return False
         if is_import_string(name) and name not in self._entries:
-            self._selected[name] = import_attribute(name)
+            selected = import_attribute(name)
+            if missing := [member for member in self.interface if not hasattr(selected, member)]:
+                raise UserError(
+                    f"{name}: expected a value of the kind {self.kind}, got {shorten(selected)}, "
+                    f"which has no {', '.join(missing)}"
+                )
+            self._selected[name] = selected
         return name in self._entries or name in self._selected
 
     def __len__(self) -> int:
@@ -145,7 +155,7 @@ class BackendRegistry(Registry[B]):
     """
 
     def __init__(self, component: str, kind: str, entries: Mapping[str, B | str]) -> None:
-        super().__init__(kind, entries)
+        super().__init__(kind, entries, interface=("is_automatic", "refusal"))
         self.component = component
 
     def load(self, name: str) -> None:
@@ -188,6 +198,7 @@ MODELS: Registry[type[Decoder]] = Registry(
         "qwen3_next": "titan_tree.models.qwen3_5_moe:Qwen3Next",
         "llama": "titan_tree.models.llama:Llama",
     },
+    interface=("Config", "flavors"),
 )
 
 ATTENTION_BACKENDS: BackendRegistry[AttentionBackend] = BackendRegistry(
@@ -284,6 +295,7 @@ READERS: Registry[type[Reader]] = Registry(
         "swe_agent": "titan_tree.data.readers.benchmarks:SweAgentReader",
         "token_store": "titan_tree.data.token_store:TokenStoreReader",
     },
+    interface=("recognizes", "records"),
 )
 
 # Classes, or functions without arguments, that make the environments of reinforcement learning.
@@ -297,6 +309,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
         "adamw": "titan_tree.distributed.optimizers:ADAMW",
         "adamw8bit": "titan_tree.distributed.adamw_8bit:ADAMW_8BIT",
     },
+    interface=("import_class", "state_bytes"),
 )
 
 LOGGERS: Registry[type[Logger]] = Registry(
@@ -307,6 +320,7 @@ LOGGERS: Registry[type[Logger]] = Registry(
         "tensorboard": "titan_tree.metrics.builtin_loggers:TensorBoardLogger",
         "wandb": "titan_tree.metrics.wandb:WandbLogger",
     },
+    interface=("log", "advance", "close"),
 )
 
 # Functions of a step's report that return numbers by name. A metric that does not apply returns {}.
