@@ -1,18 +1,29 @@
 """The user's code that a configuration names: where it is found, what it registers, and how it fails."""
 
+import json
+import math
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cases import for_each
-from titan_tree.config.toml import dump_config, load_config
+from tests.support.rl_runs import DEMO as RL_DEMO
+from tests.support.rl_runs import TINY, rows
+from titan_tree import Trainer, TreeTokenizer
+from titan_tree.cli import main
+from titan_tree.config.rl import RLRunConfig
+from titan_tree.config.toml import dump_config, load_config, load_tables
+from titan_tree.data import demo
 from titan_tree.errors import UserError
 from titan_tree.plugins import import_plugins
-from titan_tree.registry import LOSSES, METRICS
+from titan_tree.registry import ADVANTAGES, LOSSES, METRICS
+from titan_tree.rl.run import run as rl_run
 
 PARTS = """
 from titan_tree.registry import METRICS
@@ -23,6 +34,7 @@ METRICS.register("answer", lambda report: {"answer": 42.0})
 def focal(logprobs, pairs, gamma=2.0):
     return -((1 - logprobs.exp()) ** gamma) * logprobs
 """
+ROOT = Path(__file__).parents[1]
 RUN = ("model.flavor=debug", "data.files=demo")
 
 
@@ -34,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "run.toml").write_text('plugins = ["own.parts"]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with METRICS.registered("unused", "os"):
+    with METRICS.registered("unused", lambda report: {}), ADVANTAGES.registered("unused", print):
         yield tmp_path
     for module in [name for name in sys.modules if name.partition(".")[0] in ("own", "other")]:
         del sys.modules[module]
@@ -95,19 +107,141 @@ def test_an_unknown_attribute_lists_those_of_the_module(folder: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_ordinary_command_trains_with_plugins_in_worker_processes(folder: Path) -> None:
-    (folder / "own" / "data.py").write_text(
-        "from titan_tree.data.readers.own_schema import OwnSchemaReader\n"
-        "from titan_tree.registry import ADVANTAGES\n"
-        "ADVANTAGES.register('ones', lambda turns: turns.per_path([1.0 for reward in turns.rewards]))\n"
+# Selections of own.parts:VALUE, which has no member of the kind that the key selects.
+WRONG_KINDS = {
+    "loss.name": ("loss", "__call__"),
+    "model.attention": ("attention backend", "is_automatic, refusal"),
+    "model.gdn": ("gated DeltaNet backend", "is_automatic, refusal"),
+    "model.name": ("model", "Config, flavors"),
+    "data.format": ("data format", "recognizes, records"),
+    "data.advantage": ("advantage estimator", "__call__"),
+    "partition.strategy": ("partition strategy", "__call__"),
+    "optimizer.name": ("optimizer", "import_class, state_bytes"),
+}
+
+
+@for_each(("key", "kind", "missing"), [(key, *expected) for key, expected in WRONG_KINDS.items()])
+def test_a_value_of_the_wrong_kind_is_one_line(folder: Path, key: str, kind: str, missing: str) -> None:
+    (folder / "own" / "parts.py").write_text("VALUE = 0.5\n")
+    with pytest.raises(UserError) as error:
+        load_config("run.toml", [*RUN, f"{key}=own.parts:VALUE"])
+    assert str(error.value) == (
+        f"argument '{key}=own.parts:VALUE': {key}: own.parts:VALUE: expected a value of the kind {kind}, "
+        f"got 0.5, which has no {missing}"
     )
-    command = [sys.executable, "-m", "titan_tree.train", "--config", "run.toml", *RUN]
-    command += ["plugins=[own.parts, own.data]", "data.advantage=ones", "loss.name=own.parts:focal"]
-    command += ["data.tokenizer=byte", "data.workers=1", "data.global_batch_groups=1", "training.steps=1"]
-    command += ["lr_scheduler.warmup_steps=0", "metrics.loggers=[csv]", "folder=out", "checkpoint.interval=0"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+TOKENIZERS = """
+from titan_tree import TreeTokenizer
+
+
+def plain(template):
+    return TreeTokenizer.byte_level(template or "qwen3")
+
+
+class Silent(TreeTokenizer):
+    def __init__(self, template):
+        made = plain(template)
+        super().__init__(made._vocabulary, made._template)
+
+
+class Marked(Silent):
+    def fingerprint(self):
+        return "marked 1"
+
+
+def nothing(template):
+    return None
+
+
+VALUE = 0.5
+"""
+
+
+def test_a_tokenizer_of_own_code_gets_the_template_and_is_known_by_its_fingerprint(folder: Path) -> None:
+    (folder / "own" / "tokens.py").write_text(TOKENIZERS)
+    builtin = TreeTokenizer.byte_level("qwen3")
+    assert TreeTokenizer.load("own.tokens:plain").fingerprint() == builtin.fingerprint()
+    chatml = TreeTokenizer.byte_level("chatml").fingerprint()
+    assert TreeTokenizer.load("own.tokens:plain", "chatml").fingerprint() == chatml
+    assert TreeTokenizer.load("own.tokens:Marked").fingerprint() == "marked 1"
+    returned = "expected a function of the chat template that returns a TreeTokenizer, got"
+    for name, message in {
+        "nothing": f"{returned} None",
+        "VALUE": f"{returned} 0.5",
+        "Silent": "expected Silent to define fingerprint(), because stored token ids are compared by it; "
+        "define it, or return a plain TreeTokenizer",
+    }.items():
+        with pytest.raises(UserError) as error:
+            TreeTokenizer.load(f"own.tokens:{name}")
+        assert str(error.value) == f"own.tokens:{name}: {message}"
+    with pytest.raises(
+        UserError, match=r"own\.tokens:plane: unknown attribute of .*'plane'; did you mean 'plain'"
+    ):
+        TreeTokenizer.load("own.tokens:plane")
+
+
+def test_inspect_shows_the_tokens_of_an_own_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own" / "tokens.py").write_text(TOKENIZERS)
+    turns = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
+    Path("chat.jsonl").write_text(json.dumps({"messages": turns}))
+    shown = []
+    for tokenizer in (["own.tokens:plain"], ["byte", "--template", "qwen3"]):
+        main(["inspect", "chat.jsonl", "--tokenizer", *tokenizer])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+OWN_RUN = {
+    "model.name": ("qwen3_5", "Hybrid"),
+    "model.flavor": ("debug", None),
+    "model.attention": ("reference", "ATTENTION"),
+    "model.gdn": ("reference", "GDN"),
+    "data.tokenizer": ("byte", "tokenizer"),
+    "data.format": ("jsonl", "Chats"),
+    "partition.strategy": ("greedy", "cut"),
+    "loss.name": ("reinforce", "reinforce"),
+    "optimizer.name": ("adamw", "OPTIMIZER"),
+}
+SETTINGS = (
+    *("model.overrides.num_hidden_layers=2", "model.overrides.full_attention_interval=2"),
+    *("data.global_batch_groups=1", "data.max_tokens=1000", "data.files=demo.jsonl"),
+    *("training.steps=2", "training.dtype=float32", "lr_scheduler.warmup_steps=0", "checkpoint.interval=0"),
+)
+
+
+@pytest.mark.slow
+def test_every_kind_of_part_can_be_the_users_own(folder: Path) -> None:
+    """The ordinary command trains with them, and computes what the built-in parts compute."""
+    shutil.copy(ROOT / "tests" / "support" / "own_parts.py", folder / "own" / "kinds.py")
+    demo.write("demo.jsonl")
+    tables = [f'{key} = "own.kinds:{own}"' for key, (_, own) in OWN_RUN.items() if own]
+    tables += ['plugins = ["own.kinds"]', 'data.advantage = "centred"']  # by its registered name
+    tables += ['metrics.loggers = ["csv", "own.kinds:Steps"]', 'model.flavor = "mine"', 'folder = "out"']
+    Path("own.toml").write_text("\n".join([*tables, "data.workers = 1"]))
+    command = [sys.executable, "-m", "titan_tree.train", "--config", "own.toml", *SETTINGS]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr
-    header, row = (line.split(",") for line in Path("out/metrics.csv").read_text().splitlines())
-    assert float(dict(zip(header, row, strict=True))["answer"]) == 42
+
+    builtin = [f"{key}={name}" for key, (name, _) in OWN_RUN.items()]
+    builtin += ["plugins=[]", "data.advantage=mean", "metrics.loggers=[csv]", "folder=builtin"]
+    trainer = Trainer(load_config("run.toml", [*SETTINGS, *builtin]))
+    trainer.train()
+    trainer.close()
+    own, expected = rows(Path("out")), rows(Path("builtin"))
+    assert [float(row["answer"]) for row in own] == [42, 42]
+    losses = [[float(row["loss"]) for row in run] for run in (own, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 2
+    assert all(map(math.isfinite, losses[0]))
+    assert losses[0][0] != losses[0][1]
+
+    rl = ["rl.environment=own.kinds:Shop", "folder=rl", *TINY, "training.steps=1", "metrics.loggers=[]"]
+    rl_run(load_tables(RLRunConfig, RL_DEMO, rl))
+    calls = Counter(Path("used.txt").read_text().split())
+    once = {"model": 1, "tokenizer": 1, "optimizer": 2, "logger": 2, "strategy": 2}
+    once |= {"metric": 3, "environment": 2}
+    assert once.items() <= calls.items()
+    assert calls.keys() - once == {"attention", "gdn", "loss", "reader", "advantage"}

@@ -41,7 +41,8 @@ def runnable_blocks(page: Path) -> list[Block]:
 def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs all blocks of a page and yields each with what it printed.
 
-    - python: runs as a script with the argument ``--help``. All blocks share one namespace.
+    - python: runs as a script with the argument ``--help``. All blocks share one namespace. A first line
+      ``# name.py`` saves the block as a module instead.
     - bash: ``titan-tree`` runs, but not its benchmarks. Other commands do not run either, but their files,
       configuration keys and options are checked.
     - toml: must be a valid configuration. A first line ``# name.toml`` saves it for later blocks.
@@ -52,7 +53,9 @@ def run_page(page: Path) -> Iterator[tuple[Block, str]]:
     with _namespace() as namespace:
         for block in runnable_blocks(page):
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                if block.language == "python":
+                if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.code)):
+                    Path(name[1]).write_text(block.code)
+                elif block.language == "python":
                     code = "\n" * (block.line - 1) + block.code  # tracebacks show the page's lines
                     _run_script(compile(code, str(page), "exec", dont_inherit=True), namespace)
                 elif block.language == "bash":

@@ -30,7 +30,8 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokenizer",
-        help="a Hugging Face folder, a .tiktoken[.gz] file, or byte (default for conversations)",
+        help="a Hugging Face folder, a .tiktoken[.gz] file, module:name of your own, or byte "
+        "(default for conversations)",
     )
     add("--template", help="chat template: chatml, qwen3 or a file (default: the tokenizer's own, or chatml)")
     add_settings(

@@ -46,7 +46,9 @@ class DataConfig(Checked, table="data"):
     # Fields of records and messages that are not read. Any other unknown field is an error, except for usual
     # bookkeeping such as "task", "source" or "metadata" (data/schema.py). ["*"] ignores all unknown fields.
     ignore_fields: list[str] = setting([])
-    tokenizer: str | None = None  # "byte", a Hugging Face folder or a .tiktoken file. Default: model.hf_path.
+    # "byte", a Hugging Face folder, a .tiktoken file, or a function of your own as "module:name"
+    # (docs/extending.md). Default: model.hf_path.
+    tokenizer: str | None = None
     template: str | None = None  # Chat template (.jinja) that replaces the tokenizer's.
     # Arguments of TreeTokenizer.samples, such as turns = "last" (docs/components/tree_tokenizer.md).
     sample: dict[str, Any] = setting({}, OPTIONS)

@@ -30,7 +30,8 @@ from titan_tree.components.tree_tokenizer.vocabulary import (
     read_json,
     read_tiktoken,
 )
-from titan_tree.errors import UserError, shorten
+from titan_tree.errors import UserError, errors_at, shorten
+from titan_tree.plugins import import_attribute, is_import_string
 from titan_tree.tree.paths import TokenPath
 
 Tools = Sequence[dict[str, object]]
@@ -78,12 +79,13 @@ class TreeTokenizer:
         """Loads a tokenizer by its name.
 
         Args:
-            name: "byte" for ``byte_level``, a .tiktoken or .tiktoken.gz file for ``from_tiktoken``, or a
-                Hugging Face folder for ``from_hf``.
+            name: "byte" for ``byte_level``, a .tiktoken or .tiktoken.gz file for ``from_tiktoken``, a
+                Hugging Face folder for ``from_hf``, or "module:name" for a function of your own, which gets
+                ``template`` and returns a TreeTokenizer.
             template: the chat template. Default: the folder's own, and "chatml" without a folder.
 
         Raises:
-            UserError: a missing or malformed file.
+            UserError: a missing or malformed file, or own code that returns something else.
         """
         if template == "":
             raise UserError("template: expected chatml, qwen3 or a file, got an empty name; leave it out")
@@ -91,6 +93,8 @@ class TreeTokenizer:
             return TreeTokenizer.byte_level(template or "chatml")
         if str(name).endswith((".tiktoken", ".tiktoken.gz")):
             return TreeTokenizer.from_tiktoken(name, template=template or "chatml")
+        if is_import_string(name):
+            return _own_tokenizer(str(name), template)
         return TreeTokenizer.from_hf(name, template)
 
     @staticmethod
@@ -265,6 +269,28 @@ class TreeTokenizer:
                 "the tokenizer's folder has no chat template; set data.template to chatml, qwen3 or a file"
             )
         return self._template
+
+
+def _own_tokenizer(name: str, template: str | Path | None) -> TreeTokenizer:
+    """Returns what the function "module:name" makes of a chat template.
+
+    A subclass may encode or render in another way. The vocabulary does not show this, so it defines its own
+    fingerprint.
+    """
+    with errors_at(name):
+        make = import_attribute(name)
+    made = make(template) if callable(make) else make
+    if not isinstance(made, TreeTokenizer):
+        raise UserError(
+            f"{name}: expected a function of the chat template that returns a TreeTokenizer, "
+            f"got {shorten(made)}"
+        )
+    if type(made) is not TreeTokenizer and type(made).fingerprint is TreeTokenizer.fingerprint:
+        raise UserError(
+            f"{name}: expected {type(made).__name__} to define fingerprint(), because stored token ids are "
+            "compared by it; define it, or return a plain TreeTokenizer"
+        )
+    return made
 
 
 def _template_in_folder(folder: Path, config: Mapping[str, object], config_file: Path) -> str | Path | None:
