@@ -5,6 +5,7 @@ expression for ``-m`` decides instead. Tests marked ``exhaustive`` or ``speed`` 
 names the mark.
 """
 
+import logging
 import os
 import re
 import signal
@@ -120,6 +121,15 @@ def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compile_up_to_graphs = partialmethod(torch.nn.Module.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch.nn.Module, "compile", compile_up_to_graphs)
+
+
+@pytest.fixture(autouse=True)
+def _own_logger() -> Iterator[None]:
+    """Restores the logger, which the commands change."""
+    logger = logging.getLogger("titan_tree")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture(autouse=True)

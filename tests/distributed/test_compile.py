@@ -57,7 +57,7 @@ def test_a_selectively_checkpointed_block_is_not_traced_twice(
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_eps_of_a_norm_is_a_constant_of_its_graph() -> None:
     """As an input it would be a tensor on the CPU, even if the model is on a GPU."""
     torch._dynamo.reset()

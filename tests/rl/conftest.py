@@ -4,7 +4,6 @@ If the command line names a file of this folder, pytest loads this one before te
 Triton's interpreter. What imports triton is therefore imported in fixtures.
 """
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -34,9 +33,6 @@ def _environment() -> Iterator[None]:
     from tests.support.rl_runs import Letters
 
     ENVIRONMENTS.register("letters", Letters)
-    logger = logging.getLogger("titan_tree")
-    before = logger.handlers[:], logger.level, logger.propagate
     yield
-    logger.handlers, logger.level, logger.propagate = before  # the command changes them
     if dist.is_initialized():
         dist.destroy_process_group()

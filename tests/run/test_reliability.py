@@ -38,7 +38,7 @@ def processes(training: ModuleType, tmp_path: Path) -> Callable[..., object]:
     return start
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_campaign_prints_and_appends_its_outcomes(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     command = [sys.executable, str(SCRIPTS / "run.py"), "lines", "--first", "4", "--trials", "2", "--csv"]
