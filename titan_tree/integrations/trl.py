@@ -114,13 +114,8 @@ class TreeGRPOTrainer(trl.GRPOTrainer):
             parts = buffered[start : start + self._left]
             self._left -= len(parts)
             ids, mask = (
-                torch.cat(
-                    [
-                        torch.cat([part[f"{of}_{kind}"] for of in ("prompt", "completion")], 1)
-                        for part in parts
-                    ]
-                )
-                for kind in ("ids", "mask")
+                torch.cat([torch.cat([part[f"prompt_{x}"], part[f"completion_{x}"]], 1) for part in parts])
+                for x in ("ids", "mask")
             )
             with _reduced(model) if self._left == 0 else nullcontext():
                 logprobs, entropies, _ = score(model, ids, mask, logits_to_keep, None, True, **kwargs)
