@@ -307,10 +307,7 @@ def test_a_checkpoint_without_newer_keys_has_their_defaults() -> None:
     assert config_changes({}, {"data": {"paths": "longest"}}) == (["data.paths: 'all' -> 'longest'"], [])
 
 
-def test_user_errors_are_one_line_and_status_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(titan_tree.train, "_log_to_stdout", lambda rank: None)
+def test_user_errors_are_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = titan_tree.train.main(["--config", str(write_config(tmp_path)), "training.stepz=3"])
     assert status == 2
     assert capsys.readouterr().err == (

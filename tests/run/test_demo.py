@@ -4,15 +4,12 @@ import csv
 import math
 from pathlib import Path
 
-import pytest
-
 import titan_tree.train
 
 CONFIG = Path(__file__).parents[2] / "train_configs" / "demo.toml"
 
 
-def test_the_demo_trains_and_saves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titan_tree.train, "_log_to_stdout", lambda rank: None)
+def test_the_demo_trains_and_saves_a_checkpoint(tmp_path: Path) -> None:
     overrides = ["training.steps=4", "checkpoint.interval=4", "lr_scheduler.warmup_steps=1"]
     assert titan_tree.train.main(["--config", str(CONFIG), f"folder={tmp_path}", *overrides]) == 0
     with (tmp_path / "metrics.csv").open(newline="") as file:
