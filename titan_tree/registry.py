@@ -85,12 +85,10 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """Returns the implementation with this name. Raises UserError for an unknown name."""
+        if name not in self._selected and name not in self:
+            raise unknown_name(self.kind, name, self._entries)
         if name in self._selected:
             return self._selected[name]
-        if name not in self._entries:
-            if name in self:
-                return self._selected[name]
-            raise unknown_name(self.kind, name, self._entries)
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
