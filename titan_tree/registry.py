@@ -304,8 +304,8 @@ ENVIRONMENTS: Registry[Callable[[], Environment]] = Registry(
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "optimizer",
     {
-        "adamw": "titan_tree.distributed.optimizers:ADAMW",
-        "adamw8bit": "titan_tree.distributed.adamw_8bit:ADAMW_8BIT",
+        "adamw": "titan_tree.distributed.adamw:ADAMW",
+        "adamw8bit": "titan_tree.distributed.adamw:ADAMW_8BIT",
     },
     interface=("import_class", "state_bytes"),
 )

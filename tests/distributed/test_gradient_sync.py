@@ -7,7 +7,10 @@ import torch
 
 from tests.support.oracle import hf_model, random_groups, tree_model
 from titan_tree.components.tree_loss import TreeLoss
+from titan_tree.config import OptimizerConfig
+from titan_tree.distributed.adamw import KernelAdamW
 from titan_tree.distributed.gradient_sync import cast_weights
+from titan_tree.distributed.optimizers import build_optimizers, clip_and_step
 from titan_tree.engine.tree_step import TreeStep
 from titan_tree.tree.token_tree import TokenTree
 
@@ -50,6 +53,26 @@ def test_gradients_of_micro_batches_are_accumulated_in_fp32():
         torch.testing.assert_close(total, sum(parts), rtol=1e-6, atol=1e-7)
         rounded += not torch.equal(total, total.bfloat16().float())
     assert rounded == len(together)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_adamw_gets_the_same_gradients_without_a_cast(count, monkeypatch):
+    """Those of a single backward pass stay in bf16. Sums are fp32. Three steps train the same weights."""
+    runs = []
+    for casts in (False, True):
+        if casts:
+            monkeypatch.delattr(KernelAdamW, "add_param_group")  # weights then have gradients in fp32
+        model = bf16_model()
+        optimizers = build_optimizers(OptimizerConfig(lr=1e-2), model)
+        tensors = []
+        for _ in range(3):
+            tensors += gradients(model, micro_batches(count)).values()
+            dtypes = {parameter.grad.dtype for parameter in model.parameters()}
+            assert dtypes == {torch.float32 if casts or count > 1 else torch.bfloat16}
+            tensors.append(clip_and_step(optimizers, torch.ones(()), 1e-2))
+        runs.append([*tensors, *model.parameters()])
+    for without, cast in zip(*runs, strict=True):
+        assert torch.equal(without.float(), cast)
 
 
 def test_the_model_gets_its_own_weights_back():

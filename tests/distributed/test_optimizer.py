@@ -1,5 +1,6 @@
 """Optimizers clip, step and skip steps that are not finite; 8-bit AdamW stays close to AdamW."""
 
+import copy
 import math
 import shutil
 from pathlib import Path
@@ -14,8 +15,8 @@ from tests.support.optimizers import draw_gradients, model_and_optimizers, plain
 from tests.support.tiny_run import read_metrics, tiny_config, train
 from titan_tree.components import adamw_kernel as adamw_8bit
 from titan_tree.config import OptimizerConfig
-from titan_tree.distributed import ao
-from titan_tree.distributed.adamw_8bit import AdamW8bit
+from titan_tree.distributed import adamw, ao
+from titan_tree.distributed.adamw import AdamW, AdamW8bit
 from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step, optimizer_class
 from titan_tree.errors import UserError
 from titan_tree.registry import OPTIMIZERS
@@ -202,6 +203,74 @@ def test_the_kernel_and_plain_pytorch_train_alike(monkeypatch: pytest.MonkeyPatc
         runs.append([new.detach() - old for new, old in zip(weights, start, strict=True)])
     for plain, kernel in zip(*runs, strict=True):
         torch.testing.assert_close(kernel, plain, rtol=1e-5, atol=2e-7)
+
+
+UPDATES = (
+    *("torch", "plain"),
+    pytest.param("kernel", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_adamw_continues_a_run_of_torch(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference gets fp32 gradients, ours bf16 ones. Clipped, with two groups and a skipped step."""
+    if update in ("plain", "kernel"):
+        monkeypatch.setattr(adamw, "_has_kernel", lambda weight: True)
+    if update == "kernel":
+        monkeypatch.setattr(adamw_8bit, "_update", adamw_8bit._launch)
+    device = "cuda" if update == "cuda" else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) / 50 for shape in ((5, 257), (30,), (0, 7), (5,))]
+
+    def make(cls: type[torch.optim.AdamW], values: list[Tensor]) -> tuple[list[nn.Parameter], Any]:
+        weights = [nn.Parameter(x.detach().to(device, copy=True)) for x in values]
+        groups = [{"params": weights[::2]}, {"params": weights[1::2], "weight_decay": 0.0}]
+        return weights, cls(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    theirs, reference = make(torch.optim.AdamW, start)
+    ours, optimizer = make(AdamW, start)
+    for step in range(20):
+        if step == 10:
+            ours, optimizer = make(AdamW, list(theirs))
+            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+        for weight, other in zip(ours[:-1], theirs[:-1], strict=True):  # the last one gets no gradient
+            gradient = torch.randn(weight.shape, generator=generator).to(device, torch.bfloat16)
+            weight.grad, other.grad = gradient, gradient.float()
+        loss = torch.tensor(math.nan if step == 5 else 1.0, device=device)
+        exact = math.sqrt(sum(float(x.grad.double().square().sum()) for x in theirs if x.grad is not None))
+        norms = [clip_and_step([each], loss, 1.0) for each in (optimizer, reference)]
+        assert [norm.item() for norm in norms] == pytest.approx([exact, exact], rel=1e-6)
+    states = [each.state_dict() for each in (optimizer, reference)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=1e-5, atol=1e-9)  # dtypes, too
+    assert {float(state["step"]) for state in states[0]["state"].values()} == {19.0}
+    for mine, other, old in zip(ours, theirs, start, strict=True):
+        torch.testing.assert_close(mine - old.to(device), other - old.to(device), rtol=1e-5, atol=1e-7)
+
+
+def test_adamw_leaves_amsgrad_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_has_kernel", lambda weight: True)
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for cls, weight in zip((AdamW, torch.optim.AdamW), weights, strict=True):
+        optimizer = cls([weight], lr=0.1, amsgrad=True, fused=True)
+        for scale in (1.0, 0.01):
+            weight.grad = scale * torch.ones(3)
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+def test_a_closure_runs_before_the_update() -> None:
+    """Lightning steps every optimizer with one."""
+    weight = nn.Parameter(torch.ones(4))
+
+    def closure() -> Tensor:
+        loss = 3 * weight.sum()
+        loss.backward()
+        return loss
+
+    assert AdamW8bit([weight], lr=0.1, weight_decay=0.0).step(closure) == 12
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 0.9))
 
 
 def test_8_bit_adamw_without_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

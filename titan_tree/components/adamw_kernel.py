@@ -1,4 +1,4 @@
-"""adamw_: updates a tensor by AdamW with 8-bit moments: one Triton kernel on a GPU, plain PyTorch elsewhere.
+"""adamw_: updates a tensor by AdamW, also with 8-bit moments: one Triton kernel on a GPU, else plain PyTorch.
 
 The update runs in fp32 (AdamW: arXiv:1711.05101; 8-bit moments: Dettmers et al., arXiv:2110.02861). A moment
 is dequantized, updated, used, and quantized again. The kernel reads and writes each number once. It divides
@@ -108,7 +108,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Runs ``adamw_`` in the kernel. ``decay``: lr * weight_decay."""
     size = weight.numel()
-    _adamw_kernel[(triton.cdiv(size, BLOCKS * BLOCK),)](
+    _adamw_kernel[(-(-size // (BLOCKS * BLOCK)),)](  # triton.cdiv takes the host 5 us
         weight, grad, *first, *second, scalars,
         lr, 1 - betas[0], 1 - betas[1], eps, decay, size, BLOCK, BLOCKS, num_warps=BLOCKS,
     )  # fmt: skip

@@ -32,7 +32,7 @@ class TrainingConfig(Checked, table="training"):
     # Epochs of the whole run, instead of steps. An epoch trains on every group once. The last step may be
     # smaller.
     epochs: int | None = setting(None, at_least(1))
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Compute dtype. Weights and gradients are fp32.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # Compute dtype. Weights are fp32.
     # Float8 recipe of torchao for the dense linear layers. Scales are per tensor or per row, and
     # "rowwise_with_gw_hp" computes weight gradients in ``dtype``. Experts, routers and the vocabulary never
     # use float8.

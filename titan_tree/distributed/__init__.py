@@ -9,6 +9,6 @@ experts/              ranks that hold different experts and exchange tokens
 collectives.py        sums and calls over all ranks
 faults.py             timeouts, and failed collectives
 agreement.py          checks that ranks are equal
-optimizers.py  adamw_8bit.py    optimizers, clipping and learning rates
+optimizers.py  adamw.py         optimizers, clipping and learning rates
 titan.py  ao.py       the parts of torchtitan and torchao that are used
 """

@@ -88,6 +88,7 @@ def cast_weights(model: TreeModel) -> Iterator[None]:
 
     Each weight is cast once per step instead of once per forward pass, and no autograd graph stores casts. As
     soon as a copy has a gradient, it is added to the gradient of the original weight, in that weight's dtype.
+    The first one is not cast if ``grad_dtype`` of the weight is None, which reads and writes fewer bytes.
     Weights that FSDP2 shards stay unchanged: FSDP2 does the same when it gathers them.
 
     torch.compile does not compile again when weights are replaced. They are inputs of its graphs, which
@@ -161,8 +162,9 @@ def _copy(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
         gradient, copy.grad = copy.grad, None  # first: without memory for the rest, the copy still stays
         assert gradient is not None
         if weight.grad is None:
-            weight.grad = gradient.to(weight.dtype)
+            weight.grad = gradient.to(weight.grad_dtype or gradient.dtype)
         else:
+            weight.grad = weight.grad.to(weight.dtype)
             weight.grad += gradient
 
     with torch.inference_mode(False):  # a later step trains with a copy that validation has made

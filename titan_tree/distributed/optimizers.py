@@ -47,7 +47,6 @@ class OptimizerSpec:
     reshards_any_dim: bool = True
 
 
-ADAMW = OptimizerSpec(import_class=lambda: torch.optim.AdamW, fused=True)
 # Arguments of an optimizer's class that ``optimizer.options`` cannot set.
 RESERVED = (
     *("params", "lr", "betas", "eps", "weight_decay", "fused", "foreach"),
@@ -171,7 +170,7 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
     parameters = [p for optimizer in wrapped for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norm = torch.nn.utils.get_total_norm(local, foreach=True)
+    norm = _total_norm(local)
     if isinstance(gradients[0], DTensor):  # then all are, and each number is on one rank of every replica
         norm = (all_reduce_sum(norm.square()) / _num_replicas(gradients[0])).sqrt()
     divisor, finite = (norm / max_norm).clamp_min(1.0), (loss + norm).isfinite()
@@ -188,6 +187,15 @@ def clip_and_step(optimizers: Iterable[torch.optim.Optimizer], loss: Tensor, max
         for stepped in optimizers:
             stepped.step()
     return norm
+
+
+def _total_norm(tensors: list[Tensor]) -> Tensor:
+    """Returns the 2-norm of all numbers, computed in fp32 or higher also if some tensors are bf16."""
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one kernel reads tensors of one dtype
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        norms += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _num_replicas(tensor: DTensor) -> int:

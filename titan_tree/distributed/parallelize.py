@@ -64,7 +64,7 @@ def parallelize(
        across it.
     3. Compile comes before FSDP2, whose hooks then run around each block, outside its graph.
 
-    Weights and gradients stay in fp32, except that LoRA casts the weights that it freezes to ``dtype``.
+    Weights stay in fp32, except that LoRA casts the weights that it freezes to ``dtype``.
     Gradients are summed over ranks, not averaged, because the loss is already divided by the normalizer of
     the global batch.
 
