@@ -25,7 +25,7 @@ BENCHES = {  # name -> summary; a module is imported only when it runs
     "attention": "TreeAttention's backends beside FlexAttention, cuDNN and FlashAttention-4",
     "gdn": "TreeGDN and its convolution beside flash-linear-attention",
     "experts": "a layer of experts beside transformers' and torchtitan's, and sharded over GPUs",
-    "optimizer": "AdamW and 8-bit AdamW beside torchao's",
+    "optimizer": "AdamW and 8-bit AdamW beside those of torch and torchao",
     "sequence": "whole steps on one tree whose tokens all GPUs share, beside one GPU",
     "trl": "a step of TRL's GRPO trainer on trees, beside the trainer itself",
     "samples": "one sample per assistant turn, beside one per conversation, on the host",

@@ -3,18 +3,19 @@
 titan-tree bench optimizer          # on a GPU with 80 GB
 
 The models are some layers of Qwen3-30B-A3B over 4 GPUs (30B-A3B) and of Qwen3-8B on one (8B), with fp32
-weights and gradients. All optimizers update the same weights, and take turns in one process. They need 20
-bytes of GPU memory per number: 28 GB for 8 layers of 30B-A3B, 57 GB for 8 layers of 8B.
+weights. All optimizers update the same weights, and take turns in one process. Gradients are fp32, or bf16 as
+after a step with a single backward pass. The benchmark needs 28 bytes of GPU memory per number: 31 GB for 6
+layers of 30B-A3B, 67 GB for 6 layers of 8B.
 
-| column    | meaning                                                                                      |
-|-----------|----------------------------------------------------------------------------------------------|
-| ms        | median of a whole update: gradient norm, clipping, step                                      |
-| host ms   | median until the host may continue; as long as "ms" if it waits for the GPU                  |
-| first s   | the first update, which creates states and compiles                                          |
-| GB        | bytes to read and write at least once: gradients twice, weights and states                   |
-| GB/s      | GB / ms                                                                                      |
-| of copy   | GB/s, relative to that of a large copy on this GPU: 100% is the bound of memory bandwidth    |
-| x torchao | the time of torchao's 8-bit AdamW over this one                                              |
+| column  | meaning                                                                                        |
+|---------|------------------------------------------------------------------------------------------------|
+| ms      | median of a whole update: gradient norm, clipping, step                                        |
+| host ms | median until the host may continue; as long as "ms" if it waits for the GPU                    |
+| first s | the first update, which creates states and compiles                                            |
+| GB      | bytes to read and write at least once: gradients twice, weights and states                     |
+| GB/s    | GB / ms                                                                                        |
+| of copy | GB/s, relative to that of a large copy on this GPU: 100% is the bound of memory bandwidth      |
+| x torch | the time of torch's fused AdamW over this one                                                  |
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ from titan_tree.bench.record import (
     wall_s,
 )
 from titan_tree.config import OptimizerConfig
-from titan_tree.distributed.optimizers import OptimizerSpec, build_optimizers, clip_and_step
+from titan_tree.distributed.optimizers import Optimizers, OptimizerSpec, build_optimizers, clip_and_step
 from titan_tree.models.decoder import build_model
 from titan_tree.registry import OPTIMIZERS
 
 MODELS = {"30B-A3B": ("qwen3_moe", 4), "8B": ("qwen3", 1), "debug": ("qwen3_moe", 2)}  # family, GPUs
-# Bytes per number, besides two reads of the gradient, and a read and a write of the weight.
-STATE_BYTES = {"adamw8bit": 4, "adamw8bit of torchao": 4, "adamw": 16}
+BF16 = ", bf16 gradients"  # suffix of optimizers whose gradients are not fp32
+# Bytes per number to read and write states.
+STATE_BYTES = {
+    "adamw": 16,
+    "adamw" + BF16: 16,
+    "adamw of torch": 16,
+    "adamw8bit": 4,
+    "adamw8bit of torchao": 4,
+}
 KEYS = ("model", "layers", "optimizer")
-RATIOS = ("x torchao",)
+RATIOS = ("x torch",)
 QUICK = ("--model", "debug", "--layers", "1", "--rounds", "1", "--no-compile")
 PACKAGES = ("torchao",)
 COLUMNS = (
     "optimizer", "model", "tensors", "numbers", "ms", "host ms", "first s", "GB", "GB/s", "of copy",
-    "x torchao",
+    "x torch",
 )  # fmt: skip
 
 
@@ -59,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser)
     add = parser.add_argument
     add("--model", nargs="+", default=["30B-A3B", "8B"], choices=MODELS)
-    add("--layers", type=int, default=8)
+    add("--layers", type=int, default=6)
     add("--no-compile", action="store_true", help="run torchao's optimizer in eager mode")
 
 
@@ -72,8 +80,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     bandwidth = 2 * copied.nbytes / time_ms(partial(torch.empty_like(copied).copy_, copied)) / 1e6
     del copied
     print(f"a copy moves {bandwidth:,.0f} GB/s")
+    fused = OptimizerSpec(import_class=lambda: torch.optim.AdamW, fused=True)
     theirs = OptimizerSpec(import_class=lambda: torchao.optim.AdamW8bit)
     with (
+        OPTIMIZERS.registered("adamw of torch", fused),
         OPTIMIZERS.registered("adamw8bit of torchao", theirs),
         torch.compiler.set_stance("force_eager" if args.no_compile else "default"),
     ):
@@ -86,18 +96,24 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
     firsts: list[float] = []
     contenders: list[Contender] = []
     loss = torch.ones((), device=device)
-    for optimizer in STATE_BYTES:
-        optimizers = build_optimizers(OptimizerConfig(name=optimizer, lr=1e-6), model)
-        update = partial(clip_and_step, optimizers, loss, math.inf)
+    built: dict[str, Optimizers] = {}
+    for label in STATE_BYTES:
+        optimizer = label.removesuffix(BF16)
+        if optimizer not in built:
+            built[optimizer] = build_optimizers(OptimizerConfig(name=optimizer, lr=1e-6), model)
+        update = partial(clip_and_step, built[optimizer], loss, math.inf)
+        cast = partial(cast_gradients, model, torch.bfloat16 if label.endswith(BF16) else torch.float32)
+        cast()
         firsts.append(wall_s(update))
-        contenders.append(Contender(optimizer, partial(measure, update)))
+        contenders.append(Contender(label, partial(measure, cast, update)))
     run_rounds(contenders, args.rounds)
     numbers = sum(p.numel() for p in model.parameters())
-    theirs = contenders[list(STATE_BYTES).index("adamw8bit of torchao")].median("ms")
+    theirs = contenders[list(STATE_BYTES).index("adamw of torch")].median("ms")
     rows: list[Row] = []
     for contender, first in zip(contenders, firsts, strict=True):
         ms = contender.median("ms")
-        gigabytes = (2 * 4 + 2 * 4 + STATE_BYTES[contender.name]) * numbers / 1e9
+        gradient_bytes = 2 if contender.name.endswith(BF16) else 4
+        gigabytes = (2 * gradient_bytes + 2 * 4 + STATE_BYTES[contender.name]) * numbers / 1e9
         rows.append({
             "optimizer": contender.name,
             "model": name,
@@ -110,12 +126,19 @@ def benchmark(args: argparse.Namespace, name: str, bandwidth: float, device: tor
             "GB": round(gigabytes, 2),
             "GB/s": round(1e3 * gigabytes / ms),
             "of copy": f"{1e3 * gigabytes / ms / bandwidth:.0%}",
-            "x torchao": round(theirs / ms, 3),
+            "x torch": round(theirs / ms, 3),
         })  # fmt: skip
     return rows
 
 
-def measure(update: partial[torch.Tensor]) -> list[dict[str, float]]:
+def cast_gradients(model: nn.Module, dtype: torch.dtype) -> None:
+    for weight in model.parameters():
+        assert weight.grad is not None
+        weight.grad = weight.grad.to(dtype)
+
+
+def measure(cast: partial[None], update: partial[torch.Tensor]) -> list[dict[str, float]]:
+    cast()
     synchronize()
     started = time.perf_counter()
     update()
