@@ -83,7 +83,8 @@ class Weight:
     def updated(self, grad: Tensor, scalars: Tensor, device: str) -> "Weight":
         """Returns the result of ``adamw_`` on the device."""
         there = self.copy(device)
-        adamw_(there.weight, grad.to(device), *there.moments(), scalars.to(device), **OPTIONS)
+        first, second = there.moments()
+        adamw_([there.weight], [grad.to(device)], [first], [second], scalars[None].to(device), **OPTIONS)
         return there.copy()
 
     def moments(self) -> list[Moment]:
@@ -200,3 +201,39 @@ def test_a_gradient_changes_the_codes_of_its_own_block_only(device: str) -> None
     assert (small.codes != large.codes).view(-1, 256).any(1).nonzero().tolist() == [[5]]
     assert (small.scale != large.scale).nonzero().tolist() == [[5]]
     assert large.scale[5] == pytest.approx(10)
+
+
+def test_one_call_updates_weights_of_all_kinds(
+    device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight as if it were alone, with scalars of its own; one launch for all weights of a kind."""
+    launches: list[int] = []
+    kernel = adamw_8bit._adamw_kernel
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launches.append(*grid)
+            return kernel[grid]
+
+    shapes = [QUANTIZED, (1,), (0, 7), (1001,), (64, 32), (33,), (2048,), (5, 3), QUANTIZED, (128,), (1025,)]
+    weights = [Weight(x, BF16 if x == (33,) else FP32, quantized=x == QUANTIZED) for x in shapes]
+    grads = [draw_gradient(x, BF16 if i in (3, 8) else FP32, 1) for i, x in enumerate(shapes)]
+    grads[9][:] = torch.nan
+    rows = torch.stack([scalars(1 + i, 2.0**i, skip=float(i == 9)) for i in range(len(shapes))])
+    alone = [x.updated(grad, row, device) for x, grad, row in zip(weights, grads, rows, strict=True)]
+
+    monkeypatch.setattr(adamw_8bit, "_adamw_kernel", Spy())
+    together = [x.copy(device) for x in weights]
+    buffer = torch.empty(2049, device=device)  # the address of a part of it is no multiple of 16
+    together[6].weight = buffer[1:].copy_(together[6].weight)
+    firsts, seconds = zip(*(x.moments() for x in together), strict=True)
+    there = [grad.to(device) for grad in grads]
+    adamw_([x.weight for x in together], there, firsts, seconds, rows.to(device), **OPTIONS)
+    # Programs for fp32 gradients: quantized, plain, not multiples of 16; for bf16 ones; for the bf16 weight.
+    programs = [9, 2 + 1, 1 + 2 + 1 + 2, 9, 1, 1]
+    assert sorted(launches) == ([] if "torch" in request.node.name else sorted(programs))
+    for i, (x, y) in enumerate(zip(together, alone, strict=True)):
+        (weight, *moments), (other, *others) = x.copy().tensors(), y.tensors()
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-8, msg=f"weight {i}")  # a step is 1e-2
+        torch.testing.assert_close(moments, others, rtol=1e-6, atol=0, msg=f"moments {i}")
+    assert torch.equal(together[9].weight.cpu(), weights[9].weight)

@@ -1,4 +1,4 @@
-"""adamw_: updates a tensor by AdamW, also with 8-bit moments: one Triton kernel on a GPU, else plain PyTorch.
+"""adamw_: updates tensors by AdamW, also with 8-bit moments: one Triton kernel on a GPU, else plain PyTorch.
 
 The update runs in fp32 (AdamW: arXiv:1711.05101; 8-bit moments: Dettmers et al., arXiv:2110.02861). A moment
 is dequantized, updated, used, and quantized again. The kernel reads and writes each number once. It divides
@@ -13,8 +13,11 @@ their negatives in the table of first moments, and 0 and 1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -34,10 +37,10 @@ class Moment(NamedTuple):
 
 
 def adamw_(
-    weight: Tensor,
-    grad: Tensor,
-    first: Moment,
-    second: Moment,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    firsts: Sequence[Moment],
+    seconds: Sequence[Moment],
     scalars: Tensor,
     *,
     lr: float,
@@ -45,41 +48,42 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Updates a weight and its moments in place: m = first, v = second moment, t = number of this step.
+    """Updates n weights and their moments in place: m = first, v = second moment, t = number of this step.
 
         m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v);  w *= 1 - lr weight_decay
         w -= lr m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     Args:
-        weight: contiguous, bf16 or fp32. If the moments are quantized, its size is a multiple of ``BLOCK``.
-        grad: gradient times the divisor in ``scalars``, in the shape of the weight, bf16 or fp32.
-        first: the first moment, quantized if and only if ``second`` is.
-        scalars: [4] fp32 on the weight's device: 1 - beta1^t, sqrt(1 - beta2^t), the divisor of the
-            gradient, and 1 to skip the update or 0.
+        weights: contiguous, bf16 or fp32, on one device. If moments of a weight are quantized, its size is a
+            multiple of ``BLOCK``.
+        grads: gradients times the divisors in ``scalars``, in the shapes of the weights, bf16 or fp32.
+        firsts: the first moments. Each is quantized if and only if the second one is.
+        seconds: the second moments.
+        scalars: [n, 4] fp32 on the weights' device, for each weight: 1 - beta1^t, sqrt(1 - beta2^t), the
+            divisor of the gradient, and 1 to skip the update or 0.
     """
-    assert weight.is_contiguous()
-    if not weight.numel():
-        return
-    update = _launch if weight.is_cuda else _update
-    decay = lr * weight_decay
-    update(weight, grad.contiguous(), first, second, scalars, lr=lr, betas=betas, eps=eps, decay=decay)
+    assert all(weight.is_contiguous() for weight in weights)
+    update = _launch if weights[0].is_cuda else _update
+    grads, decay = [grad.contiguous() for grad in grads], lr * weight_decay
+    update(weights, grads, firsts, seconds, scalars, lr=lr, betas=betas, eps=eps, decay=decay)
 
 
 def _update(
-    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor, *,
-    lr: float, betas: tuple[float, float], eps: float, decay: float,
+    weights: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Moment], seconds: Sequence[Moment],
+    scalars: Tensor, *, lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
     """Runs ``adamw_`` in plain PyTorch. ``decay``: lr * weight_decay."""
-    correction1, root_correction2, divisor, skip = scalars.tolist()
-    if skip:
-        return
-    w, g = weight.float(), grad.float() / divisor
-    m = _read(first).lerp(g, 1 - betas[0])
-    v = _read(second).lerp(g.square(), 1 - betas[1])
-    w = w - decay * w
-    weight.copy_(w - (lr / correction1) * m / (v.sqrt() / root_correction2 + eps))
-    _write(first, m)
-    _write(second, v)
+    rows = zip(weights, grads, firsts, seconds, scalars.tolist(), strict=True)
+    for weight, grad, first, second, (correction1, root_correction2, divisor, skip) in rows:
+        if skip or not weight.numel():
+            continue
+        w, g = weight.float(), grad.float() / divisor
+        m = _read(first).lerp(g, 1 - betas[0])
+        v = _read(second).lerp(g.square(), 1 - betas[1])
+        w = w - decay * w
+        weight.copy_(w - (lr / correction1) * m / (v.sqrt() / root_correction2 + eps))
+        _write(first, m)
+        _write(second, v)
 
 
 def _read(moment: Moment) -> Tensor:
@@ -103,26 +107,64 @@ def _write(moment: Moment, x: Tensor) -> None:
 
 
 def _launch(
-    weight: Tensor, grad: Tensor, first: Moment, second: Moment, scalars: Tensor, *,
-    lr: float, betas: tuple[float, float], eps: float, decay: float,
+    weights: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Moment], seconds: Sequence[Moment],
+    scalars: Tensor, *, lr: float, betas: tuple[float, float], eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """Runs ``adamw_`` in the kernel. ``decay``: lr * weight_decay."""
-    size = weight.numel()
-    _adamw_kernel[(-(-size // (BLOCKS * BLOCK)),)](  # triton.cdiv takes the host 5 us
-        weight, grad, *first, *second, scalars,
-        lr, 1 - betas[0], 1 - betas[1], eps, decay, size, BLOCK, BLOCKS, num_warps=BLOCKS,
-    )  # fmt: skip
+    """Runs ``adamw_`` in the kernel, which is launched once per kind of weight. ``decay``: lr * weight_decay.
+
+    A weight has programs of its own, and a row of the table, which tells them what to update.
+    """
+    columns: Any = weights, grads, *zip(*firsts, strict=True), *zip(*seconds, strict=True)
+    addresses = [[0 if x is None else x.data_ptr() for x in column] for column in columns]
+    table = np.stack([[weight.numel() for weight in weights], *addresses], axis=1)
+    is_aligned = (table % 16 == 0).all(1).tolist()
+    kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for i, (weight, grad, values, aligned) in enumerate(zip(*columns[:3], is_aligned, strict=True)):
+        kinds[weight.dtype, grad.dtype, values.dtype, aligned].append(i)
+    for kind, members in kinds.items():
+        programs = -(-table[members, 0] // (BLOCKS * BLOCK))
+        rows = np.column_stack([programs.cumsum() - programs, members, table[members]])
+        on_host = torch.from_numpy(rows)
+        if scalars.is_cuda:
+            on_host = on_host.pin_memory()  # the host does not wait for the copy
+        on_device = on_host.to(scalars.device, non_blocking=True)
+        program = torch.arange(int(programs.sum()), device=scalars.device)
+        owner = torch.searchsorted(on_device[:, 0].contiguous(), program, right=True, out_int32=True) - 1
+        like = (tensors[members[0]] for tensors in columns[:3])
+        _adamw_kernel[(len(program),)](
+            on_device, owner, scalars, *like, lr, 1 - betas[0], 1 - betas[1], eps, decay,
+            rows.shape[1], kind[-1], BLOCK, BLOCKS, num_warps=BLOCKS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _adamw_kernel(
-    weight, grad, first, first_scale, first_table, second, second_scale, second_table, scalars,
-    lr, share1, share2, eps, decay, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    table, owner, scalars, like_weight, like_grad, like_moment, lr, share1, share2, eps, decay,
+    COLUMNS: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """share1, share2: 1 - beta1 and 1 - beta2. Scales and tables are None if moments are not quantized."""
+    """Updates ``BLOCKS`` blocks of a weight.
+
+    table: [n, COLUMNS] int64. A row holds the first program of a weight, its index in ``scalars``, its size,
+        and the addresses of weight, gradient, first and second ``Moment``: 0 for parts that are None.
+    owner: [programs] int32: the row of each program's weight.
+    like_weight, like_grad, like_moment: pointers of the types of weights, gradients and values of moments.
+    share1, share2: 1 - beta1 and 1 - beta2.
+    IS_ALIGNED: whether sizes and addresses are multiples of 16.
+    """
+    row = table + tl.load(owner + tl.program_id(0)) * COLUMNS
+    scalars += tl.load(row + 1) * 4
     if tl.load(scalars + 3) != 0:
         return
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)  # sizes may exceed int32
+    size = _load(row + 2, tl.int64, IS_ALIGNED)  # may exceed int32
+    weight = _load(row + 3, like_weight.dtype, IS_ALIGNED)
+    grad = _load(row + 4, like_grad.dtype, IS_ALIGNED)
+    first = _load(row + 5, like_moment.dtype, IS_ALIGNED)
+    first_scale = _load(row + 6, scalars.dtype, IS_ALIGNED)
+    first_table = _load(row + 7, scalars.dtype, IS_ALIGNED)
+    second = _load(row + 8, like_moment.dtype, IS_ALIGNED)
+    second_scale = _load(row + 9, scalars.dtype, IS_ALIGNED)
+    second_table = _load(row + 10, scalars.dtype, IS_ALIGNED)
+    block = (tl.program_id(0) - tl.load(row)) * BLOCKS + tl.arange(0, BLOCKS)
     start = block * BLOCK
     offset = start[:, None] + tl.arange(0, BLOCK)[None, :]
     mask, block_mask = offset < size, start < size
@@ -140,9 +182,16 @@ def _adamw_kernel(
 
 
 @triton.jit
+def _load(address, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Returns a size or a pointer. If it is a multiple of 16, a thread loads several numbers at once."""
+    value = tl.load(address).to(dtype)
+    return tl.multiple_of(value, 16) if IS_ALIGNED else value
+
+
+@triton.jit
 def _read_moment(values, scale, table, block, offset, mask, block_mask):
     x = tl.load(values + offset, mask=mask, other=0)
-    if scale is not None:
+    if values.dtype.element_ty == tl.uint8:
         x = tl.load(table + x.to(tl.int32)) * tl.load(scale + block, mask=block_mask, other=0.0)[:, None]
     return x.to(tl.float32)
 
@@ -150,7 +199,7 @@ def _read_moment(values, scale, table, block, offset, mask, block_mask):
 @triton.jit
 def _write_moment(values, scale, x, block, offset, mask, block_mask, BINS: tl.constexpr):
     """BINS: of the lowest decade."""
-    if scale is not None:
+    if values.dtype.element_ty == tl.uint8:
         largest = tl.maximum(tl.max(tl.abs(x), 1), MIN_SCALE)
         tl.store(scale + block, largest, mask=block_mask)
         x = _codes(x * (1 / largest)[:, None], BINS)

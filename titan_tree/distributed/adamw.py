@@ -1,4 +1,4 @@
-"""AdamW with fp32 or 8-bit moments: one kernel per weight, which reads fp32 or bf16 gradients."""
+"""AdamW with fp32 or 8-bit moments: one kernel, which reads fp32 or bf16 gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_QUANTIZED = 4096  # numbers of a shard
 
 
 class KernelAdamW(torch.optim.Optimizer):
-    """Base class of optimizers that update each weight by ``adamw_``. Weights may be DTensors.
+    """Base class of optimizers that update weights by ``adamw_``. Weights may be DTensors.
 
     The optimizers are fused, see ``clip_and_step``: the host never waits for the device. Gradients of weights
     that are not sharded may have any dtype, so ``cast_weights`` does not cast them.
@@ -51,9 +51,14 @@ class KernelAdamW(torch.optim.Optimizer):
             states = [self._state(weight) for weight in weights]
             scalars = self._count_step([state["step"] for state in states], group["betas"])
             options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            for weight, state, row in zip(weights, states, scalars.unbind(), strict=True):
-                first, second = self._moment(state["exp_avg"]), self._moment(state["exp_avg_sq"])
-                adamw_(_local(weight), _local(weight.grad), first, second, row, **options)
+            adamw_(
+                _local(weights),
+                _local([weight.grad for weight in weights]),
+                self._moments(_local([state["exp_avg"] for state in states])),
+                self._moments(_local([state["exp_avg_sq"] for state in states])),
+                scalars,
+                **options,
+            )
             torch.autograd.graph.increment_version(weights)  # autograd does not see what a kernel writes
 
     def _count_step(self, steps: list[Tensor], betas: tuple[float, float]) -> Tensor:
@@ -71,7 +76,7 @@ class KernelAdamW(torch.optim.Optimizer):
         """Returns the state of a weight. Its first step creates it."""
         state = self.state[weight]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=_local(weight).device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
             state["exp_avg"] = self._zeros(weight, signed=True)
             state["exp_avg_sq"] = self._zeros(weight, signed=False)
         return state
@@ -79,8 +84,8 @@ class KernelAdamW(torch.optim.Optimizer):
     def _zeros(self, weight: Tensor, signed: bool) -> Tensor:
         return torch.zeros_like(weight)
 
-    def _moment(self, moment: Tensor) -> Moment:
-        return Moment(_local(moment))
+    def _moments(self, tensors: list[Any]) -> list[Moment]:
+        return [Moment(x) for x in tensors]
 
 
 class AdamW(KernelAdamW, torch.optim.AdamW):
@@ -131,7 +136,7 @@ class AdamW8bit(KernelAdamW):
         super().__init__(params, options)
 
     def _zeros(self, weight: Tensor, signed: bool) -> Tensor:
-        local = _local(weight)
+        (local,) = _local([weight])
         if not _is_quantized(local.numel()):
             return super()._zeros(weight, signed)
         zeros: Tensor = self._quantized.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
@@ -146,16 +151,14 @@ class AdamW8bit(KernelAdamW):
             stride=weight.stride(),
         )
 
-    def _moment(self, moment: Tensor) -> Moment:
-        local: Any = _local(moment)
-        if isinstance(local, self._quantized):
-            return Moment(local.codes, local.scale, local.qmap)
-        return super()._moment(moment)
+    def _moments(self, tensors: list[Any]) -> list[Moment]:
+        quantized = self._quantized
+        return [Moment(x.codes, x.scale, x.qmap) if isinstance(x, quantized) else Moment(x) for x in tensors]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor, and any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """Replaces each DTensor by its shard on this rank."""
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
 def _has_kernel(weight: Tensor) -> bool:
