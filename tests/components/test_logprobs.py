@@ -68,6 +68,32 @@ def test_values_and_gradients_equal_those_of_log_softmax(E, V, columns, dtype, t
         assert relative(got, want) < tolerance
 
 
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_support_restricts_the_softmax(mode, capped, device):
+    """Edge 3 has the whole vocabulary, and the support of edge 0 is its label."""
+    inputs, V = case(5, 700, 24, torch.float64, device), 700
+    label, (entropy, recompute) = inputs[2], MODES[mode]
+    cap = torch.full((5,), 3.0, dtype=torch.float64, device=device) if capped else None
+    kept = [{y.item()} | set(range(7 * e, 7 * e + 60 * e)) for e, y in enumerate(label)]
+    kept[3] = set()
+    pairs = [(e, i) for e, ids in enumerate(kept) for i in sorted(ids)]
+    support = torch.tensor(pairs, device=device).t()
+    got = results(lambda h, w, y: edge_logprobs(h, w, y, entropy, recompute, 5 * 128, cap, support), *inputs)
+
+    def restricted(hidden, weight, label):
+        outputs = []
+        for e in range(5):
+            ids = torch.tensor(sorted(kept[e]) or list(range(V)), device=device)
+            logits = hidden[e] @ weight[ids].t()
+            log_p = (3 * (logits / 3).tanh() if capped else logits).log_softmax(0)
+            outputs.append(torch.stack([log_p[ids == label[e]][0], -(log_p.exp() * log_p).sum()]))
+        return torch.stack(outputs).t().unbind()[: 1 + entropy]
+
+    for a, b in zip(got, results(restricted, *inputs), strict=True):
+        assert relative(a, b) < 1e-12
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_capped_logits_equal_those_of_log_softmax(entropy, device):
     """Each edge has a cap of its own, as temperatures need."""

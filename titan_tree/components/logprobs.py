@@ -49,6 +49,7 @@ def edge_logprobs(
     recompute: bool = True,
     block_elements: int = BLOCK_ELEMENTS,
     cap: Tensor | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log-probability of each edge's label, and on request the entropy, in nats.
 
@@ -67,11 +68,14 @@ def edge_logprobs(
         block_elements: upper bound of E * B; a block has at least ``COLUMN_MULTIPLE`` columns.
         cap: [E]; c tanh(s / c) replaces each logit s of an edge with the cap c (Gemma 2, arXiv:2408.00118),
             and logits are always recomputed. None: logits stay.
+        support: [2, S] int64, pairs of an edge and a token id: an edge with pairs has the distribution over
+            these ids alone, which must contain its label; an edge without pairs has the whole vocabulary
+            (Keep Sampling Mask, arXiv:2512.02556, section 3.1). A block needs one byte more per logit.
     Returns:
         (logprobs [E], entropy [E] or None).
     """
     keep = torch.is_grad_enabled() and not recompute and not entropy and cap is None
-    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap)
+    return _EdgeLogprobs.apply(hidden, weight, label, entropy, keep, block_elements, cap, support)
 
 
 class _EdgeLogprobs(torch.autograd.Function):
@@ -85,6 +89,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         keep: bool,
         block_elements: int,
         cap: Tensor | None,
+        support: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
         keep = keep and any(ctx.needs_input_grad[:2])
@@ -94,6 +99,7 @@ class _EdgeLogprobs(torch.autograd.Function):
         kept = []
         for start, end in vocabulary_blocks(weight, len(hidden), block_elements):
             logits = block_logits(hidden, weight[start:end], cap)
+            remove_outside(logits, support, start)
             p, block_lse, block_entropy = _softmax(
                 logits, label - start, label_logit, hidden.dtype if keep else None, entropy
             )
@@ -109,7 +115,7 @@ class _EdgeLogprobs(torch.autograd.Function):
                 kept += [p, block_lse]
         logprobs = label_logit - lse
         ctx.save_for_backward(hidden, weight, label, lse, logprobs, entropies, *kept)
-        ctx.block_elements, ctx.cap = block_elements, cap
+        ctx.block_elements, ctx.cap, ctx.support = block_elements, cap, support
         ctx.set_materialize_grads(False)  # the gradient of an unused output is None
         return logprobs, entropies
 
@@ -132,9 +138,10 @@ class _EdgeLogprobs(torch.autograd.Function):
                 p, block_lse = kept[2 * i : 2 * i + 2]
             else:
                 logits = block_logits(hidden, weight[start:end], ctx.cap)
-                p, block_lse, _ = _softmax(logits, label - start, None, dtype, False)
                 if ctx.cap is not None:
                     slope = 1 - (logits / ctx.cap[:, None]).square_()
+                remove_outside(logits, ctx.support, start)
+                p, block_lse, _ = _softmax(logits, label - start, None, dtype, False)
                 del logits
             grad = _logit_gradient(
                 p,
@@ -155,7 +162,7 @@ class _EdgeLogprobs(torch.autograd.Function):
             del p, grad  # before the next block allocates
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def vocabulary_blocks(weight: Tensor, num_edges: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -203,6 +210,26 @@ def block_logits(hidden: Tensor, weight: Tensor, cap: Tensor | None) -> Tensor:
     """
     logits = _matmul(hidden, weight.t())
     return logits if cap is None else logits.div_(cap[:, None]).tanh_().mul_(cap[:, None])
+
+
+def remove_outside(logits: Tensor, support: Tensor | None, start: int) -> None:
+    """Replaces logits outside the support by ``EMPTY`` in place, without waiting for the device.
+
+    Args:
+        logits: [E, B], a block.
+        support: see ``edge_logprobs``.
+        start: the token id of the block's first column.
+    """
+    if support is None:
+        return
+    edge, token = support
+    num_edges, width = logits.shape
+    is_outside = torch.zeros(num_edges, width + 1, dtype=torch.bool, device=logits.device)
+    is_outside.index_fill_(0, edge, True)
+    column = token - start
+    column = torch.where((column >= 0) & (column < width), column, width)  # the last column is not read
+    is_outside.view(-1).index_fill_(0, edge * (width + 1) + column, False)
+    logits.masked_fill_(is_outside[:, :width], EMPTY)
 
 
 # Softmax of one block: one read of the logits, one write of the probabilities.
